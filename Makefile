@@ -1,0 +1,56 @@
+# Every target sets itself up: on a fresh machine it needs Linux, python3.11 or newer, and pip.
+#
+#   make demo     train, kill everything with SIGKILL in the middle of a save, start again, compare bit for bit
+#   make test     all tests
+#   make check    lint, format, types, layers
+#   make bench    every benchmark, each against its ceiling in the same run
+#
+# PYTHON=python3.12 chooses the interpreter that .venv is made from; STORE=s3://bucket/demo where the demo saves.
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+BIN := .venv/bin
+PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check install -qq --constraint constraints.txt
+STORE ?=
+PYTEST_ARGS ?=
+
+.PHONY: demo test check format bench clean
+
+demo: .venv/.ready
+	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
+
+test: .venv/.ready-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py
+
+format: .venv/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One at a time: two benchmarks at once measure each other. All run, and then it fails if one did.
+bench: .venv/.ready-dev
+	@failed=; for file in $$(grep -l __main__ benchmarks/*.py); do \
+		name=$$(basename "$$file" .py); echo "== $$name"; \
+		$(BIN)/python -m "benchmarks.$$name" || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamps make the second run quick; a changed pyproject.toml or constraints.txt installs again.
+.venv/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or newer found; install one, or say PYTHON=/path/to/python" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
+	@echo "installing ckpt into .venv (once)"
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready
+	@echo "installing what the tests need into .venv (once)"
+	@$(PIP) pip "setuptools>=77" --editable ".[test,check]"
+	@touch $@

@@ -1,0 +1,228 @@
+"""Any other URL, through fsspec: "fsspec+PROTOCOL://..." or a protocol of its own ("sftp://host/path").
+
+How whole an object appears depends on the file system:
+
+- Object stores and fsspec's own memory put an object at once: one `pipe_file`, never an open file whose closing would
+  complete what an exception has cut short.
+- All others get a file of another name, which is then moved to its own. On a local disk, SFTP, SMB or HDFS the move is
+  a rename; where fsspec can only copy and delete it is as good as that file system gets.
+
+Put-if-absent is asked for where fsspec can pass it on; else it is a look before the put. Durability is the file
+system's own. Chunks are joined, since fsspec takes one buffer: prefer the backends that speak to the store directly.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import posixpath
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    CkptError,
+    DamagedData,
+    NotFound,
+    StorageError,
+    TransientError,
+    UsageError,
+)
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import TEMPORARY, check_key, check_prefix, check_range, is_key
+
+PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
+_AGAIN = {
+    *(errno.EAGAIN, errno.EBUSY, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH),
+    *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
+}
+_AGAIN_NAMES = {
+    *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
+    *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
+}
+_MODIFIED = ("mtime", "LastModified", "last_modified", "modified", "updated", "created", "timeModified")
+
+
+def open_fsspec(url: str) -> FsspecBackend:
+    """Errors: UsageError where fsspec does not know the protocol, or lacks the package for it."""
+    plain = url.removeprefix("fsspec+")
+    protocol = plain.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+        filesystem, root = url_to_fs(plain, use_listings_cache=False, skip_instance_cache=True)
+    except (ImportError, ValueError, TypeError) as exc:
+        raise UsageError(
+            f"{url}: fsspec cannot open it: {exc}; give a URL that it knows, or install what it lacks"
+        ) from exc
+    return FsspecBackend(url, protocol, filesystem, root.rstrip("/"))
+
+
+class FsspecBackend:
+    def __init__(self, url: str, protocol: str, filesystem: Any, root: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._root = root
+        self._is_put_atomic = protocol in PUT_IS_ATOMIC
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        path = self._path(key)
+        data = b"".join(chunks)
+        with self._translated(f"put {key}"):
+            if self._is_put_atomic:
+                self._fs.pipe_file(path, data, mode="create" if mode is PutMode.IF_ABSENT else "overwrite")
+                return
+            if mode is PutMode.IF_ABSENT and self._fs.exists(path):
+                raise AlreadyExists(f"{self.url}: {key} is there already")
+            folder = posixpath.dirname(path)
+            self._fs.makedirs(folder, exist_ok=True)
+            temporary = posixpath.join(folder, TEMPORARY + secrets.token_hex(8))
+            try:
+                self._fs.pipe_file(temporary, data)
+                self._fs.mv(temporary, path)
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to tell; abort_uploads finds what is left
+                    self._fs.rm_file(temporary)
+                raise
+
+    def get(self, key: str, size_max: int) -> bytes:
+        size = self.head(key).size
+        if size > size_max:
+            raise DamagedData(f"{self.url}: {key} has {size} bytes where at most {size_max} are expected")
+        return self._range(key, 0, size)
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        check_range(start, length)
+        if length == 0:
+            self._check_end(key, start + length)
+        return self._range(key, start, length)
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._translated(f"head {key}"):
+            self._fs.invalidate_cache(self._fs._parent(path))
+            found = self._fs.info(path)
+        if found["type"] != "file":
+            raise NotFound(f"{self.url}: {key} is not an object")
+        return self._info(key, found)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = [(path, each) for path, each in self._find(check_prefix(prefix)) if is_key(path)]
+        return iter(sorted((self._info(key, each) for key, each in found), key=lambda info: info.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with self._translated(f"delete {key}"), suppress(FileNotFoundError):
+                self._fs.rm_file(path)
+
+    def abort_uploads(self, older_than_s: float) -> int:
+        """Removes files of puts that did not end. What an object store holds of them its own rules remove."""
+        if self._is_put_atomic:
+            return 0
+        before_s = self.now_s() - older_than_s
+        ended = 0
+        for path, found in self._find(""):
+            if posixpath.basename(path).startswith(TEMPORARY) and self._info(path, found).modified_s < before_s:
+                with self._translated(f"delete {path}"), suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{self._root}/{path}")
+                    ended += 1
+        return ended
+
+    def now_s(self) -> float:
+        """The modification time of a new object; this machine's clock where the file system gives none."""
+        key = f"clock/{secrets.token_hex(8)}"
+        self.put(key, [b"now"])
+        try:
+            return self.head(key).modified_s or time.time()
+        finally:
+            self.delete([key])
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _range(self, key: str, start: int, length: int) -> bytes:
+        if length == 0:
+            return b""
+        try:
+            with self._translated(f"get {key}"):
+                data = bytes(self._fs.cat_file(self._path(key), start=start, end=start + length))
+        except (NotFound, AccessDenied, TransientError):
+            raise
+        except StorageError:
+            self._check_end(key, start + length)  # a range behind the end has a different error everywhere
+            raise
+        if len(data) != length:
+            raise DamagedData(f"{self.url}: {key} ends at byte {start + len(data)}, before {start + length}")
+        return data
+
+    def _check_end(self, key: str, stop: int) -> None:
+        size = self.head(key).size
+        if stop > size:
+            raise DamagedData(f"{self.url}: {key} ends at byte {size}; bytes up to {stop} were asked for")
+
+    def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Files below the prefix, by their path below the root."""
+        folder = f"{self._root}/{prefix}".rstrip("/")
+        with self._translated(f"list {prefix}"):
+            self._fs.invalidate_cache()
+            found = self._fs.find(folder, detail=True)
+        head = self._fs._strip_protocol(self._root) + "/"
+        return ((path.removeprefix(head), each) for path, each in found.items() if path.startswith(head))
+
+    def _info(self, key: str, found: Mapping[str, Any]) -> ObjectInfo:
+        modified_s = next((_seconds(found[name]) for name in _MODIFIED if found.get(name) is not None), 0.0)
+        version = str(found.get("ETag") or found.get("etag") or f"{modified_s}-{found['size']}-{found.get('ino', '')}")
+        return ObjectInfo(key, int(found["size"] or 0), modified_s, version.strip('"'))
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Turns into ours whatever a file system raises: fsspec promises no more than that it is an exception."""
+        try:
+            yield
+        except CkptError:
+            raise
+        except Exception as exc:
+            raise self._error(what, exc) from exc
+
+    def _error(self, what: str, exc: Exception) -> CkptError:
+        told = f"{self.url}: {what}: {type(exc).__name__}: {exc}"
+        if "bucket does not exist" in str(exc) or "NoSuchBucket" in str(exc):
+            return StorageError(f"{told}; create the bucket, or check the URL and the endpoint")
+        if isinstance(exc, FileNotFoundError):
+            return NotFound(told)
+        if isinstance(exc, FileExistsError):
+            return AlreadyExists(told)
+        if isinstance(exc, PermissionError) or type(exc).__name__ in (
+            "NoCredentialsError",
+            "ClientAuthenticationError",
+        ):
+            return AccessDenied(f"{told}; check the credentials, and what they allow there")
+        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+            return StorageError(f"{told}; make room (ckpt prune {self.url})")
+        if isinstance(exc, TimeoutError | ConnectionError) or type(exc).__name__ in _AGAIN_NAMES:
+            return TransientError(told)
+        if isinstance(exc, OSError) and exc.errno in _AGAIN:
+            return TransientError(told)
+        return StorageError(told)
+
+
+def _seconds(value: Any) -> float:
+    """Unix seconds of a time as some file system gives it; 0 where it is none."""
+    if isinstance(value, datetime.datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
+    if isinstance(value, str):
+        try:
+            return _seconds(datetime.datetime.fromisoformat(value))
+        except ValueError:
+            return 0.0
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,306 @@
+"""s3://, gs:// and az:// through obstore.
+
+Credentials, region and endpoint come from the clouds' usual variables (AWS_ACCESS_KEY_ID, AWS_REGION,
+AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...), and for S3 from
+AWS_PROFILE and ~/.aws through botocore where no variable gives them.
+
+- Up to SINGLE_BYTES_MAX an object is one put: buffers are handed over as they are, joined nowhere. Above that it is a
+  multipart upload of parallel parts; obstore aborts it when a part fails. Put-if-absent is always one single put.
+- obstore's own retries are off. The one exception is a part of a multipart upload, which is sent up to twice again:
+  one lost part must not cost the other hundred.
+- Nothing on the way is trusted for integrity: the payload is not signed over TLS or the loopback, where that would
+  only cost CPU; every reader checks its own hashes.
+- A server that answers a ranged get with 200 (rclone) is found out by the first one; see signed_http.py.
+- gs and az have no multipart uploads that stay behind: what is unfinished there the cloud drops by itself in a week.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ckpt.backends.signed_http import SignedHttp
+from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.failure import from_reply, lost
+from ckpt.storage.names import check_key, check_prefix, check_range, is_key
+
+SINGLE_BYTES_MAX = 128 << 20
+PART_BYTES = 32 << 20
+PARTS_MAX = 9_000  # S3 allows 10,000
+PARTS_AT_ONCE = 8
+SMALL_BYTES_MAX = 4 << 20  # a put up to here is to take no longer than any small request
+SMALL_TIMEOUT_S = 30.0
+BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
+LIST_CHUNK = 1000
+
+_STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+_LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
+_S3_CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_METADATA_SERVICE = re.compile(
+    r"169\.254\.169\.254|metadata\.google\.internal|/latest/(?:api/token|meta-data/iam)|/computeMetadata/v1/|"
+    r"/metadata/identity/oauth2/"
+)
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+
+
+def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
+    """Asks nothing of the network. `timeout_s`: how long a small request may take, and a large one may stand still
+    (while it is read; one that is written has BULK_TIMEOUT_S in all).
+
+    Errors: UsageError where the environment makes no sense."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    config = s3_config(os.environ) if scheme == "s3" else {}
+    return CloudBackend(url, scheme, bucket, prefix, config, timeout_s)
+
+
+def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
+    """What S3Store does not take from the environment by itself."""
+    config: dict[str, Any] = {}
+    if not any(env.get(name) for name in _S3_CREDENTIALS) and _has_profile(env):
+        from ckpt.backends.aws_profile import profile_config
+
+        config.update(profile_config(env.get("AWS_PROFILE")))
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = next((env[name] for name in names if env.get(name)), config.get("endpoint"))
+    if endpoint:
+        parsed = urllib.parse.urlsplit(endpoint)
+        if parsed.scheme not in ("http", "https") or not parsed.hostname:
+            raise UsageError(f"AWS_ENDPOINT_URL={endpoint!r} is no endpoint; give one like https://s3.example.com:443")
+        config["endpoint"] = endpoint.rstrip("/")
+        config["client_options"] = {"allow_http": parsed.scheme == "http"}
+    private = not endpoint or endpoint.startswith("https://") or _LOOPBACK.match(endpoint)
+    if private and "AWS_UNSIGNED_PAYLOAD" not in env:
+        config["unsigned_payload"] = True
+    return config
+
+
+def _has_profile(env: Mapping[str, str]) -> bool:
+    files = (
+        env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
+        env.get("AWS_CONFIG_FILE") or os.path.expanduser("~/.aws/config"),
+    )
+    return bool(env.get("AWS_PROFILE")) or any(os.path.exists(each) for each in files)
+
+
+class CloudBackend:
+    def __init__(
+        self, url: str, scheme: str, bucket: str, prefix: str, config: dict[str, Any], timeout_s: float
+    ) -> None:
+        self.url = url
+        self._scheme = scheme
+        self._bucket = bucket
+        self._prefix = prefix
+        self._config = config
+        self._is_known = False  # whether it has ever answered: from then on missing credentials are a passing fault
+        self.single_bytes_max = SINGLE_BYTES_MAX
+        self.part_bytes = PART_BYTES
+        options = {**config.pop("client_options", {}), "connect_timeout": "10s"}
+        small, bulk = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=BULK_TIMEOUT_S)
+        # A read time-out also runs while a request is being sent: it is for what only receives.
+        self._small = self._store(options | {"timeout": small}, 0)
+        self._up = self._store(options | {"timeout": bulk}, 0)
+        self._parts = self._store(options | {"timeout": bulk}, 2)
+        self._down = self._store(options | {"timeout": bulk, "read_timeout": small}, 0)
+        self._by_hand = SignedHttp(self._sign, self._failed, timeout_s)
+        self._is_ranged = True  # until the store answers a ranged get with 200
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        check_key(key)
+        views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
+        size = sum(len(view) for view in views)
+        with self._translated(f"put {key}"):
+            if mode is PutMode.IF_ABSENT:
+                obstore.put(self._up, key, views or b"", mode="create", use_multipart=False)
+            elif size <= self.single_bytes_max:
+                store = self._small if size <= SMALL_BYTES_MAX else self._up
+                obstore.put(store, key, views or b"", use_multipart=False)
+            else:
+                part = max(self.part_bytes, -(-size // PARTS_MAX))
+                obstore.put(self._parts, key, views, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE)
+
+    def get(self, key: str, size_max: int) -> bytes:
+        check_key(key)
+        with self._translated(f"get {key}"):
+            reply = obstore.get(self._down, key)
+            size = reply.meta["size"]
+            if size > size_max:
+                raise DamagedData(f"{self.url}: {key} has {size} bytes where at most {size_max} are expected")
+            data = reply.bytes().to_bytes()
+        if len(data) != size:
+            raise lost(self.url, f"get {key}", f"{len(data)} bytes of {size} came")
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        check_key(key)
+        check_range(start, length)
+        if length == 0:
+            self._check_end(key, start)
+            return b""
+        if self._is_ranged:
+            try:
+                with self._translated(f"get {key}"):
+                    data = memoryview(obstore.get_range(self._down, key, start=start, length=length))
+            except _NotPartial:
+                self._is_ranged = False
+            except StorageError as exc:
+                if isinstance(exc.__cause__, BaseError) and "status code: 416" in str(exc.__cause__):
+                    self._check_end(key, start + length)
+                raise
+            else:
+                if len(data) != length:
+                    self._check_end(key, start + length)
+                    raise lost(self.url, f"get {key}", f"{len(data)} bytes of {length} came")
+                return data
+        return self._by_hand.get_range(key, start, length)
+
+    def head(self, key: str) -> ObjectInfo:
+        check_key(key)
+        try:
+            with self._translated(f"head {key}"):
+                return self._info(obstore.head(self._small, key))
+        except NotFound:
+            # A reply to HEAD has no body, so a missing bucket looks like a missing object: GET tells them apart.
+            with self._translated(f"get {key}"):
+                return self._info(obstore.get(self._small, key).meta)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        found = []
+        with self._translated(f"list {prefix}"):
+            for chunk in obstore.list(self._small, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK):
+                found += [self._info(meta) for meta in chunk if is_key(meta["path"])]
+        found.sort(key=lambda info: info.key)  # not every store lists in order
+        return iter(found)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        each = [check_key(key) for key in keys]
+        if not each:
+            return
+        try:
+            with self._translated(f"delete {len(each)} objects"):
+                obstore.delete(self._small, each)
+        except NotFound:  # gs and az delete one by one, and stop at the first that is not there
+            for key in each:
+                self._delete_one(key)
+
+    def abort_uploads(self, older_than_s: float) -> int:
+        if self._scheme != "s3":
+            return 0
+        from ckpt.backends.aws_uploads import abort_uploads
+
+        return abort_uploads(self.url, self._bucket, self._prefix, self._config, self.now_s() - older_than_s)
+
+    def now_s(self) -> float:
+        """From the Date header of a reply; where none can be had, the modification time of a new object."""
+        date_s = self._by_hand.date_s()
+        if date_s is not None:
+            return date_s
+        key = f"clock/{secrets.token_hex(8)}"
+        self.put(key, [b"now"])
+        try:
+            return self.head(key).modified_s
+        finally:
+            self.delete([key])
+
+    def close(self) -> None:
+        self._by_hand.close()
+
+    def _store(self, client_options: dict[str, Any], retries: int) -> Any:
+        with self._translated("open", asks=False):
+            return _STORES[self._scheme](
+                self._bucket,
+                prefix=self._prefix or None,
+                client_options=client_options,
+                retry_config={"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=BULK_TIMEOUT_S)},
+                **self._config,
+            )
+
+    def _sign(self, method: str, key: str) -> str:
+        with self._translated(f"sign a request for {key}", asks=False):
+            return str(obstore.sign(self._small, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
+
+    def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
+        modified_s = meta["last_modified"].timestamp()
+        version = (meta["e_tag"] or meta["version"] or f"{modified_s}-{meta['size']}").strip('"')
+        return ObjectInfo(meta["path"], meta["size"], modified_s, version)
+
+    def _check_end(self, key: str, stop: int) -> None:
+        size = self.head(key).size
+        if stop > size:
+            raise DamagedData(f"{self.url}: {key} ends at byte {size}; bytes up to {stop} were asked for")
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            with self._translated(f"delete {key}"):
+                obstore.delete(self._small, key)
+        except NotFound:
+            pass
+
+    @contextmanager
+    def _translated(self, what: str, *, asks: bool = True) -> Iterator[None]:
+        """Turns obstore's errors into ours. They carry the server's reply in their text only. `asks`: whether the
+        store is asked; if so a good end means that it answers and takes our credentials."""
+        try:
+            yield
+        except (BaseError, FileNotFoundError, OSError, ValueError) as exc:
+            raise self._error(what, exc) from exc
+        self._is_known |= asks
+
+    def _error(self, what: str, exc: Exception) -> CkptError:
+        if isinstance(exc, CkptError):
+            return exc
+        text = str(exc)
+        said = text.partition("\n\nDebug source")[0]
+        if "non-partial response" in text:
+            return _NotPartial(said)
+        if _METADATA_SERVICE.search(text):
+            if self._is_known:
+                return lost(self.url, what, f"the credentials could not be renewed: {said}")
+            return AccessDenied(
+                f"{self.url}: no credentials were found, and this machine has no role that gives them; "
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
+                "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
+            )
+        if status := re.search(r"status code: (\d{3})", text):
+            return self._failed(what, int(status[1]), said)
+        if isinstance(exc, AlreadyExistsError):
+            return AlreadyExists(f"{self.url}: {what}: it is there already")
+        if isinstance(exc, FileNotFoundError):
+            return NotFound(f"{self.url}: {what}: there is no such object")
+        if "redirect" in text:
+            return StorageError(f"{self.url}: the bucket is in another region; set AWS_REGION to it ({said})")
+        if "Builder" in text or "InvalidCertificate" in text or "certificate" in text:
+            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check AWS_ENDPOINT_URL ({said})")
+        if "HTTP error" in text:
+            kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
+            return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
+        return StorageError(f"{self.url}: {what}: {said}")
+
+    def _failed(self, what: str, status: int, text: str) -> CkptError:
+        """The error for a reply that is none of success."""
+        if _NO_BUCKET.search(text):
+            return StorageError(
+                f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
+            )
+        return from_reply(self.url, what, status, text)
+
+
+class _NotPartial(StorageError):
+    """The store answered a ranged get with 200."""

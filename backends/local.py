@@ -1,0 +1,382 @@
+"""A folder as a store, durable and atomic as far as the file system is.
+
+A put writes a temporary file in the same folder, fsyncs it, renames it (IF_ABSENT: links it, which fails where the
+name is taken) and fsyncs the folder, and new folders into their parents: after the return it survives a power cut.
+A reader sees the old object, the new one, or none. A killed writer leaves a temporary file, whose name is no key;
+`abort_uploads` removes it. Symbolic links inside the folder are refused, so that nothing leaves it.
+Objects are never mapped into memory: a file that someone truncates would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    DamagedData,
+    NotFound,
+    StorageError,
+    TransientError,
+    UsageError,
+)
+from ckpt.storage.buffers import read_buffer
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
+
+WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
+DIRECT_BYTES_MIN = 4 << 20
+DIRECT_BUFFER_BYTES = 2 << 20  # one huge page: aligned for any block size
+BLOCK_BYTES = 4096
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_AGAIN = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def open_local(url: str) -> LocalBackend:
+    """The folder is made by the first put. Errors: UsageError where something else has its name."""
+    if os.path.lexists(url) and not os.path.isdir(url):
+        raise UsageError(f"{url} is not a folder; give a folder, or a path that is not there yet")
+    return LocalBackend(url)
+
+
+class LocalBackend:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._durable: set[str] = set()  # folders whose own name is known to be on the disk
+        self._lock = threading.Lock()  # guards making folders and _durable
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        path = self._path(key)
+        with self._translated("write", path):
+            temporary, fd = self._temporary(os.path.dirname(path))
+            try:
+                try:
+                    _write(fd, chunks)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                self._publish(temporary, path, mode)
+            except BaseException:
+                _unlink(temporary)
+                raise
+            with suppress(FileNotFoundError):  # someone has deleted it already, and the folder with it
+                _sync_folder(os.path.dirname(path))
+
+    def get(self, key: str, size_max: int) -> bytes:
+        path = self._path(key)
+        with self._translated("read", path), _opened(path) as (fd, size):
+            if size > size_max:
+                raise DamagedData(f"{path} has {size} bytes where at most {size_max} are expected")
+            parts = []
+            while size > 0 and (part := os.read(fd, size)):
+                parts.append(part)
+                size -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        check_range(start, length)
+        path = self._path(key)
+        with self._translated("read", path), _opened(path) as (fd, size):
+            if start + length > size:
+                raise DamagedData(f"{path} ends at byte {size}; bytes {start} to {start + length} were asked for")
+            out = read_buffer(length)
+            done = 0
+            while done < length:
+                got = os.preadv(fd, [out[done:]], start + done)
+                if got == 0:
+                    raise DamagedData(f"{path} was cut off at byte {start + done} while it was read")
+                done += got
+        return out
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._translated("look at", path):
+            found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFound(f"{path} is not a file")
+        return _info(key, found)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for path, found in self._walk(os.path.join(self.url, check_prefix(prefix))):
+            key = os.path.relpath(path, self.url)
+            if is_key(key):
+                yield _info(key, found)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        folders = set()
+        for key in keys:
+            path = self._path(key)
+            with self._translated("delete", path):
+                if _unlink(path):
+                    folders.add(os.path.dirname(path))
+        for folder in folders:
+            with self._translated("delete from", folder):
+                self._sweep(folder)
+
+    def abort_uploads(self, older_than_s: float) -> int:
+        before_s = self.now_s() - older_than_s
+        ended = 0
+        for path, found in self._walk(self.url):
+            if os.path.basename(path).startswith(TEMPORARY) and found.st_mtime < before_s:
+                with self._translated("delete", path):
+                    ended += _unlink(path)
+        return ended
+
+    def now_s(self) -> float:
+        """The file system's clock (a file server's may differ), read off a new file; else this machine's."""
+        path = os.path.join(self.url, TEMPORARY + secrets.token_hex(8))
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError:  # not there yet, read-only, full: then nothing is written whose age would matter
+            return time.time()
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            _unlink(path)
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.url, check_key(key))
+
+    def _temporary(self, folder: str) -> tuple[str, int]:
+        """A new file in that folder, which is made where it is missing. Someone who deletes the last object of a
+        folder removes it: then it is made again."""
+        path = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        for _ in range(100):
+            try:
+                with self._lock:
+                    self._make_folder(folder)
+                return path, os.open(path, flags, 0o666)
+            except FileNotFoundError:
+                with self._lock:
+                    self._durable.clear()
+        raise TransientError(f"{folder} is removed again and again while something is written into it")
+
+    def _make_folder(self, folder: str) -> None:
+        """Makes it and what is missing above it, each on the disk before what it holds. The lock is held."""
+        if folder in self._durable:
+            return
+        if folder.startswith(self.url + "/") or not os.path.isdir(folder):
+            above = os.path.dirname(folder)
+            self._make_folder(above)
+            _make_one(folder)
+            _sync_folder(above)
+        self._durable.add(folder)
+
+    def _publish(self, temporary: str, path: str, mode: PutMode) -> None:
+        if mode is PutMode.OVERWRITE:
+            os.replace(temporary, path)
+            return
+        try:
+            os.link(temporary, path, follow_symlinks=False)
+        except FileExistsError:
+            raise AlreadyExists(f"{path} is there already") from None
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(path):  # no links on this file system: best effort, as the contract allows
+                raise AlreadyExists(f"{path} is there already") from exc
+            os.replace(temporary, path)
+            return
+        _unlink(temporary)
+
+    def _sweep(self, folder: str) -> None:
+        """Writes deletions through, and removes folders that they have emptied."""
+        while folder != self.url:
+            try:
+                _sync_folder(folder)
+                os.rmdir(folder)
+            except FileNotFoundError:
+                pass
+            except OSError as exc:
+                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                return
+            with self._lock:
+                self._durable.discard(folder)
+            folder = os.path.dirname(folder)
+
+    def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, os.stat_result]]:
+        """All regular files below it, in key order. What vanishes meanwhile is left out."""
+        with self._translated("list", folder):
+            try:
+                with os.scandir(folder) as entries:
+                    found = sorted(entries, key=lambda e: e.name + "/" if e.is_dir(follow_symlinks=False) else e.name)
+            except FileNotFoundError:
+                return
+        for entry in found:
+            if entry.is_symlink():
+                raise StorageError(
+                    f"{entry.path} is a symbolic link inside a store; links are not followed: "
+                    "remove it, or put the whole store behind one link"
+                )
+            if entry.is_dir():
+                if depth < PARTS_MAX:
+                    yield from self._walk(entry.path, depth + 1)
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield entry.path, status
+
+    @contextmanager
+    def _translated(self, what: str, path: str) -> Iterator[None]:
+        """Turns an OSError into ours."""
+        try:
+            yield
+        except OSError as exc:
+            raise self._error(what, path, exc) from exc
+
+    def _error(self, what: str, path: str, exc: OSError) -> Exception:
+        failed = f"could not {what} {path}: {exc.strerror or exc}"
+        if exc.errno == errno.ENOENT:
+            return NotFound(f"there is no {path}")
+        if exc.errno in _FULL:
+            return StorageError(f"{failed}; {_free(self.url)} MiB are free: make room (ckpt prune {self.url})")
+        if exc.errno in _DENIED:
+            return AccessDenied(f"{failed}; user {os.geteuid()} needs to read and write there")
+        if exc.errno in _AGAIN:
+            return TransientError(failed)
+        if exc.errno == errno.ELOOP:
+            return StorageError(f"{path} is a symbolic link inside a store; links are not followed")
+        if exc.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+            return StorageError(f"{failed}: a file stands where a folder should be, or a folder for a file; remove it")
+        return StorageError(f"{failed}; the disk or its file system has a fault: see the kernel's log")
+
+
+def _write(fd: int, chunks: Sequence[Buffer]) -> None:
+    """All chunks behind each other; large objects past the page cache, where the file system can.
+
+    O_DIRECT takes a third of the CPU time and, beside a busy training loop, half of the time; and what the job has
+    cached of its training data stays cached."""
+    views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
+    if sum(len(view) for view in views) >= DIRECT_BYTES_MIN and _set_direct(fd, True):
+        try:
+            _write_direct(fd, views)
+            return
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+        _set_direct(fd, False)  # it wants another alignment, or does not mean it: once more from the start
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.ftruncate(fd, 0)
+    _write_cached(fd, views)
+
+
+def _write_cached(fd: int, views: list[memoryview]) -> None:
+    """Joins nothing. The kernel may write less than it is given. `views` is used up."""
+    first = 0
+    while first < len(views):
+        done = os.writev(fd, views[first : first + WRITEV_CHUNKS_MAX])
+        while first < len(views) and done >= len(views[first]):
+            done -= len(views[first])
+            first += 1
+        if done:
+            views[first] = views[first][done:]
+
+
+def _write_direct(fd: int, views: Sequence[memoryview]) -> None:
+    """By way of one aligned buffer, since frames lie anywhere. The last block is filled up, then cut off."""
+    with mmap.mmap(-1, DIRECT_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        with memoryview(pages) as buffer:
+            filled = written = 0
+            for view in views:
+                taken = 0
+                while taken < len(view):
+                    count = min(len(view) - taken, len(buffer) - filled)
+                    buffer[filled : filled + count] = view[taken : taken + count]
+                    taken += count
+                    filled += count
+                    if filled == len(buffer):
+                        written += _write_all(fd, buffer, filled)
+                        filled = 0
+            _write_all(fd, buffer, -(-filled // BLOCK_BYTES) * BLOCK_BYTES)
+            os.ftruncate(fd, written + filled)
+
+
+def _write_all(fd: int, buffer: memoryview, count: int) -> int:
+    done = 0
+    while done < count:
+        with buffer[done:count] as rest:
+            done += os.write(fd, rest)
+    return count
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether the file system took it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int]]:
+    """The descriptor and the size of a regular file. A pipe or a device does not block and is not there."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFound(f"{path} is not a file")
+        yield fd, found.st_size
+    finally:
+        os.close(fd)
+
+
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(
+        key, found.st_size, found.st_mtime_ns / 1e9, f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+    )
+
+
+def _make_one(folder: str) -> None:
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _unlink(path: str) -> bool:
+    """Whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _free(folder: str) -> int:
+    """MiB free on the disk of that folder, or of what will hold it."""
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize >> 20

@@ -1,0 +1,101 @@
+"""memory://name: a store within this process, shared by all that open the name; for tests and trials.
+
+Fault model: none. Objects are whole at once, put-if-absent is honoured, listing is current. `close` keeps the
+content, as a server would; it goes with the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.errors import AlreadyExists, DamagedData, NotFound
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import check_key, check_prefix, check_range, is_key
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    data: bytes
+    info: ObjectInfo
+
+
+@dataclass(slots=True)
+class _Store:
+    """All that opened one name share it. `lock` guards both fields."""
+
+    objects: dict[str, _Object] = field(default_factory=dict)
+    puts: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_STORES: dict[str, _Store] = {}
+_STORES_LOCK = threading.Lock()
+
+
+def open_memory(url: str) -> MemoryBackend:
+    with _STORES_LOCK:
+        return MemoryBackend(url, _STORES.setdefault(url, _Store()))
+
+
+class MemoryBackend:
+    def __init__(self, url: str, store: _Store) -> None:
+        self.url = url
+        self._store = store
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        check_key(key)
+        data = b"".join(chunks)
+        with self._store.lock:
+            if mode is PutMode.IF_ABSENT and key in self._store.objects:
+                raise AlreadyExists(f"{self.url}: {key} is there already")
+            self._store.puts += 1
+            info = ObjectInfo(key, len(data), time.time(), str(self._store.puts))
+            self._store.objects[key] = _Object(data, info)
+
+    def get(self, key: str, size_max: int) -> bytes:
+        found = self._object(key)
+        if len(found.data) > size_max:
+            raise DamagedData(f"{self.url}: {key} has {len(found.data)} bytes where at most {size_max} are expected")
+        return found.data
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        check_range(start, length)
+        found = self._object(key)
+        if start + length > len(found.data):
+            raise DamagedData(
+                f"{self.url}: {key} ends at byte {len(found.data)}; bytes {start} to {start + length} were asked for"
+            )
+        return memoryview(found.data)[start : start + length]
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._object(key).info
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        with self._store.lock:
+            found = [each.info for key, each in self._store.objects.items() if key.startswith(prefix) and is_key(key)]
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._store.lock:
+                self._store.objects.pop(check_key(key), None)
+
+    def abort_uploads(self, older_than_s: float) -> int:
+        return 0
+
+    def now_s(self) -> float:
+        return time.time()
+
+    def close(self) -> None:
+        pass
+
+    def _object(self, key: str) -> _Object:
+        with self._store.lock:
+            found = self._store.objects.get(check_key(key))
+        if found is None:
+            raise NotFound(f"{self.url}: there is no {key}")
+        return found

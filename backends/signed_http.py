@@ -1,0 +1,131 @@
+"""Requests by presigned URL over http.client, for what obstore cannot do.
+
+- A ranged get on a server that answers 200: with Content-Range it holds just the range (rclone serve s3); without, it
+  is the whole object, of which what stands before the range is read and dropped.
+- The store's clock, from the Date header.
+
+Connections are kept and shared between threads, one request on each at a time; `close` closes the idle ones.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import re
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckpt.errors import CkptError, DamagedData, StorageError
+from ckpt.storage.buffers import read_buffer
+from ckpt.storage.failure import lost
+
+IDLE_MAX = 32
+ERROR_BYTES_MAX = 64 << 10
+SKIP_BYTES = 1 << 20
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+class SignedHttp:
+    """`sign(method, key)` gives a URL; `failed(what, status, text)` the error for a bad reply. Thread-safe."""
+
+    def __init__(
+        self, sign: Callable[[str, str], str], failed: Callable[[str, int, str], CkptError], timeout_s: float
+    ) -> None:
+        self._sign = sign
+        self._failed = failed
+        self._timeout_s = timeout_s
+        self._idle: list[tuple[str, http.client.HTTPConnection]] = []
+        self._lock = threading.Lock()
+
+    def get_range(self, key: str, start: int, length: int) -> memoryview:
+        """Exactly `length` (> 0) bytes. Errors: as Backend.get_range."""
+        what = f"get {key}"
+        url = self._sign("GET", key)
+        with self._exchange(what, "GET", url, {"Range": f"bytes={start}-{start + length - 1}"}) as reply:
+            if reply.status == 416:
+                raise DamagedData(f"{key} ends before byte {start + length}")
+            if reply.status not in (200, 206):
+                raise self._failed(what, reply.status, reply.read(ERROR_BYTES_MAX).decode(errors="replace"))
+            given = reply.getheader("Content-Range")
+            if given is None:
+                self._skip(key, reply, start)
+            elif (m := _CONTENT_RANGE.fullmatch(given)) is None or int(m[1]) != start:
+                raise StorageError(f"{what}: bytes from {start} were asked for, and the store sent {given[:100]!r}")
+            elif int(m[2]) + 1 < start + length:
+                raise DamagedData(f"{key} ends at byte {int(m[2]) + 1}, before {start + length}")
+            out = read_buffer(length)
+            done = 0
+            while done < length and (got := reply.readinto(out[done:])):
+                done += got
+            if done < length and given is None:
+                raise DamagedData(f"{key} ends at byte {start + done}, before {start + length}")
+            if done < length:
+                raise lost(_host(url), what, f"{done} bytes of {length} came")
+        return out
+
+    def date_s(self) -> float | None:
+        """The server's clock, Unix seconds; None where it cannot be had this way. Any reply will do."""
+        try:
+            with self._exchange("ask the time", "HEAD", self._sign("HEAD", "clock"), {}) as reply:
+                date = reply.getheader("Date")
+            return email.utils.parsedate_to_datetime(date).timestamp() if date else None
+        except (StorageError, ValueError):
+            return None
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+
+    @contextmanager
+    def _exchange(
+        self, what: str, method: str, url: str, headers: dict[str, str]
+    ) -> Iterator[http.client.HTTPResponse]:
+        """One request and its reply. The connection is kept only if the reply was read to its end."""
+        host = _host(url)
+        connection = self._connection(host)
+        try:
+            try:
+                connection.request(method, url[len(host) :], headers=headers)
+                reply = connection.getresponse()
+                yield reply
+                is_reusable = reply.isclosed() and not reply.will_close
+            except (OSError, http.client.HTTPException) as exc:
+                raise lost(host, what, repr(exc)) from exc
+            if is_reusable:
+                with self._lock:
+                    if len(self._idle) < IDLE_MAX:
+                        self._idle.append((host, connection))
+                        return
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connection(self, host: str) -> http.client.HTTPConnection:
+        with self._lock:
+            for at, (known, connection) in enumerate(self._idle):
+                if known == host:
+                    del self._idle[at]
+                    return connection
+        parsed = urllib.parse.urlsplit(host)
+        kind = http.client.HTTPSConnection if parsed.scheme == "https" else http.client.HTTPConnection
+        return kind(parsed.netloc, timeout=self._timeout_s)
+
+    @staticmethod
+    def _skip(key: str, reply: http.client.HTTPResponse, count: int) -> None:
+        drop = memoryview(bytearray(min(count, SKIP_BYTES)))
+        while count:
+            got = reply.readinto(drop[: min(count, SKIP_BYTES)])
+            if not got:
+                raise DamagedData(f"{key} ends before byte {count}")
+            count -= got
+
+
+def _host(url: str) -> str:
+    """Scheme and host of a URL."""
+    parsed = urllib.parse.urlsplit(url)
+    return f"{parsed.scheme}://{parsed.netloc}"

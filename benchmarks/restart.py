@@ -1,0 +1,93 @@
+"""How much longer does torchrun take to restart a job whose worker failed, with ckpt than without?
+
+Measured from the failure of one worker to the first line of the restarted ones after their first step.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.report import Row, parser, report
+
+FAIL_AT = 30
+
+
+def worker(folder: str, use_ckpt: bool) -> None:
+    """Rank 1 kills itself once; both say when they did their first step after that."""
+    import ckpt
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    model = torch.nn.Linear(256, 256)
+    optim = torch.optim.Adam(model.parameters())
+
+    def train(step: int) -> None:
+        optim.zero_grad()
+        loss = model(torch.ones(4, 256)).square().mean()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optim.step()
+        if again and rank == 0:
+            Path(folder, "again").write_text(repr(time.time()))
+            os._exit(0)
+        if again:
+            os._exit(0)
+        time.sleep(0.01)
+        if step == FAIL_AT and rank == 1:
+            Path(folder, "failed").write_text(repr(time.time()))
+            os.kill(os.getpid(), 9)
+
+    if use_ckpt:
+        state = {"model": model, "optim": optim}
+        with ckpt.Checkpointer(f"{folder}/run", state, policy=ckpt.Every(steps=10)) as ck:
+            for step in ck.steps(10_000):
+                train(step)
+    else:
+        for step in range(1, 10_000):
+            train(step)
+
+
+def once(use_ckpt: bool) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "w.py")
+        script.write_text(f"from benchmarks.restart import worker\nworker({folder!r}, {use_ckpt})\n")
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "1", str(script)),
+        ]
+        root = Path(__file__).parents[1]
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CKPT_RUNTIME_DIR": f"{folder}/agent"}
+        env["CKPT_LINGER_S"] = "5"
+        done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=180)
+        if not Path(folder, "again").exists():
+            raise RuntimeError(f"the job did not come back:\n{done.stderr[-4000:]}")
+        return float(Path(folder, "again").read_text()) - float(Path(folder, "failed").read_text())
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    rounds = 1 if args.small else 5
+    with_s = [once(True) for _ in range(rounds)]
+    without_s = [once(False) for _ in range(rounds)]
+    more = statistics.median(with_s) - statistics.median(without_s)
+    rows = [
+        Row("restart with ckpt", statistics.median(with_s), "s", "printed", None),
+        Row("restart without", statistics.median(without_s), "s", "printed", None),
+        Row("longer with ckpt", more, "s", "at most 1 s", more <= 1),
+    ]
+    report("restart", rows, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""How fast does a state come back from this host's memory into warm tensors, hash included, against memcpy?
+
+And how far above the local state does the trainer's memory go when it comes from a local folder?
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+import ckpt
+from benchmarks.report import Row, parser, report
+from benchmarks.stall import job, memcpy_s
+from ckpt.trainer import restore
+
+
+def save(folder: str, total: int) -> None:
+    """Leaves a checkpoint in the agent's memory only: the process ends without leaving the block."""
+    model, optim = job(total)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-4)
+    optim.step()
+    ck = ckpt.Checkpointer(folder, {"model": model, "optim": optim}, codec="raw")
+    ck.__enter__()
+    ck.step()
+    ck.save().wait("store")
+    os._exit(0)
+
+
+def load(folder: str, total: int) -> tuple[float, str, int]:
+    """(seconds to fetch, copy and check the tensors; the level they came from; bytes above the local state)."""
+    model, optim = job(total)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-4)
+    optim.step()
+    spent: list[float] = []
+    inner = restore.fill
+
+    def timed(*args: object) -> dict[str, int]:
+        started = time.perf_counter()
+        found = inner(*args)  # type: ignore[arg-type]
+        spent.append(time.perf_counter() - started)
+        return found
+
+    restore.fill = timed  # type: ignore[assignment]
+    try:
+        before = psutil.Process().memory_full_info().uss
+        with ckpt.Checkpointer(folder, {"model": model, "optim": optim}, policy=ckpt.Every(steps=10**8)) as ck:
+            level = ck.restored.level
+            above = psutil.Process().memory_full_info().uss - before
+    finally:
+        restore.fill = inner
+    return spent[0], level, above
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    total, rounds = (32 << 20, 2) if args.small else (1 << 30, 5)
+    os.environ["CKPT_LINGER_S"] = "120"
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for number in range(rounds):
+            url = f"{folder}/{number}"
+            code = f"from benchmarks.restore import save; save({url!r}, {total})"
+            subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+            spent, level, _ = load(url, total)
+            assert level == "local", level
+            seconds.append(spent)
+    copy_s = memcpy_s(total, min(torch.get_num_threads(), 8), 5)
+    spent = statistics.median(seconds)
+    ratio = copy_s / spent
+    rows = [
+        Row(
+            "restore from memory, speed",
+            total / spent / 1e9,
+            "GB/s",
+            ">= 0.6",
+            ratio >= 0.6,
+            total / copy_s / 1e9,
+            ratio,
+        )
+    ]
+    report("restore", rows, args)
+
+
+if __name__ == "__main__":
+    main()

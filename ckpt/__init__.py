@@ -1,0 +1,81 @@
+"""ckpt: keeps the state of a PyTorch training job safe at three distances, and gets it back.
+
+Names are loaded when they are first used (PEP 562), so that `import ckpt` costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.errors import (
+        AccessDenied,
+        AgentError,
+        CkptError,
+        CommitFailed,
+        DamagedData,
+        Leave,
+        NoCheckpoint,
+        RunInUse,
+        SaveFailed,
+        StateMismatch,
+        StorageError,
+        Superseded,
+        UsageError,
+    )
+    from ckpt.events import Event
+    from ckpt.policy.every import Best, Every, Keep, Limits
+    from ckpt.session import Checkpointer, Handle, Restored
+    from ckpt.trainer.shard import Shard
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Checkpointer": "ckpt.session",
+    "Handle": "ckpt.session",
+    "Restored": "ckpt.session",
+    "Shard": "ckpt.trainer.shard",
+    "Best": "ckpt.policy.every",
+    "Every": "ckpt.policy.every",
+    "Keep": "ckpt.policy.every",
+    "Limits": "ckpt.policy.every",
+    "Event": "ckpt.events",
+}  # everything else is an error class
+
+__all__ = [
+    "AccessDenied",
+    "AgentError",
+    "Best",
+    "Checkpointer",
+    "CkptError",
+    "CommitFailed",
+    "DamagedData",
+    "Event",
+    "Every",
+    "Handle",
+    "Keep",
+    "Leave",
+    "Limits",
+    "NoCheckpoint",
+    "Restored",
+    "RunInUse",
+    "SaveFailed",
+    "Shard",
+    "StateMismatch",
+    "StorageError",
+    "Superseded",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE.get(name, "ckpt.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,102 @@
+"""What a job's state machine asks the agent to do. Values; the agent answers each with the fact that is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.agent.control import Word
+from ckpt.types import Tick
+
+Request = Any  # names one request of one connection; only handed back in Answer and Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class SetWord:
+    word: Word | None
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """Make a division of all ranks' layouts; then `planned` or `unplannable`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeArenas:
+    """One arena of so many bytes for each rank, with warm pages; then `made`."""
+
+    slot: int
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The slot is free: each rank binds its arena of it for the division; then `warm` from each."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """All ranks staged: hash, put together; then `assembled`."""
+
+    slot: int
+    round: int
+    tick: Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write it to the store; then `committed`."""
+
+    slot: int
+    round: int
+    tick: Tick
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Recycle:
+    """The slot holds nothing any more."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    request: Request
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    request: Request
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A notification to every rank that is there."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    name: str
+    message: str
+    loud: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The epoch has ended: say so in the store; then `closed`."""
+
+    reason: str
+
+
+Action = SetWord | Divide | MakeArenas | Offer | Assemble | Commit | Recycle | Answer | Refuse | Tell | Emit | Close

@@ -1,0 +1,214 @@
+"""An arena: one memfd in which one rank's shards lie packed, with a first page that says what it holds.
+
+    0        header page: the trainer's half [0, 2048), written last, zeroed when a fill begins;
+             the agent's half [2048, 4096): where the frame hashes are, written once they are known
+    4096     data region; Staging offsets are relative to it
+    then     declaration | shared values | own values | about | frame hashes, each 64-aligned, as the header says
+
+One writer at a time: the trainer that was granted it until `staged`, then the agent. A mapping cannot be revoked, so
+the agent grants an arena to one trainer incarnation and again only when that process is dead. The memfd is sealed
+against shrinking: a truncation would kill a training process by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt.errors import AgentError, DamagedData
+from ckpt.types import Epoch, Identity, Tick
+
+PAGE = 4096
+DATA_AT = PAGE
+_MAGIC = b"CKPTARN1"
+_AGENT_AT = 2048
+_AGENT_MAGIC = b"CKPTHASH"
+# magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
+_TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
+_AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a staged arena says of itself. Parts are (offset, length) within the memfd."""
+
+    identity: Identity
+    rank: int
+    world: int
+    data_bytes: int
+    declaration: tuple[int, int]
+    shared: tuple[int, int]
+    own: tuple[int, int]
+    about: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        return (self.declaration, self.shared, self.own, self.about)
+
+
+def align(offset: int, to: int = 64) -> int:
+    return -(-offset // to) * to
+
+
+def arena_bytes(data_bytes: int, frames: int, declaration_bytes: int, values_bytes: int) -> int:
+    """How large an arena has to be: data, declaration, values (with room to double, at least 1 MiB), hashes."""
+    room = max(1 << 20, 2 * values_bytes)
+    return align(DATA_AT + align(data_bytes) + align(declaration_bytes) + room + 16 * frames + 256, mmap.PAGESIZE)
+
+
+class Arena:
+    """Owns a descriptor and its shared mapping. Not thread-safe; see the module for who writes when."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over the descriptor."""
+        self.fd = fd
+        self.bytes = os.fstat(fd).st_size
+        if self.bytes < PAGE:
+            raise AgentError(f"an arena of {self.bytes} bytes has no room for its header")
+        self._map = mmap.mmap(fd, self.bytes)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, size: int) -> Arena:
+        """A new one of at least `size` bytes, its pages not yet touched. Errors: OSError."""
+        fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, align(max(size, PAGE), mmap.PAGESIZE))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def adopt(cls, fd: int) -> Arena:
+        """One that came over a socket. Errors: AgentError if it could be truncated under us."""
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise AgentError("a descriptor given as an arena is no memfd") from exc
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise AgentError("a descriptor given as an arena is not sealed against shrinking")
+        return cls(fd)
+
+    def warm(self) -> None:
+        """Touches every page, so that no later write waits for one: a fresh page costs ten times a warm one.
+        Keeps the content; the arena must have no other writer meanwhile. Runs outside the GIL."""
+        pages = np.frombuffer(self._map, dtype=np.uint8)[:: mmap.PAGESIZE]
+        np.bitwise_or(pages, 0, out=pages)
+
+    def data(self, offset: int, length: int) -> memoryview:
+        """Bytes of the data region."""
+        return self.view[DATA_AT + offset : DATA_AT + offset + length]
+
+    def part(self, place: tuple[int, int]) -> memoryview:
+        return self.view[place[0] : place[0] + place[1]]
+
+    # -- the trainer's half
+
+    def begin_fill(self) -> None:
+        """From here on it holds nothing, until `seal`."""
+        self.view[:PAGE] = bytes(PAGE)
+
+    def write_declaration(self, data_bytes: int, declaration: bytes) -> tuple[int, int]:
+        """Puts the declaration behind the data region; its place stays the same until it is written anew."""
+        at = align(DATA_AT + data_bytes)
+        self._put(at, declaration)
+        return at, len(declaration)
+
+    def values_room(self, declaration: tuple[int, int], frames: int) -> int:
+        """How many bytes of shared values, own values and about fit behind the declaration."""
+        return self.bytes - align(sum(declaration)) - align(16 * frames) - 256
+
+    def seal(
+        self,
+        identity: Identity,
+        rank: int,
+        world: int,
+        data_bytes: int,
+        declaration: tuple[int, int],
+        shared: bytes,
+        own: bytes,
+        about: bytes,
+    ) -> Header:
+        """Writes the values and, last, the header: from here on it holds `identity`."""
+        at = align(sum(declaration))
+        places = []
+        for part in (shared, own, about):
+            self._put(at, part)
+            places.append((at, len(part)))
+            at = align(at + len(part))
+        header = Header(identity, rank, world, data_bytes, declaration, places[0], places[1], places[2])
+        half = _TRAINER_HALF.pack(
+            _MAGIC,
+            identity.epoch.number,
+            identity.epoch.nonce.encode(),
+            identity.tick.step,
+            identity.tick.sub,
+            rank,
+            world,
+            data_bytes,
+            *(number for place in header.parts for number in place),
+        )
+        self.view[: len(half) + 16] = half + xxhash.xxh3_128_digest(half)
+        return header
+
+    # -- the agent's half
+
+    def header(self) -> Header:
+        """Errors: DamagedData when nothing is sealed in it, or the header is not sound."""
+        half = bytes(self.view[: _TRAINER_HALF.size])
+        digest = bytes(self.view[_TRAINER_HALF.size : _TRAINER_HALF.size + 16])
+        if half[:8] != _MAGIC or xxhash.xxh3_128_digest(half) != digest:
+            raise DamagedData("an arena holds no sealed snapshot")
+        _, number, nonce, step, sub, rank, world, data_bytes, *flat = _TRAINER_HALF.unpack(half)
+        places = [(flat[i], flat[i + 1]) for i in range(0, 8, 2)]
+        if DATA_AT + data_bytes > self.bytes or any(at + length > self.bytes for at, length in places):
+            raise DamagedData("an arena's header points outside the arena")
+        try:
+            epoch = Epoch.parse(f"{number:08d}-{nonce.decode('ascii')}")
+        except ValueError as exc:
+            raise DamagedData("an arena's header names no epoch") from exc
+        return Header(Identity(epoch, Tick(step, sub)), rank, world, data_bytes, *places)
+
+    def write_hashes(self, header: Header, hashes: npt.NDArray[np.uint64]) -> None:
+        """Keeps the frame hashes with the frames, so that they outlive the agent. hashes: (frames, 2), hi and lo."""
+        at = align(max(offset + length for offset, length in header.parts))
+        table = np.ascontiguousarray(hashes, dtype="<u8").tobytes()
+        self._put(at, table)
+        half = _AGENT_HALF.pack(_AGENT_MAGIC, at, len(table), xxhash.xxh3_128_digest(table))
+        self.view[_AGENT_AT : _AGENT_AT + len(half)] = half
+
+    def hashes(self) -> npt.NDArray[np.uint64] | None:
+        """(frames, 2), or None where none were written since the arena was filled."""
+        magic, at, length, digest = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
+        if magic != _AGENT_MAGIC or at + length > self.bytes or length % 16:
+            return None
+        table = bytes(self.view[at : at + length])
+        if xxhash.xxh3_128_digest(table) != digest:
+            return None
+        return np.frombuffer(table, dtype="<u8").reshape(-1, 2).astype(np.uint64)
+
+    def close(self) -> None:
+        """Unmaps and closes; views that others still hold keep the mapping alive until they are dropped."""
+        if self.fd >= 0:
+            self.view.release()
+            with contextlib.suppress(BufferError):  # a caller's view is alive: the mapping goes with it
+                self._map.close()
+            os.close(self.fd)
+            self.fd = -1
+
+    def _put(self, at: int, data: bytes) -> None:
+        if at + len(data) > self.bytes:
+            raise AgentError(f"an arena of {self.bytes} bytes has no room for {len(data)} bytes at {at}")
+        self.view[at : at + len(data)] = data

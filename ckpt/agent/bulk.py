@@ -1,0 +1,65 @@
+"""The agent's threads: what takes long is done here, its outcome comes back to the main thread.
+
+Lanes are separate so that nothing waits for what it does not depend on: a heartbeat not for a commit, a restore not
+for either. All but FRONT run at the lowest priority, since the training on this machine comes first.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ckpt.errors import CkptError
+from ckpt.tasks import Tasks
+
+T = TypeVar("T")
+
+NICE = 19
+MESSAGE_MAX = 2000
+
+
+class Lane(enum.Enum):
+    FRONT = "front"  # what a starting job waits for: listings, reads
+    MEMORY = "memory"  # arenas, divisions, hashing
+    COMMIT = "commit"  # one commit after the other
+    STORE = "store"  # small objects: claim, heartbeat, end
+
+
+_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.STORE: 2}
+
+
+class Bulk:
+    """Owns the threads. `post`: runs a function on the main thread, soon; may be called from any thread."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+        self._local = threading.local()
+        self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
+
+    def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
+        """Runs `work` in that lane, and `then` with its settled future on the main thread."""
+        future = self._lanes[lane].submit(self._nicely, lane, work)
+        future.add_done_callback(lambda done: self._post(lambda: then(done)))
+
+    def close(self) -> None:
+        for tasks in self._lanes.values():
+            tasks.close()
+
+    def _nicely(self, lane: Lane, work: Callable[[], T]) -> T:
+        if lane is not Lane.FRONT and not getattr(self._local, "nice", False):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # threads that it starts inherit it
+            self._local.nice = True
+        return work()
+
+
+def failure(done: Future[T]) -> str:
+    """What went wrong, in words fit for a message; "" when nothing did."""
+    error = done.exception()
+    if error is None:
+        return ""
+    text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return text[:MESSAGE_MAX] or type(error).__name__

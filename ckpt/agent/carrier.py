@@ -1,0 +1,319 @@
+"""What one job on this node has, and the carrying out of what its state machine decides.
+
+The arenas, the control page and the checkpoints in memory are here; rounds and slots are in `group`. Everything runs on
+the agent's main thread; what takes long goes to a lane of `Bulk` and comes back as a fact.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent import actions as do
+from ckpt.agent import memory
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.checkpoint import Assembler, Checkpoint
+from ckpt.agent.control import ROUND_MAX, ControlPage
+from ckpt.agent.divide import Division, Held, make_division
+from ckpt.agent.group import Group
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.storeside import Options, StoreSide
+from ckpt.errors import Superseded
+from ckpt.format.declaration import encode_layout, encode_share
+from ckpt.policy.every import Every, Keep
+from ckpt.types import Epoch, Identity, Tick
+
+if TYPE_CHECKING:
+    from ckpt.store.commit import Committed
+    from ckpt.store.lineage import Claim
+
+log = logging.getLogger("ckpt")
+
+MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
+
+
+@dataclass(slots=True)
+class Services:
+    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold."""
+
+    server: Server
+    bulk: Bulk
+    store: StoreSide
+    heartbeat_s: float
+    kept_bytes: Callable[[Carrier], int]
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank as this agent knows it. `peer`: its newest connection."""
+
+    peer: Peer
+    pid: int
+    held: Held
+
+
+class Carrier:
+    """A job's hands. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
+    from. `checkpoints`, `arenas`: by slot; what is complete, and every rank's arena."""
+
+    def __init__(self, services: Services, epoch: Epoch, world: int, launch: str) -> None:
+        self.epoch = epoch
+        self.world = world
+        self.launch = launch
+        self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
+        self.claim: Claim | None = None
+        self.options = Options()
+        self.checkpoints: dict[int, Checkpoint] = {}
+        self.arenas: dict[int, list[Arena]] = {}
+        self.page = ControlPage.create(world)
+        self.plan: memory.MemoryPlan | None = None
+        self._services = services
+        self._members: dict[int, Member] = {}
+        self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
+        self._division: Division | None = None
+        self._mixed = False  # a division waits for the other ranks' word of the same tick
+        self._disagreed: set[str] = set()
+        self._distrusted: set[str] = set()  # tensors that ceased to be replicas
+        self._assembler = Assembler()
+        self._beats = 0
+        self._dropped = False
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(arena.bytes for arenas in self.arenas.values() for arena in arenas)
+
+    def supersede(self, by: str) -> None:
+        self.group.supersede(by)
+
+    def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
+        """An event, told to the lowest rank that is there: one is enough."""
+        log.log(logging.WARNING if loud else logging.INFO, "%s", message)
+        fields = {"t": "event", "name": name, "message": message[:4000], "loud": loud, "data": data or {}}
+        for _, member in sorted(self._members.items()):
+            if member.peer.open:
+                member.peer.send(fields)
+                return
+
+    def _act(self, action: do.Action) -> None:
+        match action:
+            case do.SetWord(word):
+                self.page.announce(word)
+            case do.Divide():
+                self._divide()
+            case do.MakeArenas(slot, sizes):
+                self._make_arenas(slot, sizes)
+            case do.Offer(slot):
+                self._offer(slot)
+            case do.Assemble(slot, number, tick):
+                self._assemble(slot, number, tick)
+            case do.Commit(slot):
+                self._commit(slot)
+            case do.Recycle(slot):
+                self.checkpoints.pop(slot, None)
+            case do.Answer((peer, request_id), body):
+                peer.reply(request_id, body)
+            case do.Refuse((peer, request_id), kind, message):
+                peer.send({"t": "error", "id": request_id, "kind": kind, "message": message})
+            case do.Tell(body):
+                for member in self._members.values():
+                    member.peer.send(body)
+            case do.Emit(name, message, loud, data):
+                self.emit(name, message, loud, data)
+            case do.Close(reason):
+                self._close(reason)
+
+    def _divide(self, patient: bool = True) -> None:
+        """Where ranks speak of different ticks, the others' words for the newest are probably on their way."""
+        self._mixed = patient and self._is_mixed()
+        if self._mixed:
+            self._services.server.later(MIXED_S, lambda: self._divide(False) if self._mixed else None)
+            return
+        version, before = self.group.layouts_version, self._division
+        ranks = [self._members[rank].held for rank in range(self.world)]
+        distrusted = frozenset(self._distrusted)
+        self._services.bulk.run(
+            Lane.MEMORY, lambda: make_division(ranks, before, distrusted), lambda done: self._divided(version, done)
+        )
+
+    def _divided(self, version: int, done: Future[Division]) -> None:
+        if self._dropped:
+            return
+        if error := failure(done):
+            self.emit("division.failed", f"the state cannot be divided among the ranks: {error}", True)
+            self.group.unplannable(version, error)
+            return
+        division = done.result()
+        limit = self.options.limits.memory
+        kept = self._services.kept_bytes(self)
+        plan = memory.plan(sum(division.arena_bytes), kept, self.arena_bytes, limit, memory.free_bytes())
+        if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
+            return
+        if division.differing and (self._division is None or division.differing != self._division.differing):
+            names = ", ".join(sorted(division.differing)[:5])
+            text = f"{len(division.differing)} tensors have one name and other values on each rank: saved per rank"
+            self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
+        if self.plan is None or (plan.slots, plan.slot_bytes) != (self.plan.slots, self.plan.slot_bytes):
+            self.emit("memory.plan", f"memory: {plan}", plan.slots < memory.SLOTS, plan.table())
+        self.plan, self._division = plan, division
+        for rank, member in self._members.items():
+            blobs = [encode_layout(division.layouts[rank]), encode_share(division.shares[rank])]
+            fields = {
+                "t": "plan",
+                "division": division.id,
+                "frame_bytes": division.frame_bytes,
+                "arena_bytes": division.arena_bytes[rank],
+            }
+            member.peer.send(fields, blobs=blobs)
+
+    def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
+        self._close_arenas(slot)
+        short = sum(sizes) - memory.free_bytes()
+        if short > 0:
+            self._fewer(slot, f"{short >> 20} MiB of memory are missing for it")
+            return
+
+        def make() -> list[Arena]:
+            made: list[Arena] = []
+            try:
+                for size in sizes:
+                    made.append(Arena.create(size))
+                    made[-1].warm()
+            except BaseException:
+                for arena in made:
+                    arena.close()
+                raise
+            return made
+
+        self._services.bulk.run(Lane.MEMORY, make, lambda done: self._made(slot, done))
+
+    def _made(self, slot: int, done: Future[list[Arena]]) -> None:
+        if error := failure(done):
+            self._fewer(slot, error)
+            return
+        if self._dropped:
+            for arena in done.result():
+                arena.close()
+            return
+        self.arenas[slot] = done.result()
+        self.group.made(slot, tuple(arena.bytes for arena in done.result()))
+
+    def _fewer(self, slot: int, why: str) -> None:
+        message = f"slot {slot} cannot be had ({why}): {slot} slots are in use"
+        self.emit("memory.short", message, True)
+        self.group.fewer_slots(slot, f"not one arena fits into memory: {why}; free some, or save less")
+        self.group.made(slot, ())
+
+    def _offer(self, slot: int) -> None:
+        for rank, member in self._members.items():
+            arena = self.arenas[slot][rank]
+            new = (slot, rank) not in self._handed
+            self._handed.add((slot, rank))
+            fields = {"t": "arena", "slot": slot, "bytes": arena.bytes, "division": self.group.division}
+            member.peer.send(fields, [arena.fd] if new else [])
+
+    def _assemble(self, slot: int, number: int, tick: Tick) -> None:
+        identity, arenas = Identity(self.epoch, tick), self.arenas[slot]
+        self._services.bulk.run(
+            Lane.MEMORY,
+            lambda: self._assembler.assemble(identity, arenas),
+            lambda done: self._assembled(slot, number, done),
+        )
+
+    def _assembled(self, slot: int, number: int, done: Future[Checkpoint]) -> None:
+        error = failure(done)
+        if not error:
+            made = done.result()
+            self.checkpoints[slot] = made
+            if set(made.disagreed) - self._disagreed:
+                self._disagreed.update(made.disagreed)
+                text = "tensors turned out to differ between the ranks that hold them and were saved per rank"
+                self.emit("snapshot.differs", f"{len(made.disagreed)} {text}: {', '.join(made.disagreed[:5])}", True)
+        self.group.assembled(slot, number, error)
+
+    def _commit(self, slot: int) -> None:
+        checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
+        assert claim is not None  # nothing is appointed before it is there
+        options = self.options
+        about = {
+            "host": socket.gethostname(),
+            "launch": self.launch,
+            "world": self.world,
+            "time_s": time.time(),
+            "disagreed": list(checkpoint.disagreed[:100]),
+        }
+        self._services.bulk.run(
+            Lane.COMMIT,
+            lambda: store.commit(claim, checkpoint, options, about),
+            lambda done: self._committed(slot, checkpoint.identity, done),
+        )
+
+    def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
+        error = failure(done)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+        self.group.committed(slot, error, time.monotonic())
+        if error:
+            self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
+            return
+        result = done.result()
+        text = (
+            f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
+            f"{result.packs} packs, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
+        )
+        facts = {
+            "identity": str(identity),
+            "raw_bytes": result.raw_bytes,
+            "stored_bytes": result.stored_bytes,
+            "referred_bytes": result.referred_bytes,
+            "seconds": result.seconds,
+        }
+        self.emit("commit.done", text, data=facts)
+        keep, store = self.options.keep, self._services.store
+        if keep != Keep() and not self.group.superseded_by:
+            self._services.bulk.run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
+
+    def _pruned(self, done: Future[dict[str, Any]]) -> None:
+        if error := failure(done):
+            self.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
+
+    def _claimed(self, error: str) -> None:
+        if error:
+            message = f"the store does not answer; this start is claimed before its first commit: {error}"
+            self.emit("claim.postponed", message, True)
+
+    def _beat(self) -> None:
+        """Shows in the store that the epoch lives, as long as it does."""
+        if self._dropped or self.group.all_gone or self.group.superseded_by:
+            return
+        self._beats += 1
+        beats, store = self._beats, self._services.store
+        self._services.bulk.run(Lane.STORE, lambda: store.heartbeat(self.epoch, beats), self._beaten)
+        self._services.server.later(self._services.heartbeat_s, self._beat)
+
+    def _beaten(self, done: Future[None]) -> None:
+        if error := failure(done):
+            log.info("no heartbeat: %s", error)
+
+    def _close(self, reason: str) -> None:
+        store = self._services.store
+        self._services.bulk.run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
+
+    def _ended(self, done: Future[None]) -> None:
+        if error := failure(done):
+            log.warning("epoch %s could not be closed in the store: %s", self.epoch, error)
+        self.group.closed()
+
+    def _is_mixed(self) -> bool:
+        return len({member.held.tick for member in self._members.values()}) > 1
+
+    def _close_arenas(self, slot: int) -> None:
+        for arena in self.arenas.pop(slot, []):
+            arena.close()
+        self._handed -= {(slot, rank) for rank in range(self.world)}

@@ -1,0 +1,295 @@
+"""The trainer's (or a tool's) end of the socket: find the agent, start it if there is none, talk to it.
+
+There is one agent per (user, node, store URL). Its socket and locks live in one 0700 folder of the user. Who finds no
+agent takes the start lock, looks again, spawns one in a session of its own, and waits for it to say that it serves:
+so n ranks that start together make one agent. The agent itself holds the run lock for as long as it lives, and only
+under it unlinks a stale socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.agent import wire
+from ckpt.errors import AgentError, CkptError
+from ckpt.settings import Settings
+from ckpt.tasks import Tasks
+
+VERSION = 1  # of the messages; an agent of another version finishes and makes room
+START_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where one agent's files are. `socket` stays under the 107 bytes a Unix address may have."""
+
+    folder: Path
+    socket: Path
+    run_lock: Path
+    start_lock: Path
+    log: Path
+
+
+def places(url: str, settings: Settings) -> Places:
+    """Makes the folder. Errors: AgentError when it is not the user's alone, or the path is too long."""
+    folder = settings.runtime_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.lstat()
+    except OSError as exc:
+        raise AgentError(f"cannot make the folder for sockets {folder}: {exc}; set CKPT_RUNTIME_DIR") from exc
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise AgentError(
+            f"{folder} must be a folder of your own with mode 0700 (it is mode {info.st_mode & 0o777:o}, "
+            f"owner {info.st_uid}); mend it or set CKPT_RUNTIME_DIR"
+        )
+    name = "agent-" + hashlib.sha256(url.encode()).hexdigest()[:16]
+    sock = folder / f"{name}.sock"
+    if len(os.fsencode(sock)) > 107:
+        raise AgentError(f"the socket path {sock} is longer than 107 bytes; set CKPT_RUNTIME_DIR to a shorter folder")
+    log = settings.agent_log or folder / f"{name}.log"
+    return Places(folder, sock, folder / f"{name}.lock", folder / f"{name}.start", log)
+
+
+def connect_nowait(place: Places) -> socket.socket | None:
+    """A connection, or None where no agent listens."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(os.fspath(place.socket))
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    except OSError as exc:
+        sock.close()
+        raise AgentError(f"cannot connect to the agent at {place.socket}: {exc}") from exc
+    return sock
+
+
+def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:
+    """A connection to the agent of `url`, started if there is none. Errors: AgentError with the end of its log."""
+    place = places(url, settings)
+    deadline = time.monotonic() + timeout_s
+    sock = connect_nowait(place)
+    if sock is not None:
+        return sock
+    with _locked(place.start_lock, deadline):
+        while (sock := connect_nowait(place)) is None:
+            if not _spawn(url, place, deadline):
+                time.sleep(0.05)  # an agent that is just ending still holds the run lock
+            if time.monotonic() > deadline:
+                raise AgentError(f"no agent served {url} within {timeout_s:g} s; see {place.log}")
+    return sock
+
+
+@contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise AgentError(f"another process has been starting an agent for too long ({path})") from None
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _spawn(url: str, place: Places, deadline: float) -> bool:
+    """True once it serves; False when another agent still holds the run lock (it says "busy")."""
+    import ckpt
+
+    ready_read, ready_write = os.pipe()
+    package_dir = os.fspath(Path(ckpt.__file__).parent.parent)
+    path = os.pathsep.join(p for p in (package_dir, os.environ.get("PYTHONPATH", "")) if p)
+    command = [
+        *("/bin/sh", "-c", '"$@" &', "sh"),  # the shell ends at once: the agent is no child of the trainer's
+        *(sys.executable, "-P", "-m", "ckpt.agent.main", "--url", url, "--socket", os.fspath(place.socket)),
+        *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd", str(ready_write)),
+    ]
+    try:
+        with open(place.log, "ab") as log:
+            subprocess.run(
+                command,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=[ready_write],
+                start_new_session=True,
+            )
+    except (OSError, subprocess.CalledProcessError) as exc:
+        os.close(ready_read)
+        raise AgentError(f"cannot start the agent ({sys.executable}): {exc}") from exc
+    finally:
+        os.close(ready_write)
+    try:
+        said = _read_ready(ready_read, deadline)
+    finally:
+        os.close(ready_read)
+    if said in ("ok", "busy"):
+        return said == "ok"
+    tail = place.log.read_bytes()[-2000:].decode(errors="replace").strip() if place.log.exists() else ""
+    raise AgentError(f"the agent did not start: {said or 'it ended at once'}; its log {place.log} ends with:\n{tail}")
+
+
+def _read_ready(fd: int, deadline: float) -> str:
+    said = b""
+    while not said.endswith(b"\n"):
+        readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        if not readable:
+            return "it said nothing in time"
+        chunk = os.read(fd, 4096)
+        if not chunk:
+            break
+        said += chunk
+    return said.decode(errors="replace").strip()
+
+
+class Connection:
+    """One connected socket with a reader thread: requests get their answers, all else goes to `on_message`.
+
+    `on_message` runs on the reader thread, in the order of arrival, and must not wait for an answer itself.
+    `on_lost` runs there once, when the agent is gone after it had answered hello, and is told how that was seen.
+    Thread-safe. After `close` every request raises AgentError.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        tasks: Tasks,
+        on_message: Callable[[wire.Message], None],
+        on_lost: Callable[[str], None],
+        role: str = "trainer",
+    ) -> None:
+        self._sock = sock
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[wire.Message]] = {}
+        self._next_id = 0
+        self._closed = False
+        self._made = False
+        self._reader = tasks.start("agent-socket", self._read)
+        hello = self.request("hello", {"version": VERSION, "role": role})
+        self.incarnation = str(hello.fields["incarnation"])
+        self.agent_pid = int(hello.fields["pid"])
+        self._made = True
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    def request(
+        self,
+        kind: str,
+        fields: dict[str, Any] | None = None,
+        fds: Sequence[int] = (),
+        blobs: Sequence[bytes] = (),
+        timeout_s: float | None = REQUEST_TIMEOUT_S,
+    ) -> wire.Message:
+        """Sends and waits for the answer (timeout_s=None: as long as the agent lives).
+
+        Errors: what the agent answers; AgentError when it is gone or silent.
+        """
+        future: Future[wire.Message] = Future()
+        with self._lock:
+            self._next_id += 1
+            request_id = self._next_id
+            self._pending[request_id] = future
+        try:
+            self._send({"t": kind, "id": request_id, **(fields or {})}, fds, blobs)
+            message = future.result(timeout_s)
+        except TimeoutError as exc:
+            raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
+        finally:
+            with self._lock:
+                self._pending.pop(request_id, None)
+        wire.raise_error(message)
+        return message
+
+    def notify(self, kind: str, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
+        """Sends without an answer. Errors: AgentError when the agent is gone."""
+        self._send({"t": kind, **fields}, fds, blobs)
+
+    def close(self) -> None:
+        """Ends the connection and its thread; the agent takes it as the end of this trainer's interest."""
+        with self._lock:
+            was, self._closed = self._closed, True
+        if was:
+            return  # the agent was gone first
+        with contextlib.suppress(OSError):  # already gone
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._reader is not threading.current_thread():
+            self._reader.join(10)
+        self._sock.close()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: lets go of the descriptor, so that it neither holds the socket nor speaks on it."""
+        self._closed = True
+        self._sock.close()
+
+    def _send(self, fields: dict[str, Any], fds: Sequence[int], blobs: Sequence[bytes]) -> None:
+        if self._closed:
+            raise AgentError("the connection to the agent is closed")
+        try:
+            wire.send(self._sock, fields, fds, blobs)
+        except OSError as exc:
+            raise AgentError(f"the agent is gone: {exc}") from exc
+
+    def _read(self) -> None:
+        why = "it closed the connection"
+        try:
+            while True:
+                message = wire.receive(self._sock)
+                if message is None:
+                    return
+                if "id" in message.fields and message.kind in ("reply", "error"):
+                    with self._lock:
+                        future = self._pending.pop(message.fields["id"], None)
+                    if future is not None:
+                        future.set_result(message)
+                    else:
+                        message.close()
+                else:
+                    self._on_message(message)
+        except (OSError, CkptError) as exc:
+            why = f"{type(exc).__name__}: {exc}"  # the connection is of no more use
+        finally:
+            self._fail_pending()
+            with self._lock:
+                lost, self._closed = not self._closed, True
+            if lost:
+                self._sock.close()
+                if self._made:
+                    self._on_lost(why)
+
+    def _fail_pending(self) -> None:
+        with self._lock:
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for future in pending:
+            if not future.done():
+                future.set_exception(AgentError("the agent went away before it answered"))

@@ -1,0 +1,94 @@
+"""From what the ranks say they hold to who stages what, and how large each rank's arenas have to be. Pure, and slow
+enough (about a second for large states) to run on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.agent.arena import arena_bytes
+from ckpt.errors import DamagedData
+from ckpt.format.declaration import encode
+from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned
+from ckpt.plan.layout import Declaration, Layout, Share
+from ckpt.plan.staging import frame_bytes_for, stage
+from ckpt.types import ITEMSIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank says of itself. `tick`: the one its hashes are of. `hashes`: empty where nothing was hashed."""
+
+    coordinate: str
+    layout: Layout
+    hashes: Hashes
+    tick: str
+    values_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """`layouts`, `shares`, `arena_bytes`: by rank; the layouts with owners where ranks disagreed. `agreed`,
+    `differing`: what the last hashes of one tick said; they hold until all ranks have hashed the same tick again."""
+
+    id: str
+    frame_bytes: int
+    layouts: tuple[Layout, ...]
+    shares: tuple[Share, ...]
+    arena_bytes: tuple[int, ...]
+    agreed: frozenset[Key]
+    differing: frozenset[str]
+
+
+def make_division(
+    ranks: Sequence[Held], before: Division | None, distrusted: Collection[str] = frozenset()
+) -> Division:
+    """Hashes are compared only where all ranks took them at the same tick: those of two ticks say nothing.
+    `distrusted`: tensors that were seen to differ since.
+
+    Errors: CkptError where what a rank says contradicts itself."""
+    if len({rank.tick for rank in ranks}) == 1:
+        agreed, tensors = agree([rank.layout for rank in ranks], [rank.hashes for rank in ranks])
+        differing = frozenset(name for name, owner in tensors if not owner)
+    else:
+        agreed = _still_agreed([rank.layout for rank in ranks], before) if before is not None else set()
+        differing = before.differing if before is not None else frozenset()
+    differing |= frozenset(distrusted)
+    layouts = [owned(rank.layout, differing, rank.coordinate) for rank in ranks]
+    total = sum(box.size * ITEMSIZE[e.dtype] for layout in layouts for e in layout.entries for box in e.boxes)
+    frame_bytes = frame_bytes_for(total)
+    shares = divide(layouts, agreed, frame_bytes)
+    name = division_id(layouts, shares)
+    sizes = []
+    for number, (rank, layout, share) in enumerate(zip(ranks, layouts, shares, strict=True)):
+        staging = stage(layout, share, frame_bytes)
+        declared = encode(Declaration(number, len(ranks), rank.coordinate, name, layout, staging))
+        sizes.append(arena_bytes(staging.data_bytes, len(staging.frames), len(declared), rank.values_bytes))
+    return Division(
+        name, frame_bytes, tuple(layouts), tuple(shares), tuple(sizes), frozenset(agreed), frozenset(differing)
+    )
+
+
+def _still_agreed(layouts: Sequence[Layout], before: Division) -> set[Key]:
+    """What was found equal on ranks that are still the only ones to hold it: a rank that holds it newly has shown
+    nothing yet."""
+    then, now = _holders(before.layouts), _holders(layouts)
+    return {key for key in before.agreed if then.get(key) == now.get(key)}
+
+
+def _holders(layouts: Sequence[Layout]) -> dict[Key, set[int]]:
+    found: dict[Key, set[int]] = {}
+    for rank, layout in enumerate(layouts):
+        for entry in layout.entries:
+            for box in entry.boxes:
+                found.setdefault((entry.name, entry.owner, box), set()).add(rank)
+    return found
+
+
+def hashes_from(blob: bytes) -> Hashes:
+    """Errors: DamagedData."""
+    if len(blob) % 16:
+        raise DamagedData(f"hashes of {len(blob)} bytes: not a whole number of them")
+    return np.frombuffer(blob, dtype="<u8").reshape(-1, 2).astype(np.uint64)

@@ -1,0 +1,430 @@
+"""What one job on this node is known to be doing: its ranks, its slots, the rounds in them, and who waits for what.
+
+Facts come in as method calls. They may be repeated, late, or about what is long gone; they only record. What follows
+from them is decided in one place, `group.Group.decide`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from ckpt.agent.actions import Action, Answer, Request, Tell
+from ckpt.policy.every import Every
+from ckpt.types import Tick
+
+LATENCY_S = 0.01  # of one announcement, doubled at each late rank up to LATENCY_S_MAX
+LATENCY_S_MAX = 2.5
+RETRY_S_MAX = 60.0
+LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
+REJOIN_S = 10.0  # how long a rank whose connection broke may take to come back
+
+
+class Why(enum.Enum):
+    STEP = "appointed"
+    HOLD = "hold"
+    SAVE = "save"
+    EXIT = "exit"
+
+
+class State(enum.Enum):
+    FREE = "free"
+    GRANTED = "granted"  # announced or answered; ranks may be filling it
+    STAGED = "staged"
+    COMPLETE = "complete"
+
+
+class Store(enum.Enum):
+    """What became of a complete round at the store level."""
+
+    NEW = "new"
+    SKIPPED = "skipped"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Presence(enum.Enum):
+    HERE = "here"
+    LEFT = "left"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class Member:
+    rank: int
+    presence: Presence = Presence.HERE
+    joined: bool = False
+    lost_s: float | None = None  # since when its connection is gone though its process lives
+    leave: Request = None
+
+
+@dataclass(slots=True)
+class Round:
+    number: int
+    slot: int
+    why: Why
+    tick: Tick
+    division: str
+    opened_s: float
+    staged: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
+    missed: str = ""  # why it is to be abandoned
+    held: dict[int, Request] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    store: Store = Store.NEW
+    last_try: bool = False
+    verdict: bool | None = None  # of a hold: leave, or go on
+
+    @property
+    def explicit(self) -> bool:
+        return self.why is not Why.STEP
+
+    @property
+    def unjudged(self) -> bool:
+        return self.why is Why.HOLD and self.verdict is None
+
+
+@dataclass(slots=True)
+class Slot:
+    number: int
+    state: State = State.FREE
+    round: Round | None = None
+    leases: int = 0
+    bytes: tuple[int, ...] = ()
+    making: bool = False
+    offered: bool = False  # to all ranks, since the last division
+    warm: dict[int, str] = field(default_factory=dict)  # rank -> division
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    tick: Tick
+    why: Why
+    metrics: dict[str, float]
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The newest save that was answered; `kind`, `message`: what to tell who asks for it again and finds it gone."""
+
+    tick: Tick
+    kind: str
+    message: str
+
+
+class Facts:
+    """One job. `policy`: when to appoint. `first_round`: random, so that a restarted agent repeats no number soon."""
+
+    def __init__(self, world: int, policy: Every, first_round: int = 1) -> None:
+        self.world = world
+        self.policy = policy
+        self.members = [Member(rank) for rank in range(world)]
+        self.slots = [Slot(n) for n in range(4)]
+        self.slots_in_use = 0  # how many of them memory allows; 0 until the first division
+        self.division = ""
+        self.superseded_by = ""
+        self.committing: int | None = None  # the slot
+        self.closed_in_store = False
+        self.refusal = ""  # why nothing can be saved at all
+        self.last_error = ""  # of the newest failed commit or last save
+        self.committed_tick: Tick | None = None
+        self._next_round = first_round
+        self._need: tuple[int, ...] = ()  # arena bytes per rank under the current division
+        self._layouts_version = 0
+        self._planned_version = 0
+        self._dividing = False
+        self._saves: dict[int, Save] = {}
+        self._asked_s: float | None = None  # since when all ranks wait in a save
+        self._settled: Settled | None = None  # saves up to that tick have their outcome
+        self._start_step: int | None = None  # None: not restored yet, nothing is appointed
+        self._resumed = False  # the ranks are somewhere in the middle: nothing is appointed before each said where
+        self._due_s = math.inf
+        self._retries = 0
+        self._latency_s = LATENCY_S
+        self._pace: tuple[float, int] = (0.0, 0)
+        self._steps_per_s = 0.0
+        self._retry_commit_s = math.inf
+        self._commit_failures = 0
+        self._hold_until_s = -math.inf
+        self._leave_round = 0  # the round whose verdict was: leave
+        self._given_up = False
+        self._abandoned: deque[int] = deque(maxlen=64)
+        self._word = 0  # the round in the control word
+        self._closing = False
+        self._out: list[Action] = []
+
+    # -- facts
+
+    def joined(self, rank: int) -> None:
+        """A trainer is there, for the first time or again. What it may have said on a lost connection is missed."""
+        member = self.members[rank]
+        if member.presence is not Presence.HERE:
+            return
+        self.lost(rank, None)
+        member.joined = True
+        member.lost_s = None
+        for slot in self.slots:
+            slot.offered = False
+
+    def lost(self, rank: int, now_s: float | None) -> None:
+        """Its connection ended, its process did not: it may come back and join again."""
+        member = self.members[rank]
+        member.lost_s = now_s
+        self._saves.pop(rank, None)
+        for _, round_ in self._open():
+            if rank not in round_.staged:
+                round_.missed = round_.missed or f"the connection of rank {rank} was lost"
+        for slot in self.slots:
+            if slot.round is not None:
+                slot.round.held.pop(rank, None)
+
+    def died(self, rank: int) -> None:
+        member = self.members[rank]
+        member.leave = None
+        self._saves.pop(rank, None)
+        if member.presence is Presence.HERE:
+            member.presence = Presence.DEAD
+
+    def layout(self, rank: int) -> None:
+        """A rank holds another state, or needs larger arenas: a new division is due."""
+        self._layouts_version += 1
+
+    def planned(self, version: int, division: str, arena_bytes: tuple[int, ...], slots: int) -> bool:
+        """The division of those layouts. `slots`: how many fit into memory. Returns whether it still holds: then each
+        rank is to be sent its share; else another one is made."""
+        self._dividing = False
+        if version != self._layouts_version:
+            return False
+        self._planned_version = version
+        self.division = division
+        for slot in self.slots:
+            slot.offered = False
+            slot.warm.clear()
+        self._need = arena_bytes
+        self.slots_in_use = slots
+        self.refusal = "" if slots else "not one arena fits into memory; give ckpt.Limits(memory=) more, or save less"
+        return True
+
+    def unplannable(self, version: int, message: str) -> None:
+        self._dividing = False
+        if version != self._layouts_version:
+            return
+        self._planned_version = version
+        self.division = ""
+        self.refusal = message
+
+    def made(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
+        """The arenas are there; () where that failed: then `fewer_slots` was called before."""
+        self.slots[slot].making = False
+        self.slots[slot].offered = False
+        self.slots[slot].bytes = arena_bytes
+
+    def fewer_slots(self, slots: int, message: str) -> None:
+        self.slots_in_use = min(self.slots_in_use, slots)
+        if not self.slots_in_use:
+            self.refusal = message
+
+    def warm(self, rank: int, slot: int, division: str) -> None:
+        """Rank has mapped and bound its arena of this slot for this division."""
+        if 0 <= slot < len(self.slots) and not self.slots[slot].making and division == self.division:
+            self.slots[slot].warm[rank] = division
+
+    def started(self, step: int, now_s: float) -> None:
+        """The restore is over; training goes on after `step`. From here on snapshots are appointed."""
+        if self._start_step is None:
+            self._start_step = step
+            self._pace = (now_s, step)
+            self._due_s = now_s + (self.policy.seconds or 0.0)
+
+    def follow(self, policy: Every, now_s: float) -> None:
+        """Appoint by this policy from now on."""
+        self.policy = policy
+        if self._start_step is not None:
+            self._due_s = now_s + (policy.seconds or 0.0)
+
+    def resumed(self, now_s: float) -> None:
+        """The agent was started again beside trainers that are at work."""
+        self._resumed = True
+        self.started(0, now_s)
+
+    def holds(self, slot: int, tick: Tick, committed: bool) -> None:
+        """After a restart of the agent: this slot is known to hold that complete round."""
+        found = Round(0, slot, Why.STEP, tick, self.division, 0.0)
+        found.store = Store.DONE if committed else Store.NEW
+        self.slots[slot].state = State.COMPLETE
+        self.slots[slot].round = found
+
+    def staged(self, rank: int, number: int, tick: Tick, slot: int, division: str, stall_s: float) -> None:
+        round_ = self._open_round_of(number)
+        if round_ is None:
+            if number in self._abandoned:  # it was withdrawn while this rank took it: nobody else knows
+                self._tell_level(tick, "local", False, "it was given up meanwhile")
+            return
+        if (round_.tick, round_.slot, round_.division) != (tick, slot, division):
+            round_.missed = round_.missed or f"rank {rank} staged {tick} in slot {slot} under another plan"
+        round_.staged.setdefault(rank, stall_s)
+
+    def missed(self, rank: int, number: int, why: str) -> None:
+        round_ = self._open_round_of(number)
+        if round_ is None:
+            return
+        if why == "late":
+            self._latency_s = min(2 * self._latency_s, LATENCY_S_MAX)
+        round_.missed = round_.missed or f"rank {rank} missed it ({why})"
+
+    def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:
+        self._saves[rank] = Save(tick, why, metrics, request)
+
+    def held(self, rank: int, number: int, request: Request) -> None:
+        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on."""
+        slot = self._slot_of(number)
+        round_ = slot.round if slot is not None else None
+        if self._leave_round == number or self.is_lost_cause:
+            self._out.append(Answer(request, {"leave": True}))
+        elif round_ is None or round_.why is not Why.HOLD or round_.verdict is False:
+            self._out.append(Answer(request, {"leave": False}))
+        else:
+            round_.held[rank] = request
+
+    def leave(self, rank: int, request: Request) -> None:
+        member = self.members[rank]
+        member.leave = request
+        if member.presence is Presence.HERE:
+            member.presence = Presence.LEFT
+
+    def assembled(self, slot: int, number: int, error: str) -> None:
+        """`error`: "" when it is complete."""
+        entry = self.slots[slot]
+        round_ = entry.round
+        if entry.state is not State.STAGED or round_ is None or round_.number != number:
+            return
+        if error:
+            entry.state = State.GRANTED
+            round_.missed = error
+            return
+        entry.state = State.COMPLETE
+        self._latency_s = max(self._latency_s / 2, LATENCY_S)
+        self._retries = 0
+        self._tell_level(round_.tick, "local", True, "")
+        if self.committing is not None and not round_.explicit:
+            round_.store = Store.SKIPPED
+
+    def committed(self, slot: int, error: str, now_s: float) -> None:
+        """The commit that `Commit` asked for has ended. `error`: "" when the record is in the store."""
+        entry = self.slots[slot]
+        self.committing = None
+        entry.leases -= 1
+        self.last_error = error
+        self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
+        self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
+        if entry.round is not None:
+            entry.round.store = Store.FAILED if error else Store.DONE
+            self._tell_level(entry.round.tick, "store", not error, error)
+            if not error:
+                self.committed_tick = entry.round.tick
+
+    def lease(self, slot: int) -> None:
+        self.slots[slot].leases += 1
+
+    def release(self, slot: int) -> None:
+        self.slots[slot].leases -= 1
+
+    def supersede(self, by: str) -> None:
+        """A newer start owns the run: nothing is decided here any more."""
+        if not self.superseded_by:
+            self.superseded_by = by
+            self._out.append(Tell({"t": "superseded", "by": by}))
+
+    def preempt(self, deadline_s: float) -> None:
+        """The node goes away: take a last snapshot and hold."""
+        self._hold_until_s = max(self._hold_until_s, deadline_s)
+
+    def retry_commit(self) -> None:
+        """All trainers are gone and the last commit failed: try once more."""
+        if self.newest and self.newest.round:
+            self.newest.round.last_try = False
+
+    def give_up(self) -> None:
+        """What is not committed by now never will be."""
+        self._given_up = True
+
+    def closed(self) -> None:
+        self.closed_in_store = True
+
+    # -- what others ask
+
+    @property
+    def newest(self) -> Slot | None:
+        """The slot of the newest complete round."""
+        complete = [(s.round.tick, s.number) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
+        return self.slots[max(complete)[1]] if complete else None
+
+    @property
+    def layouts_version(self) -> int:
+        return self._layouts_version
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether every trainer that ever came has left or died."""
+        came = [m for m in self.members if m.joined or m.presence is not Presence.HERE]
+        return bool(came) and all(m.presence is not Presence.HERE for m in came)
+
+    @property
+    def is_lost_cause(self) -> bool:
+        """Whether training cannot go on as it is: a rank is dead, or the run is another's."""
+        return bool(self.superseded_by) or any(m.presence is Presence.DEAD for m in self.members)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether something is under way that ends by itself."""
+        return self.committing is not None or any(s.state is State.STAGED or s.making for s in self.slots)
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        """When `decide` has to look again though no fact came; None: not before one comes."""
+        times = [now_s + LOST_S for _ in self._open()]
+        times += [now_s + 1.0] if self._saves or self._resumed else []
+        times += [m.lost_s + REJOIN_S for m in self.members if m.lost_s is not None and m.presence is Presence.HERE]
+        if self._may_appoint() and self._due_s > now_s:
+            times.append(self._due_s)
+        if now_s < self._hold_until_s:
+            times.append(self._hold_until_s)
+        if self.slots_in_use == 1 and self._retry_commit_s > now_s:
+            times.append(self._retry_commit_s)
+        return min(times, default=None)
+
+    # -- small steps
+
+    def _open(self) -> list[tuple[Slot, Round]]:
+        """Rounds that may still be abandoned."""
+        return [(slot, slot.round) for slot in self.slots if slot.state is State.GRANTED and slot.round is not None]
+
+    def _slot_of(self, number: int) -> Slot | None:
+        return next((s for s in self.slots if number and s.round is not None and s.round.number == number), None)
+
+    def _open_round_of(self, number: int) -> Round | None:
+        return next((round_ for _, round_ in self._open() if number and round_.number == number), None)
+
+    def _broken(self) -> bool:
+        """A rank is gone: no new round can become complete."""
+        return any(member.presence is not Presence.HERE for member in self.members)
+
+    def _plan_is_current(self) -> bool:
+        return bool(self.division) and self._planned_version == self._layouts_version
+
+    def _may_appoint(self) -> bool:
+        """Whether a round may be announced, were one due and a slot free."""
+        if self._start_step is None or self._resumed or self._broken() or self.superseded_by or self._leave_round:
+            return False
+        if any(member.lost_s is not None for member in self.members):
+            return False  # it could not answer
+        rounds = [slot.round for slot in self.slots if slot.round is not None]
+        holding = any(round_.unjudged for round_ in rounds)
+        return self._plan_is_current() and not self._open() and not holding
+
+    def _tell_level(self, tick: Tick, level: str, ok: bool, message: str) -> None:
+        self._out.append(
+            Tell({"t": "level", "tick": str(tick), "level": level, "ok": ok, "message": message, "step": tick.step})
+        )

@@ -1,0 +1,333 @@
+"""Handing a checkpoint's frames to the ranks of a starting job, each from the nearest source that has it.
+
+A frame that lies in this node's memory is only named: the rank maps the arena. One from the store passes through a
+window of shared memory, whose cells are given again when every rank that wanted the frame has acknowledged it; it is
+read once for all ranks. The ranks verify what they copied: what they find bad comes from the next source, and a fetch
+whose frame no source has ends with an error.
+
+All of it runs on the agent's main thread but the window's `cell`, which the reading threads wait in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.memory import WINDOW_BYTES
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.manifest import Manifest
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
+    from ckpt.store.reader import FrameReader
+
+TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
+AT_ONCE = 1024  # frames named in one message
+CELLS_MAX = 64
+_CELL_ALIGN = 4096
+_WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
+
+
+class Receiver(Protocol):
+    """A rank's connection. Sending to one that is gone does nothing."""
+
+    def send(self, fields: dict[str, Any], fds: Iterable[int] = ...) -> None: ...
+
+
+@dataclass(slots=True)
+class Asked:
+    """One rank's request under way. `left`: frames it has not acknowledged as good."""
+
+    receiver: Receiver
+    left: set[int]
+    regions: set[int] = field(default_factory=set)
+    sources: dict[str, int] = field(default_factory=dict)
+
+
+class Window:
+    """Shared memory of a bounded size, cut into cells of the largest frame's. Thread-safe."""
+
+    def __init__(self, frame_bytes_max: int, window_bytes: int = WINDOW_BYTES) -> None:
+        self._cell_bytes = -(-max(1, frame_bytes_max) // _CELL_ALIGN) * _CELL_ALIGN
+        count = max(1, min(CELLS_MAX, window_bytes // self._cell_bytes))
+        self.arena = Arena.create(count * self._cell_bytes)
+        self._free = list(range(count))
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def cell(self, length: int) -> tuple[int, memoryview]:
+        """A free cell: its offset in the window, and its first `length` bytes. Waits for one.
+
+        Errors: AgentError once the window is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise AgentError("nobody waits for these frames any more")
+            at = self._free.pop() * self._cell_bytes
+            return at, self.arena.part((at, length))
+
+    def release(self, offset: int) -> None:
+        with self._changed:
+            self._free.append(offset // self._cell_bytes)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends every wait. The memory goes when the last view of it is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.arena.close()
+
+
+class Restore:
+    """One candidate on its way to all ranks. `memory`: the checkpoint, where this node holds it. `open_record`: reads
+    its record from the store; None where it is not there. `later(delay_s, what)`: a timer of the main thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        world: int,
+        memory: Checkpoint | None,
+        open_record: Callable[[], FrameReader] | None,
+        bulk: Bulk,
+        later: Callable[[float, Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], None],
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.identity = identity
+        self.manifest = manifest
+        self.memory = memory
+        self.world = world
+        self.record: Record | None = None  # once it was opened
+        self._lengths = manifest.frames["length"].astype(np.int64)
+        self._open_record = open_record
+        self._bulk, self._later, self._post = bulk, later, post
+        self._waiting: list[Asked] = []
+        self._asked: dict[int, Asked] = {}  # by id of the receiver
+        self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
+        self._in_window: dict[int, tuple[int, set[int]]] = {}  # frame -> (its cell's offset, who has not acknowledged)
+        self._bad: set[int] = set()  # frames that memory does not have right
+        self._window: Window | None = None
+        self._window_bytes = window_bytes
+        self._reading = False
+        self._closed = False
+
+    def request(self, receiver: Receiver, frames: Collection[int]) -> None:
+        """A rank asks for frames (numbers below the manifest's count). Errors: AgentError for others."""
+        wanted = set(frames)
+        if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
+            raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
+        self.drop(receiver)
+        self._waiting.append(Asked(receiver, wanted))
+        if len(self._waiting) == self.world:
+            self._begin()
+        elif len(self._waiting) == 1:
+            first = self._waiting[0]
+            self._later(TOGETHER_S, lambda: self._begin() if first in self._waiting else None)
+
+    def got(self, receiver: Receiver, ok: Iterable[int], bad: Iterable[int]) -> None:
+        asked = self._asked.get(id(receiver))
+        if asked is None:
+            return
+        again: set[int] = set()
+        for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
+            if frame not in asked.left:
+                continue
+            from_window = self._release(frame, id(receiver))
+            if good:
+                asked.left.discard(frame)
+                level = "store" if from_window else "local"
+                asked.sources[level] = asked.sources.get(level, 0) + int(self._lengths[frame])
+            elif from_window or self.memory is None:
+                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
+                return
+            else:
+                self._bad.add(frame)
+                again.add(frame)
+        if again:
+            self._from_store(asked, again)
+        self._finish(asked)
+
+    def drop(self, receiver: Receiver) -> None:
+        """It is gone, or asks anew."""
+        self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
+        if self._asked.pop(id(receiver), None) is None:
+            return
+        for frame in [f for f, (_, who) in self._in_window.items() if id(receiver) in who]:
+            self._release(frame, id(receiver))
+        for frame in list(self._wanted):
+            self._unwant(frame, id(receiver))
+
+    def close(self) -> None:
+        self._closed = True
+        self._asked.clear()
+        self._waiting.clear()
+        self._wanted.clear()
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    # -- inside
+
+    def _begin(self) -> None:
+        batch, self._waiting = self._waiting, []
+        if self._closed:
+            return
+        for asked in batch:
+            self._asked[id(asked.receiver)] = asked
+        for asked in batch:
+            near = asked.left - self._bad if self.memory is not None else set()
+            self._from_memory(asked, near)
+            self._from_store(asked, asked.left - near)
+            self._finish(asked)
+
+    def _from_memory(self, asked: Asked, frames: set[int]) -> None:
+        if self.memory is None:
+            return
+        at: list[list[int]] = []
+        for frame in sorted(frames):
+            rank = int(self.memory.ranks[frame])
+            if rank not in asked.regions:
+                asked.regions.add(rank)
+                arena = self.memory.arenas[rank]
+                asked.receiver.send({"t": "region", "region": rank, "bytes": arena.bytes}, [arena.fd])
+            at.append([frame, rank, int(self.memory.offsets[frame]), int(self._lengths[frame])])
+        for first in range(0, len(at), AT_ONCE):
+            asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
+
+    def _from_store(self, asked: Asked, frames: set[int]) -> None:
+        if not frames:
+            return
+        if self._open_record is None:
+            self._fail(asked, f"frame {min(frames)} of {self.identity} is damaged in memory and not in the store")
+            return
+        for frame in frames:
+            self._wanted.setdefault(frame, set()).add(id(asked.receiver))
+        self._read()
+
+    def _read(self) -> None:
+        """Reads what is wanted, one pass at a time; what is wanted meanwhile is read by the next one."""
+        if self._reading or self._closed or not self._wanted or self._open_record is None:
+            return
+        if self._window is None:
+            self._window = Window(int(self._lengths.max()), self._window_bytes)
+        self._reading = True
+        window, open_record, frames = self._window, self._open_record, sorted(self._wanted)
+        self._bulk.run(Lane.FRONT, lambda: self._read_pass(window, open_record, frames), self._read_done)
+
+    def _read_pass(self, window: Window, open_record: Callable[[], FrameReader], frames: list[int]) -> Record:
+        """On a thread of its own, which starts others."""
+        reader = open_record()
+        theirs = _same_frames(self.manifest, reader.record.manifest, frames)
+        ours: dict[int, list[int]] = {}
+        for frame, their in zip(frames, theirs, strict=True):
+            if their is None:
+                error = CkptError("the store's record does not have it")
+                self._post(lambda frame=frame, error=error: self._lacking(frame, error))  # type: ignore[misc]
+            else:
+                ours.setdefault(their, []).append(frame)
+        cells: dict[int, tuple[int, memoryview]] = {}
+
+        def out(their: int) -> memoryview:
+            cells[their] = window.cell(int(reader.record.manifest.frames["length"][their]))
+            return cells[their][1]
+
+        def deliver(their: int) -> None:
+            offset = cells.pop(their)[0]
+            self._post(lambda: self._arrived(ours[their], offset))
+
+        def failed(their: int, error: Exception) -> None:
+            cell = cells.pop(their, None)
+            if cell is not None:
+                window.release(cell[0])
+            for frame in ours[their]:
+                self._post(lambda frame=frame: self._lacking(frame, error))  # type: ignore[misc]
+
+        reader.read(ours, deliver, out, failed)
+        return reader.record
+
+    def _read_done(self, done: Future[Record]) -> None:
+        self._reading = False
+        if self._closed:
+            return
+        error = failure(done)
+        if error:
+            for asked in [self._asked[who] for frame in list(self._wanted) for who in self._who(frame)]:
+                self._fail(asked, f"{self.identity} cannot be read from the store: {error}")
+            return
+        self.record = done.result()
+        self._read()
+
+    def _who(self, frame: int) -> list[int]:
+        return [who for who in self._wanted.get(frame, ()) if who in self._asked]
+
+    def _arrived(self, frames: list[int], offset: int) -> None:
+        """All of `frames` have these bytes (they are equal)."""
+        window = self._window
+        if window is None:
+            return
+        for frame in frames:
+            who = set(self._who(frame))
+            self._wanted.pop(frame, None)
+            if who:
+                self._in_window[frame] = (offset, who)
+            for asked in [self._asked[each] for each in who]:
+                if _WINDOW not in asked.regions:
+                    asked.regions.add(_WINDOW)
+                    fields = {"t": "region", "region": _WINDOW, "bytes": window.arena.bytes}
+                    asked.receiver.send(fields, [window.arena.fd])
+                at = [[frame, _WINDOW, offset, int(self._lengths[frame])]]
+                asked.receiver.send({"t": "frames", "at": at})
+        if not any(at == offset for at, _ in self._in_window.values()):
+            window.release(offset)
+
+    def _release(self, frame: int, who: int) -> bool:
+        """`who` is done with a frame of the window; whether it was there."""
+        entry = self._in_window.get(frame)
+        if entry is None or who not in entry[1]:
+            return False
+        offset, waiting = entry
+        waiting.discard(who)
+        if not waiting:
+            del self._in_window[frame]
+            if self._window is not None and not any(at == offset for at, _ in self._in_window.values()):
+                self._window.release(offset)
+        return True
+
+    def _unwant(self, frame: int, who: int) -> None:
+        self._wanted[frame].discard(who)
+        if not self._wanted[frame]:
+            del self._wanted[frame]
+
+    def _lacking(self, frame: int, error: Exception) -> None:
+        for asked in [self._asked[who] for who in self._who(frame)]:
+            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}")
+
+    def _fail(self, asked: Asked, message: str) -> None:
+        if self._asked.get(id(asked.receiver)) is asked:
+            self.drop(asked.receiver)
+            asked.receiver.send({"t": "fetched", "ok": False, "message": message[:4000], "sources": asked.sources})
+
+    def _finish(self, asked: Asked) -> None:
+        if not asked.left and self._asked.get(id(asked.receiver)) is asked:
+            self.drop(asked.receiver)
+            asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
+
+
+def _same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
+    """The number of each frame in another manifest of the same checkpoint; None where that one does not have it."""
+    if len(manifest.frames) == len(other.frames) and np.array_equal(manifest.frames, other.frames):
+        return list(frames)
+    columns = ["hash_hi", "hash_lo", "length"]
+    known = {key: number for number, key in enumerate(other.frames[columns].tolist())}
+    return [known.get(key) for key in manifest.frames[columns][frames].tolist()]

@@ -1,0 +1,405 @@
+"""What one job on this node is doing, decided by one pure state machine: no I/O, no threads, no clock of its own.
+
+Facts come in as method calls and only record; `decide(now_s, steps)` looks at all of them and says what to do, as a
+list of actions. The agent carries the actions out and feeds their outcomes back as facts. What holds at every moment:
+
+- A slot holds one round, a round one tick. A slot is given to a new round only when it is free: never while its
+  round is open, nor while anybody holds a lease on it.
+- A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
+- A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
+- The newest complete round stays until a newer one is complete (with one slot: until it is committed).
+- At most one commit runs. Explicit saves, holds and the last one wait their turn; appointed ones skip the level.
+- Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.agent.actions import (
+    Action,
+    Answer,
+    Assemble,
+    Close,
+    Commit,
+    Divide,
+    Emit,
+    MakeArenas,
+    Offer,
+    Recycle,
+    Refuse,
+    SetWord,
+)
+from ckpt.agent.control import ROUND_MAX, Kind, Word
+from ckpt.agent.facts import (
+    LATENCY_S,
+    LOST_S,
+    REJOIN_S,
+    RETRY_S_MAX,
+    Facts,
+    Presence,
+    Round,
+    Settled,
+    Slot,
+    State,
+    Store,
+    Why,
+)
+from ckpt.types import Tick
+
+LEAD_STEPS_MIN = 2  # two announcements may be late before a rank misses one
+LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
+
+
+class Group(Facts):
+    """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
+
+    def decide(self, now_s: float, steps: Sequence[int]) -> list[Action]:
+        """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet."""
+        self._abandon_hopeless(now_s, steps)
+        self._judge_holds(now_s)
+        self._assemble_staged()
+        self._free_older()
+        self._commit_next(now_s)
+        self._divide_and_make()
+        self._grant_saves(now_s, steps)
+        self._appoint(now_s, steps)
+        self._let_go()
+        out, self._out = self._out, []
+        return out
+
+    def _abandon_hopeless(self, now_s: float, steps: Sequence[int]) -> None:
+        for member in self.members:
+            if member.presence is Presence.HERE and member.lost_s is not None and now_s >= member.lost_s + REJOIN_S:
+                member.presence = Presence.LEFT
+        for slot, round_ in self._open():
+            waiting = [r for r in range(self.world) if r not in round_.staged]
+            gone = next((r for r in waiting if self.members[r].presence is not Presence.HERE), None)
+            if round_.missed:
+                self._abandon(slot, round_, round_.missed)
+            elif self.superseded_by:
+                self._abandon(slot, round_, f"a newer start, {self.superseded_by}, owns the run")
+            elif gone is not None:
+                self._abandon(slot, round_, f"rank {gone} {self._fate(gone)} before it had staged it")
+            elif waiting and now_s - round_.opened_s >= LOST_S:
+                silent = [r for r in waiting if steps[r] >= round_.tick.step + LOST_STEPS]
+                if silent:
+                    self._abandon(slot, round_, f"rank {silent[0]} is past it and has said nothing")
+
+    def _judge_holds(self, now_s: float) -> None:
+        """Held by all and staged by all: leave. A rank is dead, or the run is another's: leave too, the job is broken.
+        The deadline passed, or all hold and not all staged, so that nobody is left who could: go on, for ever."""
+        for slot in self.slots:
+            round_ = slot.round
+            if round_ is None or not round_.unjudged:
+                continue
+            all_held = len(round_.held) == self.world
+            if self.is_lost_cause or (all_held and len(round_.staged) == self.world):
+                self._judge(round_, True)
+            elif all_held or now_s >= self._hold_until_s:
+                self._judge(round_, False)
+                if slot.state is State.GRANTED:
+                    self._abandon(slot, round_, "not every rank had staged it, or reached it before the deadline")
+
+    def _assemble_staged(self) -> None:
+        for slot, round_ in self._open():
+            if len(round_.staged) == self.world:
+                slot.state = State.STAGED
+                self._clear_word(round_)
+                self._out.append(Assemble(slot.number, round_.number, round_.tick))
+
+    def _free_older(self) -> None:
+        newest = self.newest
+        for slot in self.slots:
+            round_ = slot.round
+            if slot.state is not State.COMPLETE or slot is newest or slot.leases or round_ is None:
+                continue
+            if not round_.unjudged and not self._waits(slot):
+                if round_.store is Store.SKIPPED:
+                    self._tell_level(round_.tick, "store", False, "skipped: an earlier one was still being committed")
+                self._free(slot)
+
+    def _commit_next(self, now_s: float) -> None:
+        if self.committing is not None or self.superseded_by:
+            return
+        newest = self.newest
+        waiting = [slot for slot in self.slots if self._waits(slot)]
+        chosen = min(waiting, key=lambda s: s.round.tick, default=None)  # type: ignore[union-attr]
+        if chosen is None and newest is not None and newest.round is not None:
+            round_ = newest.round
+            no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
+            last = no_more and not round_.last_try and not self._given_up
+            stuck = self.slots_in_use == 1 and now_s >= self._retry_commit_s  # its slot cannot be had otherwise
+            again = round_.store is Store.FAILED and (last or stuck)
+            if round_.store is Store.NEW or again or (round_.store is Store.SKIPPED and last):
+                chosen = newest
+        if chosen is not None and chosen.round is not None:
+            if self._broken():
+                chosen.round.last_try = True
+            chosen.round.store = Store.RUNNING
+            chosen.leases += 1
+            self.committing = chosen.number
+            self._out.append(Commit(chosen.number, chosen.round.number, chosen.round.tick, chosen.round.metrics))
+
+    def _divide_and_make(self) -> None:
+        if self._broken() or self.superseded_by or not all(m.joined for m in self.members):
+            return
+        if self._planned_version != self._layouts_version:
+            if not self._dividing:
+                self._dividing = True
+                self._out.append(Divide(self._layouts_version))
+            return
+        appointed = self._slot_of(self._word)
+        if appointed is not None and appointed.round is not None and appointed.round.division != self.division:
+            self._withdraw("the ranks' new division")  # it is appointed again, under that one
+        making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
+        if self.division:
+            for slot in self.slots[: self.slots_in_use]:
+                if slot.leases or slot.making:
+                    continue
+                fits = self._fits(slot)
+                if not (fits and slot.offered) and self._gives_way(slot):
+                    self._free(slot)
+                if slot.state is State.FREE and not fits and not making:
+                    making = slot.making = True
+                    slot.warm.clear()
+                    slot.bytes = ()
+                    self._out.append(MakeArenas(slot.number, self._need))
+                elif slot.state is State.FREE and fits and not slot.offered:
+                    slot.offered = True
+                    slot.warm.clear()
+                    self._out.append(Offer(slot.number))
+
+    def _grant_saves(self, now_s: float, steps: Sequence[int]) -> None:
+        self._repeat_saves()
+        saves = self._saves
+        if len(saves) < self.world:
+            self._asked_s = None
+        elif self._asked_s is None:
+            self._asked_s = now_s
+        if not saves:
+            return
+        if self.superseded_by:
+            self._refuse_saves("superseded", f"a newer start, {self.superseded_by}, owns the run")
+        elif self._broken():
+            rank = next(m.rank for m in self.members if m.presence is not Presence.HERE)
+            self._refuse_saves("save-failed", f"rank {rank} {self._fate(rank)}: no rank can save without it")
+        elif len({save.tick for save in saves.values()}) > 1:
+            asked = ", ".join(f"rank {rank} {save.tick}" for rank, save in sorted(saves.items()))
+            self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; asked: {asked}")
+        elif len(saves) < self.world:
+            tick = next(iter(saves.values())).tick
+            passed = [r for r in range(self.world) if r not in saves and steps[r] > tick.step + 1]
+            if passed:
+                self._refuse_saves("usage", f"rank {passed[0]} went past {tick} without calling ck.save()")
+        elif self.refusal:
+            self._refuse_saves("save-failed", self.refusal)
+        else:
+            self._grant(now_s)
+
+    def _repeat_saves(self) -> None:
+        """Who asks again, since the first answer was lost, or comes after it was refused, gets the same outcome."""
+        for rank, save in list(self._saves.items()):
+            if self._settled is None or save.tick > self._settled.tick:
+                continue
+            del self._saves[rank]
+            slot = next((s for s in self.slots if s.round is not None and s.round.tick == save.tick), None)
+            if slot is None or slot.round is None or slot.round.missed:
+                why = self._settled.message if save.tick == self._settled.tick else ""
+                message = why or f"the snapshot at {save.tick} was given up"
+                self._out.append(Refuse(save.request, self._settled.kind, message))
+            elif slot.state is State.GRANTED and rank not in slot.round.staged:
+                self._out.append(Answer(save.request, self._stage_now(slot, slot.round)))
+            else:
+                self._out.append(Answer(save.request, self._is_saved(slot.round)))
+
+    def _grant(self, now_s: float) -> None:
+        tick = self._saves[0].tick
+        for slot in self.slots:
+            if slot.round and slot.round.tick == tick and slot.state in (State.STAGED, State.COMPLETE):
+                self._adopt(slot.round)
+                return
+        waited = self._asked_s is not None and now_s - self._asked_s >= LOST_S
+        for _, earlier in self._open():  # all ranks wait here: what they have not said of an earlier tick was lost
+            if waited and earlier.tick <= tick:
+                earlier.missed = "all ranks are past it"
+        appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
+        if appointed is not None and appointed.staged:
+            return  # this very tick is being staged: it need not be taken twice
+        queued = [s for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
+        if queued or not self._plan_is_current():
+            return
+        free = self._grantable()
+        if (free is None or appointed is not None) and self._withdraw("an explicit save"):
+            free = self._grantable()  # all ranks wait here: none has acted on that appointment, or will
+        if free is None:
+            return
+        round_ = self._open_round(free, self._saves[0].why, tick, now_s)
+        round_.metrics = self._metrics()
+        self._answer_saves(self._stage_now(free, round_))
+
+    def _adopt(self, round_: Round) -> None:
+        """All ranks ask for a tick that is staged already: it only has to reach the store like any explicit one."""
+        if round_.why is Why.STEP:
+            round_.why = self._saves[0].why
+        if round_.store in (Store.SKIPPED, Store.FAILED):
+            round_.store = Store.NEW
+        round_.metrics.update(self._metrics())
+        self._answer_saves(self._is_saved(round_))
+
+    def _appoint(self, now_s: float, steps: Sequence[int]) -> None:
+        hold = now_s < self._hold_until_s
+        self._resumed = self._resumed and not all(steps)
+        if hold:
+            self._withdraw("the last snapshot before the node goes away")
+        if not self._may_appoint() or self._saves or (not hold and now_s < self._due_s):
+            return
+        slot = self._grantable()
+        if slot is None or self._start_step is None:
+            return
+        at = max(self._start_step, *steps)
+        earliest = at + self._lead_steps(now_s, at)
+        every = None if hold else self.policy.steps
+        step = earliest if every is None else -(-earliest // every) * every
+        round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, Tick(step), now_s)
+        self._word = round_.number
+        self._out.append(SetWord(Word(round_.number, slot.number, Kind.HOLD if hold else Kind.TAKE, step)))
+        if self.policy.seconds is not None:
+            self._due_s = now_s + self.policy.seconds
+
+    def _let_go(self) -> None:
+        if self.at_work or self._open():
+            return
+        newest = self.newest.round if self.newest else None
+        unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
+        if self.all_gone and not self._closing and not unsaved:
+            self._closing = True
+            dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
+            self._out.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
+        for member in self.members:
+            if member.leave is not None and (self.closed_in_store or unsaved or not self.all_gone):
+                error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
+                committed = str(self.committed_tick) if self.committed_tick else None
+                self._out.append(Answer(member.leave, {"committed": committed, "error": error or None}))
+                member.leave = None
+
+    # -- small steps
+
+    def _fate(self, rank: int) -> str:
+        return "died" if self.members[rank].presence is Presence.DEAD else "left"
+
+    def _waits(self, slot: Slot) -> bool:
+        """Whether its round waits for its turn to be committed, and may not be skipped."""
+        round_ = slot.round
+        return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
+
+    def _fits(self, slot: Slot) -> bool:
+        return len(slot.bytes) == self.world and all(
+            have >= need for have, need in zip(slot.bytes, self._need, strict=True)
+        )
+
+    def _grantable(self) -> Slot | None:
+        """A slot that is free and warm on all ranks; with one slot in all, a committed round gives way."""
+        for slot in self.slots[: self.slots_in_use]:
+            if slot.making or slot.leases or not self._fits(slot):
+                continue
+            if any(slot.warm.get(rank) != self.division for rank in range(self.world)):
+                continue
+            if slot.state is State.FREE:
+                return slot
+            if self._gives_way(slot):
+                self._free(slot)
+                return slot
+        return None
+
+    def _gives_way(self, slot: Slot) -> bool:
+        """Whether it is the only one, and what it holds is in the store."""
+        done = slot.round is not None and slot.round.store is Store.DONE and not slot.round.unjudged
+        return self.slots_in_use == 1 and slot.state is State.COMPLETE and done
+
+    def _lead_steps(self, now_s: float, at: int) -> int:
+        """So many steps that two announcements may be late, at the pace seen since the last one."""
+        since_s, since = self._pace
+        if now_s - since_s >= LATENCY_S:
+            self._steps_per_s = (at - since) / (now_s - since_s)
+            self._pace = (now_s, at)
+        return max(LEAD_STEPS_MIN, math.ceil(2 * self._latency_s * self._steps_per_s))
+
+    def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
+        number = self._next_round
+        self._next_round = number % ROUND_MAX + 1
+        slot.state = State.GRANTED
+        slot.round = Round(number, slot.number, why, tick, self.division, now_s)
+        return slot.round
+
+    def _withdraw(self, what_for: str) -> bool:
+        """Takes an appointment back that no rank has acted on. False where there is none."""
+        slot = self._slot_of(self._word)
+        if slot is None or slot.round is None or slot.round.why is not Why.STEP or slot.round.staged:
+            return False
+        self._abandon(slot, slot.round, f"withdrawn for {what_for}")
+        return True
+
+    def _abandon(self, slot: Slot, round_: Round, why: str) -> None:
+        message = f"the snapshot at {round_.tick} was given up: {why}"
+        self._clear_word(round_)
+        if round_.staged or round_.missed or round_.explicit:  # else nobody had come so far: nothing is lost
+            self._out.append(Emit("round.abandoned", message, round_.explicit))
+        self._abandoned.append(round_.number)
+        if round_.staged or round_.explicit:  # else nobody waits for it, unless he is just staging it
+            self._tell_level(round_.tick, "local", False, why)
+        if round_.explicit:
+            self.last_error = message
+        if round_.unjudged:
+            self._judge(round_, self.is_lost_cause)
+        if round_.why is Why.STEP and self.policy.seconds is not None:
+            self._retries = min(self._retries + 1, 16)
+            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self.policy.seconds)
+        self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        slot.state = State.FREE
+        slot.round = None
+        self._out.append(Recycle(slot.number))
+
+    def _clear_word(self, round_: Round) -> None:
+        if self._word == round_.number and round_.number:
+            self._word = 0
+            self._out.append(SetWord(None))
+
+    def _metrics(self) -> dict[str, float]:
+        """Of all ranks' requests; where they differ, the lowest rank's."""
+        merged: dict[str, float] = {}
+        for rank in sorted(self._saves, reverse=True):
+            merged.update(self._saves[rank].metrics)
+        return merged
+
+    def _judge(self, round_: Round, leave: bool) -> None:
+        round_.verdict = leave
+        if leave:
+            self._leave_round = round_.number
+            self._hold_until_s = -math.inf
+        for request in round_.held.values():
+            self._out.append(Answer(request, {"leave": leave}))
+        round_.held.clear()
+
+    def _stage_now(self, slot: Slot, round_: Round) -> dict[str, Any]:
+        return {"saved": False, "round": round_.number, "slot": slot.number, "division": round_.division}
+
+    def _is_saved(self, round_: Round) -> dict[str, Any]:
+        level = "store" if round_.store is Store.DONE else "local"
+        return {"saved": True, "round": round_.number, "level": level}
+
+    def _answer_saves(self, body: dict[str, Any]) -> None:
+        self._settled = Settled(max(save.tick for save in self._saves.values()), "save-failed", "")
+        for save in self._saves.values():
+            self._out.append(Answer(save.request, body))
+        self._saves.clear()
+
+    def _refuse_saves(self, kind: str, message: str) -> None:
+        self._settled = Settled(max(save.tick for save in self._saves.values()), kind, message)
+        for save in self._saves.values():
+            self._out.append(Refuse(save.request, kind, message))
+        self._saves.clear()

@@ -1,0 +1,329 @@
+"""One job on this node as its trainers see it: who is in it, what they say, when it is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Lane, failure
+from ckpt.agent.carrier import Carrier, Member, Services
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.divide import Held, hashes_from
+from ckpt.agent.facts import Presence, State, Store, Why
+from ckpt.agent.fetch import Restore
+from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
+from ckpt.agent.server import Peer
+from ckpt.agent.storeside import Options
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, Superseded
+from ckpt.format.declaration import decode_layout
+from ckpt.policy.every import Best, Every, Keep, Limits
+from ckpt.types import Epoch, Identity, Tick
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
+
+log = logging.getLogger("ckpt")
+
+
+class Job(Carrier):
+    """`first`: the connection that began it, rank 0's. `restore`: the candidate that the ranks are fetching.
+    `gone_s`: since when all trainers are gone."""
+
+    def __init__(self, services: Services, epoch: Epoch, world: int, launch: str, first: Peer) -> None:
+        super().__init__(services, epoch, world, launch)
+        self.first = first
+        self.restore: Restore | None = None
+        self.gone_s: float | None = None
+        self._samples: tuple[int, dict[str, bytes]] = (0, {})  # of the round that was reported last
+        self._recovery: Recovery | None = None
+
+    # -- what the node asks
+
+    @property
+    def needed(self) -> bool:
+        """Whether it has something to do, or somebody to do it for."""
+        if self.group.superseded_by:
+            return self.group.at_work
+        return not self.group.all_gone or self.group.at_work or not self.group.closed_in_store
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether nobody is left to tell that its newest checkpoint is not committed."""
+        newest, group = self.group.newest, self.group
+        if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
+            return False
+        return newest.round.store is Store.FAILED and not group.closed_in_store
+
+    @property
+    def newest_step(self) -> int:
+        return max(self.page.entered(rank) for rank in range(self.world))
+
+    def held(self) -> tuple[Identity, ...]:
+        """Complete checkpoints in memory."""
+        return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())
+
+    def checkpoint(self, identity: Identity) -> tuple[int, Checkpoint] | None:
+        """The slot and the checkpoint; whoever uses it takes a lease on the slot."""
+        return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
+
+    def rank_of(self, peer: Peer) -> int | None:
+        return next((rank for rank, member in self._members.items() if member.peer is peer), None)
+
+    def involves(self, peer: Peer) -> bool:
+        return self.first is peer or self.rank_of(peer) is not None
+
+    def status(self) -> dict[str, Any]:
+        group = self.group
+        return {
+            "epoch": str(self.epoch),
+            "launch": self.launch,
+            "world": self.world,
+            "ranks": [m.presence.value for m in group.members],
+            "steps": [self.page.entered(rank) for rank in range(self.world)],
+            "division": group.division,
+            "slots": [
+                {
+                    "slot": slot.number,
+                    "state": slot.state.value,
+                    "tick": str(slot.round.tick) if slot.round else None,
+                    "store": slot.round.store.value if slot.round and slot.state is State.COMPLETE else None,
+                    "leases": slot.leases,
+                    "bytes": sum(slot.bytes),
+                }
+                for slot in group.slots
+                if slot.bytes or slot.making or slot.round
+            ],
+            "committed": str(group.committed_tick) if group.committed_tick else None,
+            "error": group.last_error or group.refusal or None,
+            "superseded_by": group.superseded_by or None,
+            "memory": self.plan.table() if self.plan is not None else None,
+        }
+
+    # -- messages
+
+    def join(self, peer: Peer, message: Message) -> None:
+        """A rank enters, or comes back: to this agent after its connection broke, or with its arenas to a new one."""
+        fields = message.fields
+        rank, resume = int(fields["rank"]), bool(fields["resume"])
+        if not 0 <= rank < self.world or int(fields["world"]) != self.world:
+            raise AgentError(f"rank {rank} of {fields['world']} cannot join a job of {self.world} ranks")
+        if self.group.superseded_by:
+            raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
+        if self.group.members[rank].presence is not Presence.HERE or self.group.closed_in_store:
+            raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
+        known = self._members.get(rank)
+        if known is not None and known.pid != peer.pid:
+            raise AgentError(f"rank {rank} of {self.epoch} is process {known.pid} already")
+        held = self._held(message, str(fields["coordinate"]))
+        self._services.server.watch_death(peer)
+        if known is not None and known.peer is not peer:
+            self._services.server.forget(known.peer)
+            self._services.server.lose(known.peer)
+        self._members[rank] = Member(peer, peer.pid, held)
+        if rank == 0:
+            self._set_options(fields["options"])
+        if resume:
+            self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
+        self.group.joined(rank)
+        self.group.layout(rank)
+        peer.reply(int(fields["id"]), {}, [self.page.fd])
+        if self._recovery is not None and len(self._members) == self.world:
+            self._recover(self._recovery)
+
+    def message(self, rank: int, peer: Peer, message: Message) -> None:
+        fields, group = message.fields, self.group
+        match message.kind:
+            case "layout":
+                member = self._members[rank]
+                member.held = self._held(message, member.held.coordinate)
+                group.layout(rank)
+                if self._mixed and not self._is_mixed():
+                    self._divide(patient=False)
+            case "warm":
+                group.warm(rank, int(fields["slot"]), str(fields["division"]))
+            case "staged":
+                if why := str(fields.get("why") or ""):
+                    group.missed(rank, int(fields["round"]), why)
+                else:
+                    tick = Tick.parse(str(fields["tick"]))
+                    self._compare(rank, int(fields["round"]), fields.get("sample"))
+                    at = (int(fields["round"]), tick, int(fields["slot"]), str(fields["division"]))
+                    group.staged(rank, *at, float(fields["stall_s"]))
+            case "missed":
+                group.missed(rank, int(fields["round"]), str(fields["why"]))
+            case "save":
+                kind = Why.EXIT if fields["why"] == "exit" else Why.SAVE
+                metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
+                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
+            case "held":
+                group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
+            case "leave":
+                group.leave(rank, (peer, int(fields["id"])))
+            case "got" if self.restore is not None:
+                self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
+            case "got":
+                pass  # of a fetch that is over
+            case _:
+                raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
+
+    def _compare(self, rank: int, number: int, sample: Any) -> None:
+        """A part of one tensor that this rank should hold as the others do. Where it differs the round is given up, and
+        from now on every rank saves its own."""
+        if not isinstance(sample, list) or len(sample) != 2:
+            return
+        name, digest = str(sample[0]), bytes(sample[1])
+        if self._samples[0] != number:
+            self._samples = (number, {})
+        if self._samples[1].setdefault(name, digest) == digest or name in self._distrusted:
+            return
+        self._distrusted.add(name)
+        self.group.missed(rank, number, f"{name} differs between the ranks")
+        self.group.layout(rank)
+        text = f"{name} was the same on all ranks and is not any more: from now on each rank saves its own"
+        self.emit("replica.differs", text, True, {"tensor": name})
+
+    def ended(self, peer: Peer) -> None:
+        """A connection of this job is gone."""
+        rank = self.rank_of(peer)
+        if rank is not None:
+            self.group.lost(rank, time.monotonic())
+        if self.restore is not None:
+            self.restore.drop(peer)
+
+    def died(self, peer: Peer) -> None:
+        """The process of one of its ranks is dead, or that of the one that began it before it joined."""
+        rank = self.rank_of(peer)
+        if rank is None:
+            rank = 0 if self.first is peer and 0 not in self._members else None
+        if rank is not None:
+            self.group.died(rank)
+            self._give_up_recovery(f"rank {rank} died")
+
+    def begin_training(self, claim: Claim, resumed: bool) -> None:
+        """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""
+        self.claim = claim
+        now_s = time.monotonic()
+        if resumed:
+            self.group.resumed(now_s)
+        else:
+            self.group.started(claim.parent.tick.step if claim.parent else 0, now_s)
+        store = self._services.store
+        self._services.bulk.run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+        self._services.server.later(self._services.heartbeat_s, self._beat)
+
+    def settle(self) -> float | None:
+        """Decides and acts until nothing is left to do now; when to look again, on the monotonic clock."""
+        if self._dropped:
+            return None
+        now_s = time.monotonic()
+        found = True
+        while found:
+            steps = [self.page.entered(rank) for rank in range(self.world)]
+            actions = self.group.decide(now_s, steps)
+            for action in actions:
+                self._act(action)
+            found = bool(actions)
+        if self.group.all_gone and self.gone_s is None:
+            self.gone_s = now_s
+        return self.group.next_wake_s(now_s)
+
+    def drop(self) -> None:
+        """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease."""
+        self._dropped = True
+        self._give_up_recovery("")
+        if self.restore is not None:
+            self.restore.close()
+        self.checkpoints.clear()
+        for arenas in self.arenas.values():
+            for arena in arenas:
+                arena.close()
+        self.arenas.clear()
+        self.page.close()
+        for member in self._members.values():
+            self._services.server.forget(member.peer)
+        self._services.server.forget(self.first)
+
+    # -- after a restart of the agent
+
+    def recover_from_trainers(self) -> None:
+        """This agent takes over a running job: the trainers bring the arenas."""
+        self._recovery = Recovery(self.world, len(self.group.slots))
+        self._services.server.later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
+
+    def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
+        if self._recovery is None:
+            return  # the connection broke, not the agent: we have them
+        self._recovery.take(rank, slots, message.fds)
+        for slot in slots:
+            self._handed.add((slot, rank))
+            self.group.slots[slot].making = True
+
+    def _recover(self, recovery: Recovery) -> None:
+        """All ranks are here: what is whole in their arenas is looked for."""
+        self._recovery = None
+        whole, lost = recovery.end(keep=True)
+        for slot in lost:
+            self._let_go(slot, [])
+        store = self._services.store
+        self._services.bulk.run(
+            Lane.MEMORY,
+            lambda: look_for(self.epoch, whole, self._assembler, store),
+            lambda done: self._recovered(whole, done),
+        )
+
+    def _recovered(self, arenas: dict[int, list[Arena]], done: Future[Found]) -> None:
+        found = done.result()
+        for slot, by_rank in arenas.items():
+            if self._dropped:
+                self._let_go(slot, by_rank)
+                continue
+            self.arenas[slot] = by_rank
+            self.group.made(slot, tuple(arena.bytes for arena in by_rank))
+            if slot in found.checkpoints:
+                checkpoint = found.checkpoints[slot]
+                self.checkpoints[slot] = checkpoint
+                self.group.holds(slot, checkpoint.identity.tick, checkpoint.identity in found.committed)
+        steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
+        self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})
+
+    def _give_up_recovery(self, why: str) -> None:
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
+            return
+        if why:
+            log.warning("what the trainers had in memory cannot be taken over: %s", why)
+        for slot in recovery.end(keep=False)[1]:
+            self._let_go(slot, [])
+
+    def _let_go(self, slot: int, arenas: list[Arena]) -> None:
+        for arena in arenas:
+            arena.close()
+        self._handed -= {(slot, rank) for rank in range(self.world)}
+        self.group.made(slot, ())
+
+    # -- small steps
+
+    def _held(self, message: Message, coordinate: str) -> Held:
+        fields = message.fields
+        if len(message.blobs) != 2:
+            raise AgentError(f"{message.kind!r} comes with a layout and hashes")
+        layout, hashes = decode_layout(message.blobs[0]), hashes_from(message.blobs[1])
+        return Held(coordinate, layout, hashes, str(fields["tick"]), int(fields["values_bytes"]))
+
+    def _set_options(self, options: dict[str, Any]) -> None:
+        policy, keep, limits = options["policy"], options["keep"], options["limits"]
+        best = Best(*keep["best"]) if keep.get("best") else None
+        self.group.follow(Every(steps=policy["steps"], seconds=policy["seconds"]), time.monotonic())
+        self.options = Options(
+            Keep(keep["last"], keep["every"], best),
+            Limits(memory=limits["memory"], bandwidth=limits["bandwidth"]),
+            options["codec"],
+        )
+
+
+def _numbers(value: Any) -> list[int]:
+    return [int(number) for number in value]

@@ -1,0 +1,115 @@
+"""The agent's process: `python -m ckpt.agent.main --url URL --socket PATH --lock PATH --log PATH --ready-fd N`.
+
+Started by the first trainer, in a session of its own. Says one line on the ready descriptor: "ok" once it serves,
+"busy" if another agent of this URL still lives, else what went wrong. Leaves nothing behind when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckpt.settings import read
+
+SESSION_NICE = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = _parse(arguments)
+    os.umask(0o077)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    loud = _Loud()
+    logging.getLogger().addHandler(loud)
+    lock = _lock(given.lock)
+    if lock is None:
+        _say(given.ready_fd, "busy")
+        return 0
+    try:
+        _step_back()
+        _serve(given)
+        for path in (given.lock, given.lock.with_suffix(".start")):
+            path.unlink(missing_ok=True)
+        if not loud.spoke and read().agent_log is None:
+            given.log.unlink(missing_ok=True)
+    except OSError as exc:
+        _say(given.ready_fd, f"{exc}")
+        raise
+    finally:
+        os.close(lock)
+    return 0
+
+
+def _serve(given: argparse.Namespace) -> None:
+    from ckpt.agent.node import Node
+    from ckpt.agent.server import Server
+
+    server = Server(given.socket)
+    node = Node(given.url, read(), server)
+    _say(given.ready_fd, "ok")
+    try:
+        server.run(node)
+    finally:
+        node.close()
+        server.close()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ckpt.agent.main")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--lock", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    return parser.parse_args(arguments)
+
+
+def _lock(path: Path) -> int | None:
+    """The run lock, held until the descriptor is closed; None where another agent holds it. An agent that ends takes
+    its lock file away, so that a file that was locked may be one that has no name any more."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        os.close(fd)
+
+
+def _say(fd: int, line: str) -> None:
+    """One line, once: whoever started us stops listening after it, or has gone."""
+    with contextlib.suppress(OSError):
+        os.write(fd, line.encode() + b"\n")
+        os.close(fd)
+
+
+def _step_back() -> None:
+    """A launcher may have bound the trainer, and us with it, to a few cores. And where the scheduler shares the
+    processor between sessions, the niceness of threads counts only within ours, so the session is made nicer too; less
+    so, since the thread that appoints is in it."""
+    with contextlib.suppress(OSError):  # no such sharing in this kernel
+        Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
+    with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+class _Loud(logging.Handler):
+    """Notes whether anything was worth keeping the log for."""
+
+    spoke = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.spoke = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

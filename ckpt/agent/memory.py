@@ -1,0 +1,77 @@
+"""How much memory the agent will take, computed before the first save, and how many slots that allows.
+
+It degrades in this order: a third slot (nothing waits), a second one (the next snapshot waits for the upload of the
+one before it), one (each snapshot waits until the one before it is in the store), none: refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SLOTS = 3  # one being filled, the newest complete one, one being uploaded
+WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
+COMMIT_BYTES = 256 << 20  # packs being encoded and put
+SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`slots` arenas for every rank, `slot_bytes` for all ranks together. `kept_bytes`: checkpoints of earlier starts,
+    until a newer one is complete. `allowed_bytes`: what all of it may come to, and `bound` says by what."""
+
+    slots: int
+    slot_bytes: int
+    kept_bytes: int
+    commit_bytes: int
+    allowed_bytes: int
+    bound: str
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
+
+    def table(self) -> dict[str, Any]:
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slots} slots of {_mib(self.slot_bytes)}, {_mib(self.kept_bytes)} kept from before, "
+            f"{_mib(self.commit_bytes)} for commits: {_mib(self.total_bytes)} of {_mib(self.allowed_bytes)} "
+            f"({self.bound})"
+        )
+
+
+def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | None, free_bytes: int) -> MemoryPlan:
+    """`held_bytes`: of arenas that this job has already; `limit_bytes`: the user's; `free_bytes`: the machine's."""
+    machine = free_bytes - free_bytes // SPARE_PARTS + held_bytes + kept_bytes
+    allowed, bound = machine, "what the machine has left"
+    if limit_bytes is not None and limit_bytes < machine:
+        allowed, bound = limit_bytes, "ckpt.Limits(memory=)"
+    commit_bytes = min(COMMIT_BYTES, 2 * slot_bytes)
+    slots = SLOTS
+    while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
+        slots -= 1
+    return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
+
+
+def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:
+    """What may still be taken: what the kernel has available, and what our control group has left of its limit."""
+    text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # another version of control groups, or "max": no limit
+            free = min(free, int((cgroups / limit).read_text()) - int((cgroups / used).read_text()))
+    return max(0, free)
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):,.0f} MiB"

@@ -1,0 +1,188 @@
+"""The agent as a whole: what its messages mean, and when its work is done."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.bulk import Lane
+from ckpt.agent.client import VERSION
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.starts import LISTED_MAX, Starts
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError
+from ckpt.policy.every import Best, Keep
+from ckpt.settings import Settings
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger("ckpt")
+
+IDLE_S = 30.0  # how long an agent without a job waits for one
+ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit what nobody will come for
+RETRY_S = 30.0
+
+
+class Node(Starts):
+    """Handles the messages. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._idle_since_s = time.monotonic()
+        self._served = False  # whether a trainer ever came
+        self._retry_s = 0.0  # when an orphan's commit is tried again
+        self._limit_s = math.inf  # and when that ends
+
+    def close(self) -> None:
+        for job in self._jobs():
+            job.drop()
+        self._bulk.close()
+        self._store.close()
+
+    # -- the server's side
+
+    def message(self, peer: Peer, message: Message) -> None:
+        kind = message.kind
+        if kind == "hello":
+            self._hello(peer, message)
+        elif not peer.role:
+            raise ValueError("the first message on a connection is hello")
+        elif kind in ("status", "preempt", "prune"):
+            self._tool(peer, message)
+        elif kind == "begin":
+            self._begin(peer, message)
+        elif kind == "next":
+            self._next(peer, message)
+        elif kind == "join":
+            self._join(peer, message)
+        elif kind == "fetch":
+            self._fetch(peer, message)
+        elif kind == "restored":
+            self._restored(peer, message)
+        else:
+            job, rank = self._member(peer)
+            job.message(rank, peer, message)
+
+    def ended(self, peer: Peer) -> None:
+        for job in self._jobs():
+            job.ended(peer)
+        self._give_up_start(peer)
+
+    def died(self, peer: Peer) -> None:
+        for job in self._jobs():
+            job.died(peer)
+        self._give_up_start(peer)
+
+    def settle(self) -> float | None:
+        now_s = time.monotonic()
+        times = [self._tend_orphans(now_s)]
+        times += [job.settle() for job in self._jobs()]
+        self._answer_start()
+        self._drop_former()
+        times.append(self._end_s(now_s))
+        return min((each for each in times if each is not None), default=None)
+
+    def finished(self) -> bool:
+        end_s = self._end_s(time.monotonic())
+        return end_s is not None and time.monotonic() >= end_s
+
+    # -- small messages
+
+    def _hello(self, peer: Peer, message: Message) -> None:
+        version = int(message.fields["version"])
+        if version != VERSION:
+            raise AgentError(
+                f"the agent of {self.url} speaks version {VERSION} of its messages, this process version {version}: "
+                "they are of two releases of ckpt. The agent ends with its job; start again then"
+            )
+        peer.role = str(message.fields["role"])
+        self._served = self._served or peer.role == "trainer"
+        body = {"version": VERSION, "incarnation": self.incarnation, "pid": os.getpid()}
+        peer.reply(int(message.fields["id"]), body)
+
+    def _tool(self, peer: Peer, message: Message) -> None:
+        fields, request_id = message.fields, int(message.fields["id"])
+        job = self.current
+        if message.kind == "status":
+            peer.reply(request_id, self._status())
+        elif message.kind == "preempt":
+            if job is None or job.group.all_gone:
+                raise AgentError(f"no job is running on {self.url}")
+            job.group.preempt(time.monotonic() + float(fields["deadline_s"]))
+            job.emit("notice", f"the node goes away ({str(fields.get('source', 'unknown'))[:200]})", True)
+            peer.reply(request_id, {})
+        else:
+            keep = fields.get("keep") or {}
+            best = Best(*keep["best"]) if keep.get("best") else None
+            rule = Keep(keep.get("last"), keep.get("every"), best)
+            also = [Identity.parse(str(text)) for text in fields.get("also") or []]
+            epoch = job.epoch if job is not None and self._store.is_claimed(job.epoch) else None
+            yes = bool(fields["yes"])
+            self._bulk.run(
+                Lane.COMMIT,
+                lambda: self._store.prune(epoch, rule, also, yes),
+                lambda done: self._pruned(peer, request_id, done),
+            )
+
+    def _pruned(self, peer: Peer, request_id: int, done: Future[dict[str, Any]]) -> None:
+        error = done.exception()
+        if error is not None:
+            peer.refuse(request_id, error)
+            return
+        body = {k: list(v[:LISTED_MAX]) if isinstance(v, list | tuple) else v for k, v in done.result().items()}
+        peer.reply(request_id, body)
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "pid": os.getpid(),
+            "incarnation": self.incarnation,
+            "job": self.current.status() if self.current is not None else None,
+            "former": [job.status() for job in self.former[-4:]],
+            "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
+        }
+
+    # -- the end
+
+    def _tend_orphans(self, now_s: float) -> float | None:
+        """Nobody is left, and something is not committed: it is tried again, and at last given up."""
+        orphans = [job for job in self._jobs() if job.is_orphan]
+        if not orphans or self._start is not None:
+            self._limit_s = math.inf
+            return None
+        if self._limit_s == math.inf:
+            self._limit_s = now_s + ORPHAN_LINGERS * self._settings.linger_s
+            self._retry_s = now_s + RETRY_S
+        if now_s >= self._limit_s or self._server.end_asked:
+            for job in orphans:
+                log.warning("the newest checkpoint of %s was not committed: %s", job.epoch, job.group.last_error)
+                job.group.give_up()
+            return None
+        if now_s >= self._retry_s:
+            self._retry_s = now_s + RETRY_S
+            for job in orphans:
+                job.group.retry_commit()
+        return min(self._retry_s, self._limit_s)
+
+    def _end_s(self, now_s: float) -> float | None:
+        """When the agent may end; None: not before something happens."""
+        waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
+        jobs = self._jobs()
+        if self._start is not None or waiting or any(job.needed for job in jobs):
+            self._idle_since_s = now_s
+            return None
+        if not jobs:
+            return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s
+        crashed = jobs[-1].group.is_lost_cause  # what came before the newest is superseded by it
+        if not crashed or not any(job.checkpoints for job in jobs) or self._server.end_asked:
+            return now_s
+        return self._idle_since_s + self._settings.linger_s
+
+    def _involved(self, peer: Peer) -> bool:
+        return any(job.involves(peer) for job in self._jobs())

@@ -1,0 +1,80 @@
+"""After a restart of the agent: its trainers bring their arenas, and what is whole in them is complete again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.checkpoint import Assembler, Checkpoint
+from ckpt.agent.storeside import StoreSide
+from ckpt.errors import AgentError, CkptError
+from ckpt.types import Epoch, Identity
+
+log = logging.getLogger("ckpt")
+
+RECOVERY_S = 120.0  # how long a restarted agent waits for the last rank to come with its arenas
+
+
+class Recovery:
+    """The arenas handed over so far, by slot and rank. `slots_max`: slots are numbered below it."""
+
+    def __init__(self, world: int, slots_max: int) -> None:
+        self.world = world
+        self.slots_max = slots_max
+        self._arenas: dict[int, dict[int, Arena]] = {}
+
+    def take(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
+        """Takes over the descriptors, one for each slot. Errors: AgentError."""
+        if len(slots) != len(fds) or not set(slots) <= set(range(self.slots_max)):
+            raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
+        for slot in slots:
+            arena = Arena.adopt(fds.pop(0))
+            old = self._arenas.setdefault(slot, {}).get(rank)
+            if old is not None:
+                old.close()
+            self._arenas[slot][rank] = arena
+
+    def end(self, keep: bool) -> tuple[dict[int, list[Arena]], list[int]]:
+        """The arenas of the slots that every rank has handed over, by rank; and the other slots, whose arenas are
+        closed. keep=False: all are."""
+        whole: dict[int, list[Arena]] = {}
+        lost: list[int] = []
+        for slot, by_rank in self._arenas.items():
+            if keep and len(by_rank) == self.world:
+                whole[slot] = [by_rank[rank] for rank in range(self.world)]
+                continue
+            lost.append(slot)
+            for arena in by_rank.values():
+                arena.close()
+        self._arenas.clear()
+        return whole, lost
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a restarted agent finds: complete checkpoints by slot, and which identities are committed already."""
+
+    checkpoints: dict[int, Checkpoint]
+    committed: frozenset[Identity]
+
+
+def look_for(epoch: Epoch, arenas: dict[int, list[Arena]], assembler: Assembler, store: StoreSide) -> Found:
+    """On a thread. Hashes everything again: what the arenas say of themselves is not taken on trust."""
+    found: dict[int, Checkpoint] = {}
+    for slot, by_rank in arenas.items():
+        try:
+            identity = by_rank[0].header().identity
+            if identity.epoch == epoch:
+                found[slot] = assembler.assemble(identity, by_rank, keep_hashes=False)
+        except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
+            log.info("slot %d holds no whole snapshot: %s", slot, exc)
+    if not found:
+        return Found({}, frozenset())
+    try:
+        view = store.run(impatient=True).view()
+    except CkptError as exc:
+        log.warning("what is committed is not known now, and is committed again: %s", exc)
+        return Found(found, frozenset())
+    return Found(found, frozenset(ref.identity for ref in view.commits))

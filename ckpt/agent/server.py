@@ -1,0 +1,314 @@
+"""The agent's main thread: one loop over its socket, its peers, their processes' ends, timers and results of threads.
+
+Nothing here waits but the loop itself, and it sleeps until something happens: an idle agent uses no processor time.
+A message that cannot be understood closes the connection that it came on, and nothing else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt.agent import wire
+from ckpt.errors import AgentError, CkptError
+
+log = logging.getLogger("ckpt")
+
+OUTBOX_MAX = 10_000  # packets for a peer that does not read; then it is let go
+AT_ONCE = 64  # messages of one peer before the others have their turn
+_UCRED = struct.Struct("3i")
+
+
+class Handler(Protocol):
+    """What the messages mean. All of it runs on the main thread."""
+
+    def message(self, peer: Peer, message: wire.Message) -> None:
+        """Errors: CkptError is answered; KeyError, TypeError, ValueError: the message is malformed."""
+        ...
+
+    def ended(self, peer: Peer) -> None:
+        """Its connection is gone; its process may live."""
+        ...
+
+    def died(self, peer: Peer) -> None:
+        """Its process is dead (see `Server.watch_death`). Every message that it sent before has been handled."""
+        ...
+
+    def settle(self) -> float | None:
+        """Called after anything happened; when to call again at the latest, on the monotonic clock."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether the agent may end now."""
+        ...
+
+
+class Peer:
+    """One connection. `pid`: the process at its other end, as the kernel says. `role`: "" until hello."""
+
+    def __init__(self, server: Server, sock: socket.socket, pid: int) -> None:
+        self.server = server
+        self.sock = sock
+        self.pid = pid
+        self.pidfd: int | None = None
+        self.role = ""
+        self.open = True
+        self.outbox: collections.deque[wire.Packet] = collections.deque()
+
+    def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
+        """Sends now, or when there is room; does nothing once the connection is gone."""
+        if not self.open:
+            return
+        packet = wire.pack(fields, list(fds), blobs)
+        if not self.outbox:
+            try:
+                packet.send(self.sock)
+            except BlockingIOError:
+                pass  # it has to wait
+            except OSError:
+                packet.close()
+                self.server.lose(self)
+                return
+            else:
+                packet.close()
+                return
+        copies = [os.dup(fd) for fd in packet.fds]  # the owner may close its own before there is room
+        packet.close()
+        self.outbox.append(wire.Packet(packet.data, copies, list(copies)))
+        if len(self.outbox) > OUTBOX_MAX:
+            self.server.lose(self)
+        else:
+            self.server.update(self)
+
+    def reply(
+        self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
+    ) -> None:
+        self.send({"t": "reply", "id": request_id, **body}, fds, blobs)
+
+    def refuse(self, request_id: int, error: BaseException) -> None:
+        self.send(wire.error_fields(request_id, error))
+
+    def flush(self) -> None:
+        """Sends what waits, as far as there is room."""
+        try:
+            while self.outbox:
+                self.outbox[0].send(self.sock)
+                self.outbox.popleft().close()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.server.lose(self)
+
+    def close(self) -> None:
+        self.open = False
+        self.sock.close()
+        while self.outbox:
+            self.outbox.popleft().close()
+
+
+class Server:
+    """Owns the listening socket, the peers and the timers. `post` may be called from any thread; all else is for the
+    main thread only."""
+
+    def __init__(self, path: Path) -> None:
+        """Binds the socket; whoever calls this holds the run lock. Errors: OSError."""
+        self.path = path
+        self.peers: set[Peer] = set()
+        self.end_asked = False  # by a signal
+        self._selector = selectors.DefaultSelector()
+        self._lost: list[Peer] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._posted: collections.deque[Callable[[], None]] = collections.deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._listen()
+
+    def run(self, handler: Handler) -> None:
+        """Serves until the handler has finished."""
+        self._handler = handler
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        while True:
+            wake_s = handler.settle()
+            while self._lost:
+                self._drop(self._lost.pop())
+                wake_s = handler.settle()
+            if handler.finished() and self._end():
+                return
+            if self._timers:
+                wake_s = min(self._timers[0][0], wake_s if wake_s is not None else self._timers[0][0])
+            timeout_s = None if wake_s is None else max(0.0, wake_s - time.monotonic())
+            for key, events in self._selector.select(timeout_s):
+                key.data(events)
+            while self._posted:
+                self._posted.popleft()()
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Runs it on the main thread, soon and in order."""
+        self._posted.append(what)
+        with contextlib.suppress(OSError):  # the loop has ended, and with it all that waited for this
+            os.eventfd_write(self._wake, 1)
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), what))
+
+    def watch_death(self, peer: Peer) -> None:
+        """From here on the end of the peer's process is told. A socket's end would not do: forked children hold it."""
+        if peer.pidfd is not None:
+            return
+        try:
+            peer.pidfd = os.pidfd_open(peer.pid)
+        except OSError as exc:
+            raise AgentError(f"cannot watch process {peer.pid}: {exc}; is it in another pid namespace?") from exc
+        self._selector.register(peer.pidfd, selectors.EVENT_READ, functools.partial(self._on_death, peer))
+
+    def forget(self, peer: Peer) -> None:
+        """Its process' end is of no interest any more."""
+        if peer.pidfd is not None:
+            self._selector.unregister(peer.pidfd)
+            os.close(peer.pidfd)
+            peer.pidfd = None
+
+    def lose(self, peer: Peer) -> None:
+        """The connection is of no more use; the handler hears of it at the end of the round."""
+        if peer.open:
+            self._selector.unregister(peer.sock)
+            self.peers.discard(peer)
+            peer.close()
+            self._lost.append(peer)
+
+    def update(self, peer: Peer) -> None:
+        """Watches for room as long as something waits to be sent."""
+        if peer.open:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+            self._selector.modify(peer.sock, events, functools.partial(self._on_peer, peer))
+
+    def close(self) -> None:
+        for peer in list(self.peers):
+            self.forget(peer)
+            self._selector.unregister(peer.sock)
+            peer.close()
+        self.peers.clear()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake)
+
+    # -- inside
+
+    def _listen(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()  # of an agent that was killed: the run lock is ours
+        self._listener.bind(os.fspath(self.path))
+        self._listener.listen(256)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
+
+    def _end(self) -> bool:
+        """Takes the socket away, unless somebody is just connecting or has not got all of its messages."""
+        if any(peer.outbox for peer in self.peers):
+            return False
+        self.path.unlink(missing_ok=True)
+        before = len(self.peers)
+        self._on_connect(selectors.EVENT_READ)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        if len(self.peers) > before:
+            self._listen()
+            return False
+        return True
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.end_asked = True
+        os.eventfd_write(self._wake, 1)
+
+    def _on_wake(self, events: int) -> None:
+        with contextlib.suppress(BlockingIOError):  # another wake-up has taken the count
+            os.eventfd_read(self._wake)
+
+    def _on_connect(self, events: int) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:  # no more descriptors, or the caller is gone again
+                log.warning("a connection could not be accepted: %s", exc)
+                return
+            sock.setblocking(False)
+            pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            if uid != os.getuid():
+                log.warning("a connection of user %d was refused", uid)
+                sock.close()
+                continue
+            peer = Peer(self, sock, pid)
+            self.peers.add(peer)
+            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_peer, peer))
+
+    def _on_peer(self, peer: Peer, events: int) -> None:
+        if not peer.open:
+            return
+        if events & selectors.EVENT_WRITE:
+            peer.flush()
+            self.update(peer)
+        if events & selectors.EVENT_READ:
+            for _ in range(AT_ONCE):
+                if not self._receive(peer):
+                    return
+
+    def _receive(self, peer: Peer) -> bool:
+        """Handles one message; False where there is none."""
+        if not peer.open:
+            return False
+        try:
+            message = wire.receive(peer.sock)
+        except BlockingIOError:
+            return False
+        except OSError:
+            message = None
+        except AgentError as exc:
+            log.warning("a connection of process %d was closed: %s", peer.pid, exc)
+            message = None
+        if message is None:
+            self.lose(peer)
+            return False
+        try:
+            self._handler.message(peer, message)
+        except CkptError as exc:
+            request_id = message.fields.get("id")
+            if isinstance(request_id, int):
+                peer.refuse(request_id, exc)
+            else:
+                log.warning("%s of process %d: %s", message.kind, peer.pid, exc)
+        except (KeyError, TypeError, ValueError) as exc:
+            what = "a connection of process %d was closed: its message %r is malformed: %r"
+            log.warning(what, peer.pid, message.kind, exc, exc_info=True)
+            self.lose(peer)
+        finally:
+            message.close()
+        return True
+
+    def _on_death(self, peer: Peer, events: int) -> None:
+        while self._receive(peer):
+            pass
+        self.forget(peer)
+        self._handler.died(peer)
+        self.lose(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        self._handler.ended(peer)

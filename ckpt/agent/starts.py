@@ -1,0 +1,407 @@
+"""Which start owns the run, and what it goes on from.
+
+One job is current; those before it are kept as long as they have something to finish or to hand on. A start moves the
+current job aside: trainers of it that still live are superseded at once, and nothing more is decided for them. Then the
+store is listed, a candidate is chosen from it and from this node's memory, and the ranks fetch it; one that fails on
+any of them is struck out for all, and the next is chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt.agent import candidates
+from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.candidates import Candidate, Remembered
+from ckpt.agent.carrier import Carrier, Services
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.facts import State
+from ckpt.agent.fetch import Restore
+from ckpt.agent.jobs import Job
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.storeside import StoreSide
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded
+from ckpt.events import Event, Events
+from ckpt.format.manifest import Manifest
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
+    from ckpt.store.run import RunView
+
+log = logging.getLogger("ckpt")
+
+LISTED_MAX = 200  # names of one kind in an answer
+
+
+@dataclass(slots=True)
+class Start:
+    """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
+    `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
+    its epoch is begun."""
+
+    peer: Peer
+    request_id: int | None
+    launch: str
+    world: int
+    take_over: bool
+    listed: bool = False
+    view: RunView | None = None
+    job: Job | None = None
+    resolving: bool = False
+    has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
+    chosen: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A candidate that can be restored, and its manifest."""
+
+    candidate: Candidate
+    manifest: Manifest
+    encoded: bytes
+    metrics: dict[str, float]
+
+
+class Starts:
+    """The jobs, and the start that is under way. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        self.url = url
+        self.incarnation = secrets.token_hex(8)
+        self.current: Job | None = None
+        self.former: list[Job] = []
+        self._settings = settings
+        self._server = server
+        self._bulk = Bulk(server.post)
+        self._events = Events(lambda event: server.post(lambda: self._event(event)))
+        owner = (
+            "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())[:40].lstrip(".") or "node"
+        )
+        self._store = StoreSide(url, settings, self._events, owner)
+        self._services = Services(server, self._bulk, self._store, settings.heartbeat_s, self._kept_bytes)
+        self._start: Start | None = None
+        self._struck: dict[Identity, str] = {}
+        self._lease: tuple[Job, int] | None = None  # of the candidate that is being restored from memory
+        self._refused: dict[str, str] = {}  # launches that were superseded here, and by what
+
+    def _jobs(self) -> list[Job]:
+        return [*self.former, *([self.current] if self.current is not None else [])]
+
+    def _remembered(self) -> list[Remembered]:
+        """Epochs that ran here and got beyond their start."""
+        return [Remembered(job.claim, job.held()) for job in self.former if job.claim is not None]
+
+    def _slot_of(self, identity: Identity) -> tuple[Job, int, Checkpoint] | None:
+        for job in self.former:
+            found = job.checkpoint(identity)
+            if found is not None:
+                return job, found[0], found[1]
+        return None
+
+    def _in_memory(self, identity: Identity) -> Checkpoint | None:
+        found = self._slot_of(identity)
+        return found[2] if found is not None else None
+
+    def _kept_bytes(self, job: Carrier) -> int:
+        return sum(each.arena_bytes for each in self._jobs() if each is not job)
+
+    def _drop_former(self) -> None:
+        """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
+        newer = self.current is not None and self.current.group.newest is not None
+        for job in list(self.former):
+            group = job.group
+            idle = group.all_gone and not group.at_work and not any(slot.leases for slot in group.slots)
+            if idle and (newer or (not job.checkpoints and group.closed_in_store)):
+                self.former.remove(job)
+                job.drop()
+
+    def _event(self, event: Event) -> None:
+        if self.current is not None:
+            self.current.emit(event.name, event.message, event.loud, event.data)
+
+    # -- a start
+
+    def _begin(self, peer: Peer, message: Message) -> None:
+        fields = message.fields
+        launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
+        if launch in self._refused and not take_over:
+            raise Superseded(
+                f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
+                "with take_over=True"
+            )
+        if self._start is not None:
+            self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
+        self._end_restore()
+        self._server.watch_death(peer)
+        if self.current is not None:
+            self._move_aside(self.current, launch)
+        start = self._start = Start(peer, int(fields["id"]), launch, world, take_over)
+        memory = bool(self._remembered())
+        self._bulk.run(Lane.FRONT, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _move_aside(self, job: Job, launch: str) -> None:
+        if not job.group.all_gone:
+            if job.launch != launch:
+                self._refused[job.launch] = f"launch {launch!r}"
+            job.supersede(f"launch {launch!r}, begun on this machine")
+        self.former.append(job)
+        self.current = None
+
+    def _look(self, start: Start, memory: bool) -> RunView:
+        """On a thread: the store's listing, once nobody else is at work there."""
+        run = self._store.run(impatient=memory)
+        view = run.view()
+        if view.newest_epoch in self._store.begun:
+            return view  # ours: we know who is at work in it
+        before = (view.newest_epoch, view.closed)
+        run.watch_other(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
+        return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
+
+    def _looked(self, start: Start, memory: bool, done: Future[RunView]) -> None:
+        if self._start is not start:
+            return
+        error = done.exception()
+        if error is None:
+            start.view = done.result()
+        elif not (isinstance(error, StorageError) and memory):
+            self._fail_start(start, error)
+            return
+        else:
+            log.warning("the store does not answer; this node's memory has to do: %s", error)
+        start.listed = True
+
+    def _answer_start(self) -> None:
+        """Once the store is listed and what was staged last is put together, the epoch begins."""
+        start = self._start
+        if start is None or not start.listed or start.resolving or start.request_id is None:
+            return
+        if any(slot.state is State.STAGED for job in self.former for slot in job.group.slots):
+            return
+        start.resolving = True
+        try:
+            found = candidates.candidates(start.view, self._remembered())
+        except DamagedData as exc:
+            start.resolving = False
+            self._fail_start(start, exc)
+            return
+        start.has_any = bool(found)
+        held = [(each, self._in_memory(each.identity)) for each in found if each.identity not in self._struck]
+        self._bulk.run(Lane.FRONT, lambda: self._resolve(held), lambda done: self._resolved(start, done))
+
+    def _resolve(self, held: list[tuple[Candidate, Checkpoint | None]]) -> tuple[Resolved | None, dict[Identity, str]]:
+        """On a thread: the first candidate whose manifest can be read, and those before it that cannot."""
+        from ckpt.format.record import encode_manifest
+
+        damaged: dict[Identity, str] = {}
+        for candidate, checkpoint in held:
+            if checkpoint is not None:
+                manifest = checkpoint.manifest
+                return Resolved(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
+            try:
+                record = self._store.reader(candidate.records).record
+            except (DamagedData, NotFound) as exc:
+                damaged[candidate.identity] = str(exc)
+                continue
+            return Resolved(candidate, record.manifest, encode_manifest(record.manifest), record.metrics), damaged
+        return None, damaged
+
+    def _resolved(self, start: Start, done: Future[tuple[Resolved | None, dict[Identity, str]]]) -> None:
+        start.resolving = False
+        if self._start is not start:
+            return
+        error = done.exception()
+        if error is not None:
+            self._fail_start(start, error)
+            return
+        chosen, damaged = done.result()
+        self._struck.update(damaged)
+        if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
+            text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(self._struck.items())[-3:])
+            self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
+            return
+        if start.job is None:
+            start.job = self._new_job(start)
+        self._offer_candidate(start, start.job, chosen, damaged)
+
+    def _new_job(self, start: Start) -> Job:
+        epoch = candidates.begin(start.view, self._remembered(), self._store.begun)
+        self._store.begun.add(epoch)
+        self.current = Job(self._services, epoch, start.world, start.launch, start.peer)
+        return self.current
+
+    def _offer_candidate(self, start: Start, job: Job, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
+        request_id, start.request_id = start.request_id, None
+        assert request_id is not None
+        start.chosen = chosen.candidate if chosen is not None else None
+        body: dict[str, Any] = {
+            "epoch": str(job.epoch),
+            "parent": None,
+            "ancestors": [],
+            "candidate": None,
+            "struck": [str(identity) for identity in self._struck][-LISTED_MAX:],
+        }
+        for identity, why in damaged.items():
+            job.emit("restore.struck", f"step {identity.tick.step} cannot be read and is passed over: {why}", True)
+        if chosen is None:
+            start.peer.reply(request_id, body)
+            return
+        identity = chosen.candidate.identity
+        where = self._slot_of(identity)
+        if where is not None:
+            where[0].group.lease(where[1])
+            self._lease = where[0], where[1]
+        records = chosen.candidate.records
+        job.restore = Restore(
+            identity,
+            chosen.manifest,
+            job.world,
+            self._in_memory(identity),
+            (lambda: self._store.reader(records)) if records else None,
+            self._bulk,
+            self._server.later,
+            self._server.post,
+        )
+        lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
+        level = "local" if where is not None else "store"
+        body |= {
+            "parent": str(identity),
+            "ancestors": _texts(self._claim(job, identity, start.launch)),
+            "candidate": {
+                "identity": str(identity),
+                "level": level,
+                "step": identity.tick.step,
+                "metrics": chosen.metrics,
+            },
+            "steps_lost": max(0, lost[0]) if lost else None,
+        }
+        start.peer.reply(request_id, body, blobs=[chosen.encoded])
+
+    def _next(self, peer: Peer, message: Message) -> None:
+        """The candidate failed on some rank: it is struck out for all, and remembered."""
+        fields = message.fields
+        start = self._started(peer, str(fields["epoch"]))
+        identity = Identity.parse(str(fields["identity"]))
+        self._struck[identity] = str(fields["why"])[:2000]
+        self._end_restore()
+        start.request_id = int(fields["id"])
+
+    def _restored(self, peer: Peer, message: Message) -> None:
+        fields = message.fields
+        start = self._started(peer, str(fields["epoch"]))
+        job = start.job
+        assert job is not None
+        parent = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
+        if parent is not None and (start.chosen is None or parent != start.chosen.identity):
+            raise AgentError(f"{parent} was not the candidate of this start")
+        self._store.restored(parent, job.restore.record if job.restore is not None else None)
+        self._end_restore()
+        self._start = None
+        job.begin_training(self._claim(job, parent, start.launch), resumed=False)
+        peer.reply(int(fields["id"]), {})
+
+    def _started(self, peer: Peer, epoch: str) -> Start:
+        start = self._start
+        if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
+            raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
+        return start
+
+    def _fail_start(self, start: Start, error: BaseException) -> None:
+        """Nothing can be begun, and that is told. An epoch that was begun has no trainers then, and ends."""
+        request_id, start.request_id = start.request_id, None
+        if request_id is not None:
+            start.peer.refuse(request_id, error)
+        if start.job is None:
+            self._start = None
+
+    def _end_restore(self) -> None:
+        """What was frozen for a candidate is free again."""
+        if self._lease is not None:
+            self._lease[0].group.release(self._lease[1])
+            self._lease = None
+        for job in self._jobs():
+            if job.restore is not None:
+                job.restore.close()
+                job.restore = None
+
+    def _claim(self, job: Job, parent: Identity | None, launch: str) -> Claim:
+        from ckpt.store.lineage import ANCESTORS_MAX, Ancestor, Claim
+
+        ancestors: list[Ancestor] = []
+        known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None}
+        at = parent
+        while at is not None and at.epoch in known and not self._store.is_claimed(at.epoch):
+            claim = known[at.epoch]
+            ancestors += [Ancestor(claim.epoch, claim.parent), *claim.ancestors]
+            at = claim.ancestors[-1].parent if claim.ancestors else claim.parent
+        host = socket.gethostname()[:200]
+        return Claim(job.epoch, parent, tuple(ancestors[:ANCESTORS_MAX]), launch, host, time.time())
+
+    def _give_up_start(self, peer: Peer) -> None:
+        """Who began it is gone: entering has failed there, and so for all."""
+        if self._start is not None and self._start.peer is peer:
+            self._end_restore()
+            self._start = None
+
+    # -- joining and fetching
+
+    def _join(self, peer: Peer, message: Message) -> None:
+        fields = message.fields
+        epoch = Epoch.parse(str(fields["epoch"]))
+        job = next((each for each in self._jobs() if each.epoch == epoch), None)
+        if job is None:
+            if not fields["resume"]:
+                raise AgentError(f"no start of {epoch} is under way here")
+            job = self._resume(peer, epoch, message)
+        job.join(peer, message)
+
+    def _resume(self, peer: Peer, epoch: Epoch, message: Message) -> Job:
+        """A trainer whose agent died brings its arenas."""
+        from ckpt.store.lineage import Ancestor, Claim
+
+        fields = message.fields
+        if self._start is not None or self.current is not None:
+            raise Superseded(f"a newer start owns {self.url}; {epoch} was superseded")
+        self._store.begun.add(epoch)
+        launch = str(fields["launch"])[:200]
+        job = self.current = Job(self._services, epoch, int(fields["world"]), launch, peer)
+        parent = Identity.parse(str(fields["parent"])) if fields["parent"] is not None else None
+        ancestors = tuple(
+            Ancestor(Epoch.parse(str(e)), None if p is None else Identity.parse(str(p))) for e, p in fields["ancestors"]
+        )
+        job.recover_from_trainers()
+        host = socket.gethostname()[:200]
+        job.begin_training(Claim(epoch, parent, ancestors, launch, host, time.time()), resumed=True)
+        return job
+
+    def _fetch(self, peer: Peer, message: Message) -> None:
+        job, _ = self._member(peer)
+        identity = Identity.parse(str(message.fields["identity"]))
+        if job.restore is None or job.restore.identity != identity:
+            raise AgentError(f"{identity} is not being restored now")
+        if len(message.blobs) != 1 or len(message.blobs[0]) % 4:
+            raise AgentError("fetch comes with the numbers of frames")
+        frames = np.frombuffer(message.blobs[0], dtype="<u4").tolist()
+        peer.reply(int(message.fields["id"]), {})
+        job.restore.request(peer, frames)
+
+    def _member(self, peer: Peer) -> tuple[Job, int]:
+        for job in self._jobs():
+            rank = job.rank_of(peer)
+            if rank is not None:
+                return job, rank
+        raise AgentError("this connection has joined no job")
+
+
+def _texts(claim: Claim) -> list[list[str | None]]:
+    return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]

@@ -1,0 +1,164 @@
+"""The agent's dealings with the store: claims, commits, retention, the end of an epoch. Runs on the agent's threads.
+
+The store is opened at the first use, not at the start: its libraries cost memory and time that a job without a store
+operation yet should not pay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.errors import CkptError, StorageError
+from ckpt.events import Events
+from ckpt.policy.every import Keep, Limits
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.format.codecs import CodecOption
+    from ckpt.format.manifest import Record
+    from ckpt.storage.contract import Backend
+    from ckpt.store.commit import Committed, Committer
+    from ckpt.store.lineage import Claim, CommitRef
+    from ckpt.store.prune import Pruner
+    from ckpt.store.reader import FrameReader
+    from ckpt.store.run import Run
+
+IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, as far as the agent acts on it."""
+
+    keep: Keep = field(default_factory=Keep)
+    limits: Limits = field(default_factory=Limits)
+    codec: CodecOption = "auto"
+
+
+class StoreSide:
+    """One per agent. Thread-safe, but for `commit`, which one lane runs one after the other."""
+
+    def __init__(self, url: str, settings: Settings, events: Events, owner: str) -> None:
+        """`owner`: the name of this node in the keys of its packs."""
+        self.url = url
+        self.events = events
+        self.begun: set[Epoch] = set()  # by this agent: none of them is another's
+        self._settings = settings
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._runs: dict[bool, Run] = {}
+        self._committers: dict[tuple[str, float | None], Committer] = {}
+        self._claimed: set[Epoch] = set()
+        self._base: Record | None = None
+        self._pruners: dict[Epoch | None, Pruner] = {}  # each remembers the records that it has read
+
+    def run(self, impatient: bool = False) -> Run:
+        """Errors: UsageError, StorageError."""
+        from ckpt.storage import open as open_store
+        from ckpt.store.run import Run
+
+        with self._lock:
+            if impatient not in self._runs:
+                retry_s = min(IMPATIENT_S, self._settings.retry_s) if impatient else self._settings.retry_s
+                backend = open_store(self.url, settings=replace(self._settings, retry_s=retry_s), events=self.events)
+                self._runs[impatient] = Run(backend, events=self.events)
+            return self._runs[impatient]
+
+    @property
+    def backend(self) -> Backend:
+        return self.run().backend
+
+    def claim(self, claim: Claim) -> None:
+        """Once; where it is there already, nothing happens. Errors: StorageError; UsageError."""
+        run = self.run()
+        if claim.epoch not in self._claimed and claim.epoch not in run.epochs():
+            run.claim(claim)
+        self._claimed.add(claim.epoch)
+
+    def is_claimed(self, epoch: Epoch) -> bool:
+        return epoch in self._claimed
+
+    def heartbeat(self, epoch: Epoch, count: int) -> None:
+        """Errors: StorageError."""
+        if epoch in self._claimed:
+            self.run(impatient=True).heartbeat(epoch, count, self._settings.heartbeat_s)
+
+    def end(self, epoch: Epoch, reason: str) -> None:
+        """Errors: StorageError."""
+        if epoch in self._claimed:
+            self.run(impatient=True).close(epoch, reason)
+
+    def reader(self, refs: Collection[CommitRef]) -> FrameReader:
+        """Of the first record that can be read. Errors: that of the last one."""
+        from ckpt.store.reader import FrameReader, open_record
+
+        failed: CkptError | None = None
+        for ref in refs:
+            try:
+                return FrameReader(self.backend, open_record(self.backend, ref))
+            except CkptError as exc:
+                failed = exc
+        raise failed or StorageError("no record of it is in the store")
+
+    def restored(self, parent: Identity | None, record: Record | None) -> None:
+        """Training goes on from `parent`. `record`: its record, where its frames have just been read from there and
+        were right: unchanged frames may be referred to. So they may in what this agent has committed itself."""
+        if record is not None or self._base is None or self._base.identity != parent:
+            self._base = record
+
+    def commit(self, claim: Claim, checkpoint: Checkpoint, options: Options, about: dict[str, Any]) -> Committed:
+        """Errors: SaveFailed; Superseded when another agent's newer epoch owns the run; StorageError."""
+        from ckpt.store.commit import Committer
+        from ckpt.store.keys import new_writer
+
+        epoch = claim.epoch
+        self.check(epoch)
+        self.claim(claim)
+        kind = (options.codec, options.limits.bandwidth)
+        if kind not in self._committers:
+            self._committers[kind] = Committer(self.backend, new_writer(), options.codec, options.limits.bandwidth)
+        done = self._committers[kind].commit(
+            checkpoint.identity,
+            checkpoint.manifest,
+            checkpoint.frame,
+            check=lambda: self.check(epoch),
+            base=self._base,
+            owner=self._owner,
+            metrics=checkpoint.metrics,
+            about=about,
+        )
+        self._base = done.record
+        return done
+
+    def check(self, epoch: Epoch) -> None:
+        """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one."""
+        run = self.run()
+        if any(each > epoch and each not in self.begun for each in run.epochs()):
+            run.check(epoch)
+
+    def prune(
+        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), execute: bool = True
+    ) -> dict[str, Any]:
+        """One pass; what it did, or would do. Errors: Superseded; StorageError; UsageError."""
+        from ckpt.store.prune import Pruner
+
+        run = self.run()
+        with self._lock:
+            pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
+        plan = pruner.plan(run.view(), keep, also)
+        if execute and plan:
+            pruner.execute(plan)
+        facts = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        for name in ("retire", "abandoned", "waiting"):
+            facts[name] = [str(identity) for identity in facts[name]]
+        return facts
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.backend.close()
+        self._runs.clear()

@@ -1,0 +1,173 @@
+"""Messages on the Unix socket between a trainer (or a tool) and its agent.
+
+One `SOCK_SEQPACKET` packet is one message: a msgpack map of at most MESSAGE_BYTES_MAX bytes, with at most FDS_MAX
+descriptors beside it. What is larger travels as a *blob*: a sealed memfd, so that a hostile sender can neither make
+the receiver allocate more than BLOB_BYTES_MAX nor change the bytes while they are read. Nothing is unpickled.
+
+The last descriptors of a packet are its blobs, as many as the map's `_blobs` says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ckpt.errors import AgentError, CkptError, from_kind
+
+MESSAGE_BYTES_MAX = 64 << 10
+BLOB_BYTES_MAX = 256 << 20
+FDS_MAX = 8
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+@dataclass(slots=True)
+class Message:
+    """`fields`: the map. `fds`: descriptors, now owned by the receiver: it closes what it does not keep.
+    `blobs`: the bytes of each blob, already closed."""
+
+    fields: dict[str, Any]
+    fds: list[int] = field(default_factory=list)
+    blobs: list[bytes] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return str(self.fields.get("t", ""))
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+@dataclass(slots=True)
+class Packet:
+    """A message ready to be sent. `owned`: descriptors made for it, closed by `close` once it is sent or dropped."""
+
+    data: bytes
+    fds: list[int]
+    owned: list[int]
+
+    def send(self, sock: socket.socket) -> None:
+        """Sends it whole. Errors: BlockingIOError on a full non-blocking socket (nothing was sent); OSError."""
+        socket.send_fds(sock, [self.data], self.fds)
+
+    def close(self) -> None:
+        for fd in self.owned:
+            os.close(fd)
+        self.owned.clear()
+
+
+def pack(fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> Packet:
+    """Errors: AgentError when it is too large, which is a mistake of ours, not of a user's."""
+    if len(fds) + len(blobs) > FDS_MAX:
+        raise AgentError(f"message {fields.get('t')!r} has {len(fds) + len(blobs)} descriptors; at most {FDS_MAX}")
+    data = msgpack.packb({**fields, "_blobs": len(blobs)} if blobs else fields)
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise AgentError(f"message {fields.get('t')!r} is {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
+    packet = Packet(data, list(fds), [])
+    try:
+        for blob in blobs:
+            packet.owned.append(_sealed(blob))
+    except BaseException:
+        packet.close()
+        raise
+    packet.fds.extend(packet.owned)
+    return packet
+
+
+def send(sock: socket.socket, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
+    packet = pack(fields, fds, blobs)
+    try:
+        packet.send(sock)
+    finally:
+        packet.close()
+
+
+def receive(sock: socket.socket) -> Message | None:
+    """The next message; None at the end of the connection. On a non-blocking socket: BlockingIOError when there is
+    none. Errors: AgentError for what does not parse; the caller drops that connection only."""
+    data, fds, flags, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX + 1, FDS_MAX)
+    message = Message({}, list(fds))
+    try:
+        if not data:
+            message.close()
+            return None
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MESSAGE_BYTES_MAX:
+            raise AgentError("a message on the agent's socket is larger than allowed")
+        message.fields = _unpack(data)
+        count = message.fields.pop("_blobs", 0)
+        if not isinstance(count, int) or not 0 <= count <= len(message.fds):
+            raise AgentError("a message on the agent's socket names blobs that did not come with it")
+        first = len(message.fds) - count
+        message.blobs = [_read_sealed(fd) for fd in message.fds[first:]]
+        for fd in message.fds[first:]:
+            os.close(fd)
+        del message.fds[first:]
+    except BaseException:
+        message.close()
+        raise
+    return message
+
+
+def error_fields(request_id: int, error: BaseException) -> dict[str, Any]:
+    kind = error.kind if isinstance(error, CkptError) else "error"
+    text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return {"t": "error", "id": request_id, "kind": kind, "message": text[:8000]}
+
+
+def raise_error(message: Message) -> None:
+    """Raises what an error answer says; does nothing for a reply."""
+    if message.kind == "error":
+        message.close()
+        raise from_kind(str(message.fields.get("kind", "")), str(message.fields.get("message", "")))
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    try:
+        fields = msgpack.unpackb(data, strict_map_key=True, max_array_len=1 << 15, max_map_len=1 << 12, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as exc:
+        raise AgentError("a message on the agent's socket does not parse") from exc
+    if not isinstance(fields, dict) or not isinstance(fields.get("t"), str):
+        raise AgentError("a message on the agent's socket has no type")
+    return fields
+
+
+def _sealed(blob: bytes) -> int:
+    if len(blob) > BLOB_BYTES_MAX:
+        raise AgentError(f"a blob of {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
+    fd = os.memfd_create("ckpt-blob", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(blob)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_sealed(fd: int) -> bytes:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise AgentError("a blob on the agent's socket is no memfd") from exc
+    size = os.fstat(fd).st_size
+    if seals & _SEALS != _SEALS or size > BLOB_BYTES_MAX:
+        raise AgentError(f"a blob on the agent's socket is not sealed, or of {size} bytes is too large")
+    parts = []
+    at = 0
+    while at < size:
+        part = os.pread(fd, size - at, at)
+        if not part:
+            raise AgentError("a blob on the agent's socket ended early")
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,156 @@
+"""ckpt doctor: the environment, the credentials, what the store really does, and how fast this machine is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from ckpt.cli import out
+from ckpt.cli.exits import Exit
+from ckpt.errors import CkptError
+
+PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "s3fs", "zstandard", "xxhash", "msgpack")
+# Only whether these are set is shown, never their values.
+CREDENTIALS = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
+    "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+)  # fmt: skip
+CEILING_BYTES = 64 << 20
+
+
+def doctor(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="A store to try out; something is written there.")
+    ] = None,
+    json: out.Json = False,
+) -> None:
+    """Look for what is wrong here, and try out a store."""
+    found: dict[str, Any] = {"environment": environment(), "credentials": credentials()}
+    found["machine"] = machine_ceilings()
+    problems = list(found["environment"].pop("problems"))
+    if url is not None:
+        found["store"], store_problems = try_store(url)
+        problems += store_problems
+    found["problems"] = problems
+    if json:
+        out.as_json(found)
+    else:
+        for section in ("environment", "credentials", "machine", "store"):
+            if section in found:
+                out.say(section)
+                for name, value in found[section].items():
+                    out.say(f"  {name:<34} {value}")
+        for problem in problems:
+            out.say(f"problem: {problem}")
+        if not problems:
+            out.say("no problem found")
+    if problems:
+        raise typer.Exit(Exit.STORAGE if url is not None and found["store"].get("error") else Exit.FAILED)
+
+
+def environment() -> dict[str, Any]:
+    import importlib.metadata
+    import resource
+
+    from ckpt.settings import read
+
+    problems = []
+    facts: dict[str, Any] = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    if sys.platform != "linux":
+        problems.append("ckpt needs Linux: arenas are memfds")
+    for package in PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+            problems.append(f"{package} is not installed")
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts["open files, at most"] = files_max
+    if files_max < 256:
+        problems.append(f"only {files_max} open files are allowed; raise it (ulimit -n 1024)")
+    settings = read()
+    facts["sockets in"] = str(settings.runtime_dir)
+    facts["launch id"] = settings.launch
+    problems += _socket_folder_problems(settings.runtime_dir)
+    facts["memory available"] = out.size(_memory_available())
+    facts["processors"] = len(os.sched_getaffinity(0))
+    return facts | {"problems": problems}
+
+
+def _socket_folder_problems(folder: os.PathLike[str]) -> list[str]:
+    try:
+        info = os.lstat(folder)
+    except FileNotFoundError:
+        return []
+    if info.st_uid != os.getuid() or info.st_mode & 0o077:
+        return [f"{folder} must be yours alone (mode 0700): mend it, or set CKPT_RUNTIME_DIR"]
+    return []
+
+
+def _memory_available() -> int:
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def credentials() -> dict[str, str]:
+    from pathlib import Path
+
+    facts = {name: "set" for name in CREDENTIALS if os.environ.get(name)}
+    for file in ("~/.aws/credentials", "~/.aws/config"):
+        if Path(file).expanduser().exists():
+            facts[file] = "present"
+    return facts or {"none": "neither in the environment nor in ~/.aws"}
+
+
+def machine_ceilings() -> dict[str, str]:
+    """What copying and hashing reach here, in one thread: no save or restore can be faster."""
+    import numpy as np
+    import xxhash
+
+    source = np.random.default_rng(0).integers(0, 256, CEILING_BYTES, dtype=np.uint8)
+    target = np.zeros_like(source)
+    return {
+        "memcpy, one thread": _rate(lambda: np.copyto(target, source)),
+        "xxh3-128, one thread": _rate(lambda: xxhash.xxh3_128_digest(source.data)),
+    }
+
+
+def _rate(work: Callable[[], object], count: int = 5) -> str:
+    took = []
+    for _ in range(count):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return f"{CEILING_BYTES / sorted(took)[count // 2] / 1e9:.1f} GB/s"
+
+
+def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
+    """What the store does, and what is wrong with it. An error of the store is a finding, not a failure."""
+    import secrets
+    from dataclasses import asdict
+
+    from ckpt.cli import target
+    from ckpt.storage.probe import probe
+
+    try:
+        with target.store(url) as store:
+            facts = {name.replace("_", " "): value for name, value in asdict(probe(store)).items()}
+            key = f"doctor/{secrets.token_hex(8)}"
+            body = secrets.token_bytes(CEILING_BYTES)
+            try:
+                facts["put, one object"] = _rate(lambda: store.put(key, [body]), count=3)
+                facts["get, one object"] = _rate(lambda: store.get_range(key, 0, len(body)), count=3)
+            finally:
+                store.delete([key])
+    except CkptError as error:
+        return {"error": str(error)}, [str(error)]
+    return facts, []

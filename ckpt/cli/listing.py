@@ -1,0 +1,157 @@
+"""ckpt ls, ckpt show: what is there."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import out, target
+
+if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
+    from ckpt.store.lineage import CommitRef
+
+
+def ls(
+    url: out.Url,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Branches too, which no start goes on from.")] = False,
+    long: Annotated[bool, typer.Option("--long", "-l", help="Read each record: sizes and metrics.")] = False,
+    json: out.Json = False,
+) -> None:
+    """List the checkpoints of a run, oldest first.
+
+    The last one is where the next start goes on."""
+    from ckpt.store import keys
+
+    with target.store(url) as store:
+        run = target.view(store)
+        saved_s = {info.key: info.modified_s for info in store.list(keys.COMMITS)}
+        refs = [(ref, "line") for ref in run.line]
+        if every:
+            refs = sorted([*refs, *((ref, "branch") for ref in run.branches)], key=lambda each: each[0].identity.tick)
+        rows = [_row(ref, where, saved_s.get(keys.record_key(ref.identity, ref.writer))) for ref, where in refs]
+        if long:
+            for row, (ref, _) in zip(rows, refs, strict=True):
+                row |= _sizes(_open(store, ref))
+    if json:
+        out.as_json({"url": store.url, "checkpoints": rows, "branches": len(run.branches)})
+        return
+    columns = ["step", "saved", "age", "epoch"] + (["bytes", "stored", "metrics"] if long else []) + ["where"] * every
+    out.table(columns, [_cells(row, long, every) for row in rows], right=("step", "bytes", "stored"))
+    if run.branches and not every:
+        out.say(f"{len(run.branches)} more on branches: ckpt ls --all {url}")
+
+
+def _row(ref: CommitRef, where: str, saved_s: float | None) -> dict[str, Any]:
+    tick = ref.identity.tick
+    return {
+        "step": tick.step,
+        "sub": tick.sub,
+        "identity": str(ref.identity),
+        "epoch": ref.identity.epoch.number,
+        "saved": saved_s,
+        "where": where,
+    }
+
+
+def _cells(row: dict[str, Any], long: bool, every: bool) -> list[str]:
+    step = str(row["step"]) + (f".{row['sub']}" if row["sub"] else "")
+    saved = row["saved"]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)) if saved else "?"
+    cells = [step, when, out.ago(saved) if saved else "", str(row["epoch"])]
+    if long:
+        metrics = ", ".join(f"{name}={value:g}" for name, value in row["metrics"].items())
+        cells += [out.size(row["bytes"]), out.size(row["stored"]), metrics]
+    return cells + [row["where"]] * every
+
+
+def _open(store: Any, ref: CommitRef) -> Record:
+    from ckpt.store.reader import open_record
+
+    return open_record(store, ref)
+
+
+def _sizes(record: Record) -> dict[str, Any]:
+    """`bytes`: of the state; `stored`: of the packs that this checkpoint wrote itself; `referred`: of frames that it
+    shares with earlier ones."""
+    own = {n for n, (key, _) in enumerate(record.packs) if key.startswith(f"data/{record.identity}/")}
+    lengths, packs = record.places["length"], record.places["pack"]
+    mine = sum(int(lengths[packs == n].sum()) for n in own)
+    return {
+        "bytes": int(record.manifest.frames["length"].sum(dtype="u8")),
+        "stored": mine,
+        "referred": int(lengths.sum(dtype="u8")) - mine,
+        "metrics": dict(record.metrics),
+    }
+
+
+def show(
+    url: out.Url,
+    which: out.Which = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="List the tensors whose name matches.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", "-t", help="List every tensor.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Show one checkpoint and what it consists of."""
+    with target.store(url) as store:
+        run = target.view(store)
+        record = _open(store, target.choose(url, run, which))
+    body = _facts(record)
+    listed = _tensors(record, only or ["*"]) if tensors or only or json else []
+    if json:
+        out.as_json({"url": store.url, **body, "tensors": listed})
+        return
+    for name, value in body.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {each}" for key, each in value.items()) or "none"
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
+        out.say(f"{name:<12} {out.size(value) if name in ('bytes', 'stored', 'referred') else value}")
+    if listed:
+        out.say()
+        rows = [(t["name"], t["owner"], t["dtype"], t["shape"], t["parts"], out.size(t["bytes"])) for t in listed]
+        out.table(("name", "owner", "dtype", "shape", "parts", "bytes"), rows, right=("parts", "bytes"))
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    from ckpt.format.manifest import Codec
+
+    identity = record.identity
+    codes = {Codec.RAW: "raw", Codec.ZSTD: "zstd", Codec.PLANES: "planes"}
+    counts = {name: int((record.places["codec"] == code).sum()) for code, name in codes.items()}
+    return {
+        "identity": str(identity),
+        "step": identity.tick.step,
+        "epoch": identity.epoch.number,
+        "ranks": list(record.manifest.coordinates),
+        "tensor_count": sum(not spec.values for spec in record.manifest.tensors),
+        **_sizes(record),
+        "frames": {name: count for name, count in counts.items() if count},
+        "packs": len(record.packs),
+        "about": dict(record.about),
+    }
+
+
+def _tensors(record: Record, only: list[str]) -> list[dict[str, Any]]:
+    import math
+    from fnmatch import fnmatchcase
+
+    from ckpt.types import ITEMSIZE
+
+    parts = [0] * len(record.manifest.tensors)
+    for index, _ in record.manifest.boxes:
+        parts[index] += 1
+    return [
+        {
+            "name": spec.name,
+            "owner": spec.owner,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "parts": parts[index],
+            "bytes": math.prod(spec.shape) * ITEMSIZE[spec.dtype],
+        }
+        for index, spec in enumerate(record.manifest.tensors)
+        if not spec.values and any(fnmatchcase(spec.name, glob) for glob in only)
+    ]

@@ -1,0 +1,99 @@
+"""ckpt watch, ckpt preempt: what a running job's agent says, and asking the job to go. On the job's own host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import out
+from ckpt.errors import AgentError
+
+if TYPE_CHECKING:
+    from ckpt.agent.client import Connection
+
+
+def find_agent(url: str) -> socket.socket | None:
+    """A socket to the agent that serves `url` for this user on this host; None where there is none: none is started."""
+    from ckpt.agent.client import connect_nowait, places
+    from ckpt.settings import read
+    from ckpt.storage import canonical
+
+    return connect_nowait(places(canonical(url), read()))
+
+
+@contextmanager
+def talk(sock: socket.socket) -> Iterator[Connection]:
+    from ckpt.agent.client import Connection
+    from ckpt.tasks import Tasks
+
+    with Tasks("cli") as tasks:
+        connection = Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+def the_agent(url: str) -> socket.socket:
+    """Errors: AgentError where no agent runs."""
+    sock = find_agent(url)
+    if sock is None:
+        raise AgentError(f"no agent serves {url} for you on this host; one runs beside each job, on the job's host")
+    return sock
+
+
+def watch(
+    url: out.Url,
+    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Show what a running job's agent is doing."""
+    never = threading.Event()
+    with talk(the_agent(url)) as agent:
+        while True:
+            status = agent.request("status").fields
+            if json:
+                out.as_json({key: value for key, value in status.items() if key not in ("t", "id")})
+            else:
+                for name, value in _flat(status):
+                    out.say(f"{name:<36} {value}")
+            if once:
+                return
+            out.say()
+            never.wait(every_s)
+
+
+def _flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if not before and name in ("t", "id"):
+            continue
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                yield from _flat(item, f"{before}{name}[{index}].")
+        elif isinstance(value, list):
+            yield f"{before}{name}", ", ".join(map(str, value)) or "none"
+        else:
+            yield f"{before}{name}", value
+
+
+def preempt(
+    url: out.Url,
+    deadline_s: Annotated[float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0)] = 30.0,
+    json: out.Json = False,
+) -> None:
+    """Ask the running job to save and leave, as a notice of preemption would."""
+    with talk(the_agent(url)) as agent:
+        answer = agent.request("preempt", {"deadline_s": deadline_s, "source": "command line"}).fields
+    body = {key: value for key, value in answer.items() if key not in ("t", "id")}
+    if json:
+        out.as_json(body)
+    else:
+        out.say(f"asked the job to save and leave within {deadline_s:g} s")

@@ -1,0 +1,73 @@
+"""The `ckpt` command. Start-up is part of the interface: nothing heavy is imported until a command needs it.
+
+Each command is a thin function: it opens the store, calls one use case of ckpt/store, and prints. The exit codes are
+in exits.py; an error of ckpt is one line on standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from ckpt.cli import checking, doctor, listing, live, managing, rehearse, restoring
+from ckpt.cli.exits import MEANING, exit_of
+from ckpt.errors import CkptError
+
+EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
+
+app = typer.Typer(
+    name="ckpt",
+    help="Look at, check, move and mend the checkpoints of a training run.",
+    epilog=EXITS,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.command("ls")(listing.ls)
+app.command("show")(listing.show)
+app.command("verify")(checking.verify)
+app.command("diff")(checking.diff)
+app.command("restore")(restoring.restore)
+app.command("branch")(managing.branch)
+app.command("prune")(managing.prune)
+app.command("rehearse", context_settings={"ignore_unknown_options": True})(rehearse.rehearse)
+app.command("watch")(live.watch)
+app.command("preempt")(live.preempt)
+app.command("doctor")(doctor.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"ckpt {version('multilevel-ckpt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except CkptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+        if "--json" in ours:
+            print(json.dumps({"error": {"kind": error.kind, "message": str(error)}}))
+        sys.exit(exit_of(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""ckpt branch, ckpt prune: what changes a store. Neither deletes anything without --yes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import live, out, target
+from ckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt.policy.every import Keep
+    from ckpt.store.prune import PrunePlan
+
+LAUNCH = "ckpt command line"  # the launch that this is, for whoever watches the store
+
+
+def branch(
+    url: out.Url,
+    at: Annotated[str, typer.Option("--at", metavar="STEP", help="The step, or identity, to go on from.")],
+    take_over: Annotated[bool, typer.Option("--take-over", help="Even though a living job writes there.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Let the next starts go on from an older checkpoint.
+
+    What came after it stays, as a branch: `ckpt ls --all`."""
+    from ckpt.settings import read
+    from ckpt.store.branch import branch as begin_branch
+    from ckpt.store.run import Run
+
+    with target.store(url) as store:
+        run = Run(store)
+        view = target.view(store)
+        ref = target.choose(url, view, at)
+        run.watch_other(view, LAUNCH, read().heartbeat_s, take_over=take_over)
+        claim = begin_branch(run, ref.identity)
+    if json:
+        out.as_json({"url": store.url, "epoch": str(claim.epoch), "parent": str(ref.identity)})
+    else:
+        out.say(f"the next start of {url} goes on from step {ref.identity.tick.step} ({ref.identity})")
+
+
+def prune(
+    url: out.Url,
+    last: Annotated[int | None, typer.Option("--last", help="Keep so many of the newest.")] = None,
+    every: Annotated[int | None, typer.Option("--every", help="Keep steps that are a multiple of this.")] = None,
+    best: Annotated[str | None, typer.Option("--best", metavar="METRIC:min|max", help="Keep the best one.")] = None,
+    also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Let this one go, too.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, it is only said what would be done.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Let old checkpoints and leftovers go. Without --yes nothing is changed.
+
+    What goes is retired first; its data is deleted by a later prune, once nobody can still need it."""
+    keep = _keep(last, every, best)
+    sock = live.find_agent(url)
+    if sock is None:
+        body = _prune_closed(url, keep, also or [], yes)
+    else:
+        with live.talk(sock) as agent:  # a running job has one decider, and that is its agent
+            options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
+            request = {"yes": yes, "keep": options, "also": _identities(url, also or [])}
+            answer = agent.request("prune", request).fields
+            body = {key: value for key, value in answer.items() if key not in ("t", "id")}
+    if json:
+        out.as_json({"url": url, "done": yes, **body})
+    else:
+        _say_plan(body, yes)
+
+
+def _identities(url: str, which: list[str]) -> list[str]:
+    if not which:
+        return []
+    with target.store(url) as store:
+        view = target.view(store)
+        return [str(target.choose(url, view, each).identity) for each in which]
+
+
+def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool) -> dict[str, Any]:
+    from ckpt.settings import read
+    from ckpt.store.prune import Pruner
+    from ckpt.store.run import Run
+
+    with target.store(url) as store:
+        run = Run(store)
+        view = target.view(store)
+        if yes:  # then nobody else may be deciding: a job on another host, perhaps
+            run.watch_other(view, LAUNCH, read().heartbeat_s)
+            view = run.view()
+        pruner = Pruner(run, None)
+        plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
+        if yes:
+            pruner.execute(plan)
+    return _plan_facts(plan)
+
+
+def _plan_facts(plan: PrunePlan) -> dict[str, Any]:
+    facts = asdict(plan)
+    for name in ("retire", "abandoned", "waiting"):
+        facts[name] = [str(identity) for identity in getattr(plan, name)]
+    return facts
+
+
+def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
+    from ckpt.policy.every import Best, Keep
+
+    if best is None:
+        return Keep(last, every)
+    metric, _, mode = best.rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        raise UsageError(f"--best {best!r}: give a metric and its better end, such as val_loss:min")
+    return Keep(last, every, Best(metric, "min" if mode == "min" else "max"))
+
+
+def _say_plan(body: dict[str, Any], yes: bool) -> None:
+    done = "" if yes else "would be "
+    for name, text in (
+        ("retire", "retired: restored no more, deleted after the grace"),
+        ("abandoned", "retired, as commits that never happened"),
+        ("waiting", "waiting for their grace to end"),
+    ):
+        for identity in body.get(name, ()):
+            out.say(f"{'' if name == 'waiting' else done}{text}: {identity}")
+    deleted = [*body.get("records", ()), *body.get("packs", ()), *body.get("leases", ())]
+    for key in deleted:
+        out.say(f"{done}deleted: {key}")
+    if body.get("blocked"):
+        out.say(f"no data can be deleted: {body['blocked']}")
+    if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting")):
+        out.say("nothing to do")
+        return
+    out.say(f"{done}deleted now: {out.size(body.get('deleted_bytes', 0))}")
+    out.say(f"deleted by a later prune: {out.size(body.get('freed_later_bytes', 0))}")
+    if not yes:
+        out.say("nothing was changed; --yes does it")

@@ -1,0 +1,99 @@
+"""What commands print: people get text and tables, programs get one JSON object on standard output.
+
+Progress and errors go to standard error. rich is imported where a table or a bar is drawn, never before.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
+
+import typer
+
+WIDTH_MAX = 1000  # of a table that goes to a file or a pipe: nothing is cut there
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
+Which = Annotated[
+    str | None,
+    typer.Option("--step", metavar="STEP", help="A step of the line, or a full identity from `ckpt ls --json`."),
+]
+
+
+def say(text: str = "") -> None:
+    print(text)
+
+
+def as_json(body: Mapping[str, Any]) -> None:
+    print(json.dumps(body, default=str, indent=1 if sys.stdout.isatty() else None))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+    """Columns named in `right` are aligned to the right. Plain, so that it can be piped to other tools."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in columns:
+        drawn.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*(Text(str(cell)) for cell in row))
+    text = io.StringIO()
+    _console(text, None if sys.stdout.isatty() else WIDTH_MAX).print(drawn)
+    for line in text.getvalue().splitlines():
+        say(line.rstrip())
+
+
+def _console(stream: TextIO, width: int | None = None) -> Any:
+    from rich.console import Console
+
+    return Console(file=stream, width=width, highlight=False)
+
+
+Report = Callable[[int, int], None]
+
+
+@contextmanager
+def progress(label: str, *, json: bool = False) -> Iterator[Report | None]:
+    """A bar on standard error while the block runs, on a terminal only, else None; the block calls
+    report(done, total), in bytes, from any thread."""
+    if json or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    shown = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*shown, console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def size(count: int | float) -> str:
+    """Bytes for people: "3.2 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def ago(unix_s: float, now_s: float | None = None) -> str:
+    """How long since then, for people: "3 min ago"."""
+    seconds = max(0.0, (time.time() if now_s is None else now_s) - unix_s)
+    for unit, span in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * span:
+            return f"{seconds / span:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

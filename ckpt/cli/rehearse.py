@@ -1,0 +1,289 @@
+"""ckpt rehearse: run the user's own script twice, once undisturbed and once killed and started again, and compare.
+
+Both runs save to scratch URLs beside the one given, so that the real run is never touched: wherever the URL stands in
+the command it is replaced, and CKPT_REDIRECT carries the replacement to a script that has it in its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import out, target
+from ckpt.cli.exits import Exit
+from ckpt.errors import CkptError, UsageError
+
+if TYPE_CHECKING:
+    import psutil
+
+    from ckpt.storage import Backend
+    from ckpt.store.lineage import CommitRef
+
+STDERR = 2  # the descriptor
+MORE_TIME = "let it save more often, run longer, or give a smaller --at"
+LOOK_S = 0.1  # how often the store is asked whether the run has saved
+
+
+def rehearse(
+    url: out.Url,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
+    at: Annotated[int, typer.Option("--at", metavar="STEP", help="Kill once this step is in the store.")] = 1,
+    lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="How long each run may take.")] = 3600.0,
+    json: out.Json = False,
+) -> None:
+    """Prove that your own script restarts exactly.
+
+    It is run undisturbed, and again with a kill in mid-run and another start; then both are compared bit for bit.
+    Neither touches what is at URL: they save beside it."""
+    from ckpt import storage
+
+    scratch = f"{storage.canonical(url)}-rehearsal-{secrets.token_hex(4)}"
+    straight, killed = (Run(url, f"{scratch}/{name}", command) for name in ("undisturbed", "killed"))
+    with tempfile.TemporaryDirectory(prefix="ckpt-r-", dir="/tmp") as runtime:
+        try:
+            note(f"undisturbed: {shlex.join(straight.command)}")
+            finish(straight.start(runtime), timeout_s)
+            straight.check()
+            note(f"to be killed: {shlex.join(killed.command)}")
+            killed_at = kill_after(killed, runtime, at, lose_memory, timeout_s)
+            note(f"killed when step {killed_at} was in the store; starting it again")
+            finish(killed.start(runtime), timeout_s)
+            compared = compare(straight.url, killed.url)
+            if killed_at >= compared.step:
+                raise CkptError(f"the script was killed only when its last step was stored; {MORE_TIME}")
+        finally:
+            for process in _processes_with(runtime):
+                process.kill()
+            if not keep:
+                remove(scratch)
+    if json:
+        facts = {"killed_after": killed_at, "memory_lost": lose_memory, **asdict(compared)}
+        out.as_json({"url": url, "equal": not compared.differences, **facts, "kept": scratch if keep else None})
+    else:
+        _say(compared)
+    if compared.differences:
+        raise typer.Exit(Exit.DIFFERENT)
+
+
+def _say(compared: Compared) -> None:
+    for part in compared.unused:
+        out.say(f"not compared, since neither run used it: {part}")
+    if compared.before_the_kill:
+        out.say("both runs differed already before the kill, so it is not the restart: is everything seeded? First:")
+        out.say(compared.before_the_kill[0])
+    elif compared.differences:
+        out.say(f"DIFFERENT in {len(compared.differences)} places; the first:")
+        out.say(compared.differences[0])
+    else:
+        out.say(f"equal bit for bit at step {compared.step}: tensors, values, generators, positions")
+
+
+def note(text: str) -> None:
+    print(f"rehearse: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The user's command with the URL `real` replaced by `url`."""
+
+    real: str
+    url: str
+    original: Sequence[str]
+
+    @property
+    def command(self) -> list[str]:
+        there = re.compile(rf"\{{url\}}|(?<![\w./-]){re.escape(self.real)}(?![\w.-])")
+        return [there.sub(lambda _: self.url, word) for word in self.original]
+
+    def start(self, runtime: str) -> subprocess.Popen[bytes]:
+        from ckpt.storage import canonical
+
+        # env(1) adds to what this process was given. What the script prints goes to standard error, beside --json.
+        added = [
+            f"CKPT_RUNTIME_DIR={runtime}",
+            f"CKPT_LAUNCH=rehearsal-{self.url[-80:]}",
+            f"CKPT_REDIRECT={dumps([canonical(self.real), self.url])}",
+        ]
+        if shutil.which(self.command[0]) is None:
+            raise UsageError(f"cannot start {self.command[0]!r}: there is no such program")
+        return subprocess.Popen(["env", *added, *self.command], stdout=STDERR, start_new_session=True)
+
+    def saved(self) -> list[int]:
+        """The steps in the store."""
+        from ckpt.store import keys
+
+        with target.store(self.url) as store:
+            found = (keys.parse_record(info.key) for info in store.list(keys.COMMITS))
+            return sorted(each[0].tick.step for each in found if each is not None)
+
+    def check(self) -> None:
+        """Errors: UsageError where the script saved somewhere else."""
+        if not self.saved():
+            raise UsageError(
+                f"the script saved nothing to {self.url}: write the URL in the command exactly as it is given to "
+                "rehearse, or put {url} where the script takes it"
+            )
+
+
+def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Waits for the script. Errors: CkptError where it fails or takes too long (then it is killed)."""
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired as exc:
+        raise CkptError(f"the script did not end within {timeout_s:g} s; give it fewer steps, or --timeout-s") from exc
+    finally:
+        if process.poll() is None:
+            kill_all(process.pid, agents=True)
+            process.wait()
+    if status != 0:
+        raise CkptError(f"the script failed with exit status {status}; rehearse what runs through by itself")
+
+
+def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
+    """Starts the script, and kills it and all its processes once a step of at least `at` is stored; that step."""
+    process = run.start(runtime)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not (saved := [step for step in run.saved() if step >= at]):
+            if time.monotonic() > deadline:
+                raise CkptError(f"no step from {at} on was saved within {timeout_s:g} s; see --at and --timeout-s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
+                break
+        if process.poll() is not None:
+            raise CkptError(f"the script ended (status {process.returncode}) before it could be killed; {MORE_TIME}")
+    finally:
+        kill_all(process.pid, agents=lose_memory)
+        process.wait()
+    if lose_memory:
+        for agent in _processes_with(runtime):
+            agent.kill()
+    return saved[-1]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """`differences`: one line for each, tensors first. `unused`: parts of the values that differ although neither run
+    changed them after its first checkpoint: generators that nobody seeded and nobody drew from. `before_the_kill`:
+    what differed already then, so that no restart is to blame."""
+
+    step: int
+    differences: list[str]
+    unused: list[str]
+    before_the_kill: list[str]
+
+
+def compare(straight: str, killed: str) -> Compared:
+    """The newest checkpoints of both, bit for bit, and the first ones that both have."""
+    with target.store(straight) as left, target.store(killed) as right:
+        lines = [target.view(store).line for store in (left, right)]
+        first_steps = [{ref.identity.tick: ref for ref in line} for line in lines]
+        common = min(first_steps[0].keys() & first_steps[1].keys(), default=None)
+        ends = [_Checkpoint(store, line[-1]) for store, line in zip((left, right), lines, strict=True)]
+        steps = [end.step for end in ends]
+        found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
+        found += _tensors(*ends)
+        values, unused = _values(*ends), list[str]()
+        early: list[str] = []
+        if common is not None:
+            begun = [_Checkpoint(store, refs[common]) for store, refs in zip((left, right), first_steps, strict=True)]
+            unchanged = set(ends[0].parts) - set(_values(begun[0], ends[0])) - set(_values(begun[1], ends[1]))
+            unused = [part for part in values if part in unchanged]
+            early = [
+                *_tensors(*begun),
+                *(f"value {path}" for part, path in _values(*begun).items() if part not in unused),
+            ]
+        found += [f"value {path}" for part, path in values.items() if part not in unused]
+    return Compared(steps[0], found, unused, early if found else [])
+
+
+class _Checkpoint:
+    """`parts`: the values, two levels deep, such as "rank=0['generators']['torch']"."""
+
+    def __init__(self, store: Backend, ref: CommitRef) -> None:
+        from ckpt.store.reader import FrameReader, load_values, open_record
+
+        self.step = ref.identity.tick.step
+        self.reader = FrameReader(store, open_record(store, ref))
+        values = load_values(self.reader)
+        self.parts: dict[str, Any] = {}
+        for name, tree in (("shared", values.shared), *values.own_shared.items(), *values.own.items()):
+            for key, branch in tree.items() if isinstance(tree, dict) else [("", tree)]:
+                for inner, leaf in branch.items() if isinstance(branch, dict) else [("", branch)]:
+                    self.parts[f"{name}[{key!r}][{inner!r}]"] = leaf
+
+
+def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
+    from ckpt.store.diff import diff
+
+    found = diff(here.reader, there.reader, only=["*"])
+    lines = [f"tensor {name}: only in the undisturbed run" for name in found.removed]
+    lines += [f"tensor {name}: only in the run that was killed" for name in found.added]
+    lines += [f"tensor {name}: {mine} undisturbed, {other} after the kill" for name, mine, other in found.retyped]
+    return lines + [f"tensor {each.name}: {each.elements} of {each.size} elements differ" for each in found.changed]
+
+
+def _values(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
+    """The parts that differ, each with the first path in it that does."""
+    from ckpt.store.diff import differences
+
+    found = {}
+    for part in [*here.parts, *(part for part in there.parts if part not in here.parts)]:
+        first = next(differences(here.parts.get(part), there.parts.get(part), part), None)
+        if first is not None:
+            found[part] = first
+    return found
+
+
+def remove(url: str) -> None:
+    """Everything at a scratch URL."""
+    from ckpt import storage
+
+    with target.store(url) as store:
+        store.delete([info.key for info in store.list("")])
+    if storage.canonical(url).startswith("/"):
+        shutil.rmtree(url, ignore_errors=True)
+
+
+def kill_all(pid: int, *, agents: bool) -> None:
+    """SIGKILL to the process and all that it started; an agent only if asked, as a machine's memory outlives a job."""
+    import psutil
+
+    try:
+        victims = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for victim in victims:
+        try:
+            if agents or not any("ckpt.agent" in word for word in victim.cmdline()):
+                victim.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _processes_with(runtime: str) -> Iterator[psutil.Process]:
+    """Every process that was given this runtime folder: agents live in sessions of their own."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CKPT_RUNTIME_DIR") == runtime:
+                yield process
+        except psutil.Error:
+            continue

@@ -1,0 +1,68 @@
+"""ckpt restore: a checkpoint as a file that other tools read."""
+
+from __future__ import annotations
+
+import enum
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt.cli import out, target
+from ckpt.errors import AccessDenied, StorageError, UsageError
+
+
+class Form(enum.StrEnum):
+    """What is written. Their names are store.export's."""
+
+    SAFETENSORS = "safetensors"
+    SHARDED = "sharded"
+    TORCH = "torch"
+
+
+def restore(
+    url: out.Url,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder.")],
+    which: out.Which = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
+    form: Annotated[Form | None, typer.Option("--format", help="Default: by the name of FILE.")] = None,
+    shard_bytes: Annotated[int, typer.Option("--shard-bytes", help="Size of a file in a folder.", min=1)] = 5 << 30,
+    json: out.Json = False,
+) -> None:
+    """Write the tensors of a checkpoint to a file or a folder.
+
+    A name that ends in .safetensors or .pt gives one file; any other a folder of .safetensors files with the index
+    that Hugging Face reads. Memory stays at a few frames."""
+    from ckpt.store.export import export
+    from ckpt.store.prune import Lease
+    from ckpt.store.reader import FrameReader, open_record
+
+    with ExitStack() as stack:
+        store = stack.enter_context(target.store(url))
+        view = target.view(store)
+        ref = target.choose(url, view, which)
+        with suppress(AccessDenied):  # who may only read cannot ask that no prune deletes it meanwhile
+            stack.enter_context(Lease(store, [ref.identity]))
+        report = stack.enter_context(out.progress("restoring", json=json))
+        reader = FrameReader(store, open_record(store, ref))
+        try:
+            made = export(
+                reader,
+                to,
+                format=form.value if form else None,
+                only=only or (),
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+                progress=report,
+            )
+        except OSError as exc:
+            raise StorageError(f"cannot write {to}: {exc}") from exc
+        except ImportError as exc:
+            raise UsageError(f"{to}: this format is written by torch, which cannot be imported: {exc}") from exc
+    if json:
+        files = [str(file) for file in made.files]
+        out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})
+    else:
+        out.say(f"step {ref.identity.tick.step}: {made.tensors} tensors, {out.size(made.bytes)}, in {to}")

@@ -1,0 +1,39 @@
+"""Time as an object, so that what decides can be run under a manual clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Seconds on a monotonic clock; only differences mean anything."""
+        ...
+
+    def sleep_s(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def sleep_s(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class ManualClock:
+    """A clock that a test moves by hand; sleeping moves it."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+        self._lock = threading.Lock()
+
+    def now_s(self) -> float:
+        with self._lock:
+            return self._now_s
+
+    def sleep_s(self, seconds: float) -> None:
+        with self._lock:
+            self._now_s += max(0.0, seconds)

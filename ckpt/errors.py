@@ -1,0 +1,108 @@
+"""Every error that ckpt raises on purpose.
+
+    CkptError
+    |- UsageError          the call or the option is wrong; the message says which choice there is
+    |- StateMismatch       the state and the checkpoint do not fit; every difference is named in one message
+    |- StorageError        the store did not do what it was asked
+    |  |- NotFound           no such object
+    |  |- AlreadyExists      put-if-absent found the key taken
+    |  |- AccessDenied       credentials or permission
+    |  |- TransientError     may succeed when tried again (503, reset, timeout); retried in one place only
+    |  `- Unsettled          nobody knows whether it happened; settle it by reading back
+    |- DamagedData         bytes that do not hash to what was recorded, or do not parse: names the object
+    |- NoCheckpoint        nothing restorable where it was looked for
+    |- SaveFailed          a checkpoint did not reach the level that was waited for
+    |  `- CommitFailed       ... at the end of the run
+    |- Superseded          a newer start of the run owns the URL
+    |- RunInUse            another living job writes to the URL
+    `- AgentError          the agent could not be reached, started or understood
+
+`Leave` is no error but a SystemExit: the job has been asked to go, and everything it could save is saved.
+Every class has a stable `kind`, which messages and JSON carry, so that an error crosses a process boundary.
+Foreign exceptions are translated where they enter (a backend, a socket), with `from exc`.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    kind = "error"
+
+
+class UsageError(CkptError, ValueError):
+    kind = "usage"
+
+
+class StateMismatch(CkptError):
+    kind = "state-mismatch"
+
+
+class StorageError(CkptError):
+    kind = "storage"
+
+
+class NotFound(StorageError):
+    kind = "not-found"
+
+
+class AlreadyExists(StorageError):
+    kind = "already-exists"
+
+
+class AccessDenied(StorageError):
+    kind = "access-denied"
+
+
+class TransientError(StorageError):
+    kind = "transient"
+
+
+class Unsettled(StorageError):
+    kind = "unsettled"
+
+
+class DamagedData(CkptError):
+    kind = "damaged"
+
+
+class NoCheckpoint(CkptError):
+    kind = "no-checkpoint"
+
+
+class SaveFailed(CkptError):
+    kind = "save-failed"
+
+
+class CommitFailed(SaveFailed):
+    kind = "commit-failed"
+
+
+class Superseded(CkptError):
+    kind = "superseded"
+
+
+class RunInUse(CkptError):
+    kind = "in-use"
+
+
+class AgentError(CkptError):
+    kind = "agent"
+
+
+class Leave(SystemExit):
+    """Raised out of the `with` block when the job is to go (a notice, or a newer start of the same run).
+
+    `code` is the exit status (143 after a notice, 75 after being superseded).
+    """
+
+
+def _tree(cls: type[CkptError]) -> dict[str, type[CkptError]]:
+    found = {cls.kind: cls}
+    for sub in cls.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+def from_kind(kind: str, message: str) -> CkptError:
+    """The error of that kind, as it came over a socket; an unknown kind gives a plain CkptError."""
+    return _tree(CkptError).get(kind, CkptError)(message)

@@ -1,0 +1,73 @@
+"""The hash that follows every frame from the arena to the store and back: xxh3-128 of its raw bytes.
+
+It finds accidents, not forgery. Hashing reads the buffer in place (bytes, a memoryview, an mmap, an array's .data)
+and runs outside the GIL.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ckpt.errors import UsageError
+from ckpt.plan.layout import Array
+from ckpt.tasks import Tasks
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+_LOW = (1 << 64) - 1
+
+
+def frame_hash(buffer: Buffer) -> tuple[int, int]:
+    """xxh3-128 (seed 0) as (high, low) 64-bit halves. `buffer` must be C-contiguous."""
+    value = xxhash.xxh3_128_intdigest(buffer)
+    return value >> 64, value & _LOW
+
+
+def hash_bytes(hi: int, lo: int) -> bytes:
+    """The canonical 16 bytes of a hash: big-endian, high half first (what xxhsum prints)."""
+    return hi.to_bytes(8, "big") + lo.to_bytes(8, "big")
+
+
+def hash_frames(data: memoryview, frames: Array, threads: int = 1) -> npt.NDArray[np.uint64]:
+    """The hashes of all `frames` (array of STAGED_FRAME) of `data`: uint64, shape (len(frames), 2), (hi, lo).
+
+    `threads`: how many threads share the work, the caller's among them.
+    Errors: UsageError where a frame does not lie within `data`.
+    """
+    offsets = frames["offset"].astype(np.uint64)
+    lengths = frames["length"].astype(np.uint64)
+    size = np.uint64(data.nbytes)
+    if len(frames) and (lengths.max() > size or (offsets > size - lengths).any()):
+        raise UsageError(f"frames reach beyond the {data.nbytes} bytes of the region that they were to be hashed in")
+    hashes = np.empty((len(frames), 2), np.uint64)
+    flat = data.cast("B")
+
+    def hash_run(first: int, last: int) -> None:
+        starts = offsets[first:last].tolist()
+        stops = (offsets + lengths)[first:last].tolist()
+        for i, (start, stop) in enumerate(zip(starts, stops, strict=True), first):
+            value = xxhash.xxh3_128_intdigest(flat[start:stop])
+            hashes[i, 0] = value >> 64
+            hashes[i, 1] = value & _LOW
+
+    bounds = _equal_runs(lengths, threads)
+    with Tasks("hash", pool_size=len(bounds) - 2) as tasks:
+        others = [tasks.submit(hash_run, a, b) for a, b in itertools.pairwise(bounds[1:])]
+        hash_run(bounds[0], bounds[1])
+        for other in others:
+            other.result()
+    return hashes
+
+
+def _equal_runs(lengths: npt.NDArray[np.uint64], threads: int) -> list[int]:
+    """Bounds that cut the frames into at most `threads` runs of about equal bytes, none below 4 MiB."""
+    total = int(lengths.sum())
+    runs = max(1, min(threads, len(lengths), total >> 22))
+    ends = np.cumsum(lengths)
+    cuts = np.searchsorted(ends, [total * i // runs for i in range(1, runs)], side="left") + 1
+    return [0, *(int(cut) for cut in cuts), len(lengths)]

@@ -1,0 +1,84 @@
+"""What a checkpoint consists of, wherever its bytes lie: tensors, the boxes that cover them, and the frames that hold
+the boxes' bytes. The agent assembles one from the ranks' declarations; a record is one with places in packs added.
+
+Pure values; no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt.plan.layout import Array
+from ckpt.types import Box, Identity
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """`owner`: "" for a tensor of the whole job, else the coordinate of the rank whose own it is.
+    `values`: True for a blob of non-tensor values (dtype uint8, one dimension): name "values" (owner "": the same on
+    every rank; else a rank's differing copy) or name "rank-values" (owner: always the coordinate)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    owner: str = ""
+    values: bool = False
+
+
+VALUES = "values"
+RANK_VALUES = "rank-values"
+
+FRAME = np.dtype(
+    [
+        ("hash_hi", "<u8"),  # xxh3-128 of the raw bytes
+        ("hash_lo", "<u8"),
+        ("length", "<u4"),  # raw bytes
+        ("dtype", "u1"),  # types.DTYPE_CODE of its elements
+    ]
+)
+# Bytes [start, start + length) of a box, row-major, are bytes [offset, offset + length) of a frame.
+EXTENT = np.dtype([("box", "<u4"), ("start", "<u8"), ("length", "<u4"), ("frame", "<u4"), ("offset", "<u4")])
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`tensors`: sorted by (values, name, owner). `boxes`: (index into tensors, Box); a tensor's boxes do not overlap
+    and cover it. `frames`: array of FRAME. `extents`: array of EXTENT sorted by (box, start), which cover every box
+    exactly once. `coordinates`: of every rank, by rank. An empty tensor has a box and no extent."""
+
+    tensors: tuple[TensorSpec, ...]
+    boxes: tuple[tuple[int, Box], ...]
+    frames: Array
+    extents: Array
+    coordinates: tuple[str, ...]
+
+
+class Codec:
+    """Codec numbers of the durable format: append only."""
+
+    RAW = 0
+    ZSTD = 1
+    PLANES = 2
+
+
+# Where a frame lies in the store: bytes [offset, offset + length) of pack `pack`, encoded by `codec`.
+PLACE = np.dtype([("pack", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("codec", "u1")])
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One commit: all that restoring needs. `packs`: keys below the URL and their sizes; those of other
+    checkpoints too, where unchanged frames are referred to. `places`: array of PLACE, one per frame of the manifest.
+    `writer`: the incarnation that put it. `metrics`: numbers the user gave. `about`: small facts for people (host,
+    world size, versions, launch id)."""
+
+    identity: Identity
+    writer: str
+    manifest: Manifest
+    packs: tuple[tuple[str, int], ...]
+    places: Array
+    metrics: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)

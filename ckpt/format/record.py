@@ -1,0 +1,228 @@
+"""The commit record and the manifest as bytes, and back, with everything checked.
+
+A record is read from a store that anyone may have written to. So each number is held against the others before it is
+relied on: after `decode` every box lies in its tensor and the boxes cover it exactly once, every byte of a box has
+exactly one place in a frame, every frame one place in a pack, and every pack key is below `data/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ckpt.errors import UsageError
+from ckpt.format.boxes import (
+    ITEMSIZES,
+    BoxColumns,
+    TensorColumns,
+    capped,
+    covered_once,
+    read_boxes,
+    read_tensors,
+    write_boxes,
+    write_tensors,
+)
+from ckpt.format.columns import CAPS, Kind, Reader, Writer
+from ckpt.format.manifest import EXTENT, FRAME, PLACE, RANK_VALUES, VALUES, Codec, Manifest, Record, TensorSpec
+from ckpt.plan.layout import Array
+from ckpt.types import DTYPES, FRAME_BYTES_MAX, FRAMES_MAX, PATH_NAME, Identity
+
+RECORD_BYTES_MAX = CAPS[Kind.RECORD].stored_bytes
+EXTENTS_MAX = 1 << 21
+RANKS_MAX = 1 << 17
+PACK_BYTES_MAX = 1 << 60
+METRICS_MAX = 1024
+ABOUT_BYTES_MAX = 64 << 10
+
+_IDENTITY = r"[0-9]{8}-[0-9a-f]{16}-[0-9]{12}\.[0-9]{4,9}"
+_PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}"
+_PACK_KEY = re.compile(rf"data/{_IDENTITY}/{_PART}/(?={_PART}\Z)[A-Za-z0-9._-]+-[0-9]+\.pack")
+_COMMIT_KEY = re.compile(rf"commits/({_IDENTITY})-({_PART})")
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a commit record. Errors: UsageError where a name or the whole does not fit the format."""
+    out = Writer(Kind.RECORD)
+    out.strings("identity", [str(record.identity), record.writer])
+    _write_manifest(out, record.manifest)
+    out.strings("packs", [key for key, _ in record.packs])
+    out.array("packs.size", [size for _, size in record.packs], "<u8")
+    out.struct("places", record.places, delta=("pack", "offset"))
+    out.strings("metrics", list(record.metrics))
+    out.array("metrics.value", list(record.metrics.values()), "<f8")
+    out.blob("about", _about_bytes(record.about))
+    return out.finish()
+
+
+def decode(data: bytes | memoryview, key: str) -> Record:
+    """The record that `data` holds, all of it checked. `key`: where it came from, for messages; where it has the form
+    `commits/<identity>-<writer>`, the record must be of that identity and writer.
+
+    Errors: DamagedData says what is wrong with which record; also for another format version."""
+    source = Reader(Kind.RECORD, data, key)
+    name, writer = source.strings("identity", 2)
+    try:
+        identity = Identity.parse(name)
+    except ValueError as exc:
+        raise source.damaged(f"{name[:80]!r} is not an identity") from exc
+    if str(identity) != name or PATH_NAME.fullmatch(writer) is None:
+        raise source.damaged(f"{name[:80]!r} by {writer[:80]!r} is not well-formed")
+    match = _COMMIT_KEY.fullmatch(key)
+    if match is not None and (match[1], match[2]) != (name, writer):
+        raise source.damaged(f"it is the record of {name} by {writer}, under another key")
+    manifest = _read_manifest(source)
+    packs = _read_packs(source)
+    places = _read_places(source, manifest, packs)
+    return Record(identity, writer, manifest, packs, places, _read_metrics(source), _read_about(source))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Errors: UsageError where a name or the whole does not fit the format."""
+    out = Writer(Kind.MANIFEST)
+    _write_manifest(out, manifest)
+    return out.finish()
+
+
+def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manifest:
+    """Checked as a record is. Errors: DamagedData that begins with `what`."""
+    return _read_manifest(Reader(Kind.MANIFEST, data, what))
+
+
+def _write_manifest(out: Writer, manifest: Manifest) -> None:
+    write_tensors(out, manifest.tensors)
+    out.array("tensors.values", [spec.values for spec in manifest.tensors], "|u1")
+    write_boxes(out, [tensor for tensor, _ in manifest.boxes], [box for _, box in manifest.boxes])
+    out.struct("frames", manifest.frames)
+    out.struct("extents", manifest.extents, delta=("box", "frame"))
+    out.strings("coordinates", manifest.coordinates)
+
+
+def _read_manifest(source: Reader) -> Manifest:
+    tensors = read_tensors(source)
+    boxes = read_boxes(source, tensors)
+    if not covered_once(tensors, boxes):
+        raise source.damaged("the boxes of a tensor overlap, or do not cover it")
+    frames = source.struct("frames", FRAME, FRAMES_MAX)
+    _check_frames(source, frames)
+    extents = source.struct("extents", EXTENT, EXTENTS_MAX)
+    _check_extents(source, extents, frames, tensors, boxes)
+    coordinates = source.strings("coordinates", capped(source, "coordinates.len", RANKS_MAX))
+    pairs = zip(boxes.tensor.tolist(), boxes.boxes(), strict=True)
+    return Manifest(_specs(source, tensors), tuple(pairs), frames, extents, tuple(coordinates))
+
+
+def _specs(source: Reader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:
+    is_values = source.ints("tensors.values", "|u1", len(tensors.names), top=1)
+    columns = (tensors.names, tensors.dtypes(), tensors.shapes.tuples(), tensors.owners, map(bool, is_values.tolist()))
+    specs = tuple(map(TensorSpec, *columns))
+    order = [(spec.values, spec.name, spec.owner) for spec in specs]
+    if any(a >= b for a, b in pairwise(order)):
+        raise source.damaged("its tensors are not sorted, or one is there twice")
+    for spec in specs[len(specs) - int(is_values.sum()) :]:
+        is_blob = spec.name in (VALUES, RANK_VALUES) and spec.dtype == "uint8" and len(spec.shape) == 1
+        if not is_blob or (spec.name == RANK_VALUES and not spec.owner):
+            raise source.damaged(f"{spec.name[:80]!r} is not a blob of values")
+    return specs
+
+
+def _check_frames(source: Reader, frames: Array) -> None:
+    if not len(frames):
+        return
+    if frames["dtype"].max() >= len(DTYPES):
+        raise source.damaged(f"a frame of dtype {frames['dtype'].max()}, which this ckpt does not know")
+    if frames["length"].min() == 0 or frames["length"].max() > FRAME_BYTES_MAX:
+        raise source.damaged(f"a frame that is empty or has more than {FRAME_BYTES_MAX} bytes")
+    if (frames["length"] % ITEMSIZES[frames["dtype"]]).any():
+        raise source.damaged("a frame that ends within an element")
+
+
+def _check_extents(source: Reader, extents: Array, frames: Array, tensors: TensorColumns, boxes: BoxColumns) -> None:
+    box = extents["box"].astype(np.int64)
+    frame = extents["frame"].astype(np.int64)
+    start, length, offset = (extents[field].astype(np.int64) for field in ("start", "length", "offset"))
+    if not len(extents):
+        if boxes.sizes.any():
+            raise source.damaged("boxes whose bytes are in no frame")
+        return
+    if box.max() >= len(boxes.tensor) or frame.max() >= len(frames):
+        raise source.damaged("an extent of a box or a frame that is not there")
+    if extents["start"].max() > PACK_BYTES_MAX or length.min() == 0:
+        raise source.damaged("an extent that is empty, or begins out of its box")
+    if (offset + length > frames["length"][frame]).any():
+        raise source.damaged("an extent reaches out of its frame")
+    dtype = tensors.codes[boxes.tensor[box]]
+    if (frames["dtype"][frame] != dtype).any() or ((start | length | offset) % ITEMSIZES[dtype]).any():
+        raise source.damaged("an extent of another dtype than its frame, or that begins within an element")
+    # Sorted by box; within one, each begins where the one before ended; the last one of a box ends it.
+    first = np.diff(box, prepend=-1) != 0
+    before = np.concatenate(([0], (start + length)[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    if (np.diff(box) < 0).any() or (start != np.where(first, 0, before)).any():
+        raise source.damaged("extents that are not sorted, overlap or leave a gap")
+    if ((start + length)[last] != boxes.sizes[box[last]]).any() or np.delete(boxes.sizes, box[last]).any():
+        raise source.damaged("a box that its extents do not cover")
+
+
+def _read_packs(source: Reader) -> tuple[tuple[str, int], ...]:
+    sizes = source.ints("packs.size", "<u8", capped(source, "packs.size", FRAMES_MAX), top=PACK_BYTES_MAX).tolist()
+    keys = source.strings("packs", len(sizes))
+    for key in keys:
+        if _PACK_KEY.fullmatch(key) is None:
+            raise source.damaged(f"{key[:200]!r} is not the key of a pack")
+    if len(set(keys)) != len(keys):
+        raise source.damaged("a pack is there twice")
+    return tuple(zip(keys, sizes, strict=True))
+
+
+def _read_places(source: Reader, manifest: Manifest, packs: tuple[tuple[str, int], ...]) -> Array:
+    places = source.struct("places", PLACE, FRAMES_MAX)
+    frames = manifest.frames
+    if len(places) != len(frames):
+        raise source.damaged(f"{len(places)} places for {len(frames)} frames")
+    if not len(places):
+        return places
+    if places["pack"].max() >= len(packs):
+        raise source.damaged("a place in a pack that is not there")
+    if places["codec"].max() > Codec.PLANES:
+        raise source.damaged(f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed")
+    sizes = np.array([size for _, size in packs], np.uint64)
+    length = places["length"].astype(np.uint64)
+    room = sizes[places["pack"]]
+    if (length > room).any() or (places["offset"] > room - length).any():
+        raise source.damaged("a place reaches out of its pack")
+    raw = places["codec"] == Codec.RAW
+    if length.min() == 0 or (length > frames["length"]).any() or (length[raw] != frames["length"][raw]).any():
+        raise source.damaged("a frame whose stored length does not fit its codec")
+    return places
+
+
+def _read_metrics(source: Reader) -> dict[str, float]:
+    values = source.array("metrics.value", "<f8", capped(source, "metrics.value", METRICS_MAX)).tolist()
+    names = source.strings("metrics", len(values))
+    if len(set(names)) != len(names):
+        raise source.damaged("a metric is there twice")
+    return dict(zip(names, values, strict=True))
+
+
+def _about_bytes(about: dict[str, Any]) -> bytes:
+    try:
+        data = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise UsageError(f"what a record says about itself must be a JSON object: {exc}") from exc
+    if len(data) > ABOUT_BYTES_MAX:
+        raise UsageError(f"what a record says about itself has {len(data)} bytes; at most {ABOUT_BYTES_MAX} are kept")
+    return data
+
+
+def _read_about(source: Reader) -> dict[str, Any]:
+    try:
+        about = json.loads(source.blob("about", ABOUT_BYTES_MAX))
+    except (ValueError, RecursionError) as exc:
+        raise source.damaged(f"what it says about itself is no JSON: {exc}") from exc
+    if not isinstance(about, dict):
+        raise source.damaged("what it says about itself is no JSON object")
+    return about

@@ -1,0 +1,423 @@
+"""Everything in a state that is not a tensor, as bytes and back: msgpack, with tags for what msgpack has no word for.
+
+What comes back equals what went in, types and order included; nothing is unpickled and no class is looked up. A value
+of a type that is not in the table below is refused by its path in the tree. The same tree gives the same bytes in
+every process (sets are sorted by their encoding), so that ranks can compare theirs by hash.
+
+A tagged value is an array whose first element is an empty extension of type TAG; msgpack's own array is a list and its
+map a dict, in order. `decode` takes bytes from anybody: depth, elements and sizes are capped, and memory is bounded by
+ELEMENTS_MAX small objects and a few times the length of the data.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.types import FRAME_BYTES_MAX, ITEMSIZE
+
+VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
+ELEMENTS_MAX = 1 << 22
+DEPTH_MAX = 128
+NDIM_MAX = 64
+_PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
+
+
+class Tag:
+    """Numbers of the durable format: append only. What follows the tag in the array:"""
+
+    TUPLE = 1  # the items
+    SET = 2  # the items
+    FROZENSET = 3  # the items
+    ORDERED_DICT = 4  # key, value, key, value, ...
+    COUNTER = 5  # key, value, ...
+    DEFAULT_DICT = 6  # the factory's name or nil, then key, value, ...
+    DEQUE = 7  # maxlen or nil, then the items
+    INT = 8  # bytes: two's complement, little-endian; for what 64 bits do not hold
+    STR = 9  # bytes: UTF-8 with surrogates; for what strict UTF-8 does not hold
+    BYTEARRAY = 10  # bytes
+    COMPLEX = 11  # real, imaginary
+    RANGE = 12  # start, stop, step
+    SLICE = 13  # start, stop, step
+    ARRAY = 14  # dtype as NumPy writes it ("<f4"), list of dimensions, bytes in row-major order
+    SCALAR = 15  # dtype, bytes: a NumPy scalar
+    INTS = 16  # bytes: a list of ints, 8 bytes each, little-endian
+    FLOATS = 17  # bytes: a list of floats, 8 bytes each, little-endian
+    TORCH_SIZE = 18  # the items; read as a tuple where torch is not loaded
+    TORCH_DTYPE = 19  # "float32"; read as that string where torch is not loaded
+    TORCH_DEVICE = 20  # "cuda:0"; read as that string where torch is not loaded
+
+
+_FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "int": int, "float": float, "set": set}
+_NUMPY_DTYPE = re.compile(r"\|[biu]1|[<>]([iuf][248]|c8|c16)")
+_TORCH = {"Size": Tag.TORCH_SIZE, "dtype": Tag.TORCH_DTYPE, "device": Tag.TORCH_DEVICE}
+
+
+def encode(tree: Any, root: str = "state") -> bytes:
+    """The bytes of a tree of plain values. `root`: what the tree is called in messages.
+
+    Errors: UsageError with the path of a value that cannot be stored, or that nests deeper than DEPTH_MAX (as a tree
+    that contains itself does), or where the whole exceeds VALUES_BYTES_MAX."""
+    encoder = _Encoder(root)
+    encoder.value(tree)
+    data = b"".join(encoder.out)
+    if len(data) > VALUES_BYTES_MAX:
+        raise UsageError(
+            f"the plain values of {root} have {len(data)} bytes; at most {VALUES_BYTES_MAX} are stored: "
+            "give large arrays as tensors"
+        )
+    return data
+
+
+def decode(data: bytes | memoryview, what: str = "values") -> Any:
+    """The tree that `encode` was given; arrays are new and writable.
+
+    Errors: DamagedData that begins with `what`, for anything that `encode` does not write."""
+    if memoryview(data).nbytes > VALUES_BYTES_MAX:
+        raise DamagedData(f"{what}: {memoryview(data).nbytes} bytes, where at most {VALUES_BYTES_MAX} are allowed")
+    decoder = _Decoder(memoryview(data).cast("B"))
+    try:
+        tree = decoder.value(0)
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as exc:
+        raise DamagedData(f"{what}: not well-formed at byte {decoder.at}: {exc}") from exc
+    if decoder.at != len(data):
+        raise DamagedData(f"{what}: {len(data) - decoder.at} bytes after its end")
+    return tree
+
+
+class _Encoder:
+    def __init__(self, root: str) -> None:
+        self.out: list[bytes] = []
+        self._packer = msgpack.Packer()
+        self._path: list[str] = [root]
+        self._left = ELEMENTS_MAX
+
+    def value(self, value: Any) -> None:
+        kind = type(value)
+        if value is None or kind is bool or kind is float or kind is bytes:
+            self._plain(value)
+        elif kind is int:
+            self._int(value)
+        elif kind is str:
+            self._str(value)
+        elif kind is dict:
+            self._enter()
+            self._count(2 * len(value))
+            self.out.append(self._packer.pack_map_header(len(value)))
+            self._pairs(value.items())
+            self._path.pop()
+        elif kind is list:
+            self._list(value)
+        elif kind is tuple:
+            self._items(Tag.TUPLE, value)
+        else:
+            self._rare(kind, value)
+
+    def _plain(self, value: Any) -> None:
+        self.out.append(self._packer.pack(value))
+
+    def _rare(self, kind: type, value: Any) -> None:
+        if kind is Counter:
+            self._mapping(Tag.COUNTER, value)
+        elif kind is OrderedDict:
+            self._mapping(Tag.ORDERED_DICT, value)
+        elif kind is defaultdict:
+            factory = value.default_factory
+            name = None if factory is None else getattr(factory, "__name__", "")
+            if name is not None and _FACTORIES.get(name) is not factory:
+                raise self._refused(f"a defaultdict of {factory!r} cannot be stored; use {', '.join(_FACTORIES)}")
+            self._mapping(Tag.DEFAULT_DICT, value, name)
+        elif kind is deque:
+            self._items(Tag.DEQUE, value, value.maxlen)
+        elif kind is set or kind is frozenset:
+            self._set(Tag.SET if kind is set else Tag.FROZENSET, value)
+        elif kind is bytearray:
+            self._tagged(Tag.BYTEARRAY, bytes(value))
+        elif kind is complex:
+            self._tagged(Tag.COMPLEX, value.real, value.imag)
+        elif kind is range or kind is slice:
+            self._items(Tag.RANGE if kind is range else Tag.SLICE, (value.start, value.stop, value.step))
+        elif kind is np.ndarray:
+            self._count(value.ndim)
+            self._tagged(Tag.ARRAY, self._dtype(value), list(value.shape), value.tobytes())
+        elif isinstance(value, np.generic):
+            self._tagged(Tag.SCALAR, self._dtype(value), value.tobytes())
+        elif kind.__module__ == "torch" and kind.__name__ in _TORCH:
+            tag = _TORCH[kind.__name__]
+            name = str(value).removeprefix("torch.")
+            if tag == Tag.TORCH_SIZE:
+                self._items(tag, value)
+            elif tag == Tag.TORCH_DTYPE and name not in ITEMSIZE:
+                raise self._refused(f"{value} is no dtype of the format; give its name")
+            else:
+                self._tagged(tag, name)
+        else:
+            raise self._unknown(kind)
+
+    def _int(self, value: int) -> None:
+        if -(1 << 63) <= value < 1 << 64:
+            self._plain(value)
+        else:
+            self._tagged(Tag.INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+    def _str(self, value: str) -> None:
+        try:
+            self._plain(value)
+        except UnicodeEncodeError:
+            self._tagged(Tag.STR, value.encode("utf-8", "surrogatepass"))
+
+    def _list(self, value: list[Any]) -> None:
+        kinds = set(map(type, value)) if len(value) >= _PACKED_MIN else set()
+        if kinds == {float}:
+            self._tagged(Tag.FLOATS, np.array(value, "<f8").tobytes())
+            return
+        if kinds == {int} and min(value) >= -(1 << 63) and max(value) < 1 << 63:
+            self._tagged(Tag.INTS, np.array(value, "<i8").tobytes())
+            return
+        self._enter()
+        self._count(len(value))
+        self.out.append(self._packer.pack_array_header(len(value)))
+        self._each(value)
+        self._path.pop()
+
+    def _items(self, tag: int, items: Any, *first: Any) -> None:
+        self._enter()
+        self._head(tag, len(first) + len(items))
+        for value in first:
+            self._plain(value)
+        self._each(items)
+        self._path.pop()
+
+    def _set(self, tag: int, items: Iterable[Any]) -> None:
+        encoded = []
+        out = self.out
+        self._enter()
+        for value in items:
+            self._path[-1] = f"{{{value!r:.60}}}"
+            self.out = []
+            self.value(value)
+            encoded.append(b"".join(self.out))
+        self._path.pop()
+        self.out = out
+        self._head(tag, len(encoded))
+        self.out.extend(sorted(encoded))
+
+    def _mapping(self, tag: int, value: dict[Any, Any], *first: Any) -> None:
+        self._enter()
+        self._head(tag, len(first) + 2 * len(value))
+        for item in first:
+            self._plain(item)
+        self._pairs(value.items())
+        self._path.pop()
+
+    def _tagged(self, tag: int, *items: Any) -> None:
+        self._head(tag, len(items))
+        for item in items:
+            self._plain(item)
+
+    def _head(self, tag: int, items: int) -> None:
+        self._count(1 + items)
+        self.out.append(self._packer.pack_array_header(1 + items))
+        self.out.append(self._packer.pack_ext_type(tag, b""))
+
+    def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in pairs:
+            self._path[-1] = f"[{key!r:.80}]"
+            self.value(key)
+            self.value(value)
+
+    def _each(self, items: Iterable[Any]) -> None:
+        for i, value in enumerate(items):
+            self._path[-1] = f"[{i}]"
+            self.value(value)
+
+    def _count(self, items: int) -> None:
+        """As the decoder counts, so that whatever is written can be read."""
+        self._left -= items
+        if self._left < 0:
+            raise self._refused(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
+
+    def _enter(self) -> None:
+        if len(self._path) > DEPTH_MAX:
+            raise UsageError(
+                f"{''.join(self._path[:4])}... nests deeper than {DEPTH_MAX} levels, or contains itself; flatten it"
+            )
+        self._path.append("")
+
+    def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
+        name: str = value.dtype.str
+        if _NUMPY_DTYPE.fullmatch(name) is None:
+            raise self._refused(f"NumPy values of dtype {value.dtype} cannot be stored; convert them to numbers")
+        return name
+
+    def _unknown(self, kind: type) -> UsageError:
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
+            return self._refused("a tensor cannot be stored as a value; register what holds it as state of its own")
+        return self._refused(
+            f"objects of type {name} cannot be stored as values; give plain numbers, strings, lists, tuples, dicts, "
+            "sets or arrays, or an object with state_dict() and load_state_dict()"
+        )
+
+    def _refused(self, message: str) -> UsageError:
+        return UsageError(f"{''.join(self._path)}: {message}")
+
+
+# msgpack's fixed-size words: first byte -> how the rest is read.
+_NUMBERS = {
+    0xCB: struct.Struct(">d"),
+    0xCC: struct.Struct(">B"), 0xCD: struct.Struct(">H"), 0xCE: struct.Struct(">I"), 0xCF: struct.Struct(">Q"),
+    0xD0: struct.Struct(">b"), 0xD1: struct.Struct(">h"), 0xD2: struct.Struct(">i"), 0xD3: struct.Struct(">q"),
+}  # fmt: skip
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+# Lengths: first byte -> (what it is the length of, bytes of the length).
+_LENGTHS = {
+    0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4),
+    0xD9: ("str", 1), 0xDA: ("str", 2), 0xDB: ("str", 4),
+    0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4),
+}  # fmt: skip
+_EMPTY_EXT = 0xC7
+
+
+class _Decoder:
+    """Reads one value after the other, and believes no length before it has seen that so much is there."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.at = 0
+        self._data = data
+        self._left = ELEMENTS_MAX
+
+    def value(self, depth: int) -> Any:
+        head = self._data[self.at]
+        self.at += 1
+        if head < 0x80:
+            return head
+        if head >= 0xE0:
+            return head - 0x100
+        if head in _CONSTANTS:
+            return _CONSTANTS[head]
+        number = _NUMBERS.get(head)
+        if number is not None:
+            (found,) = number.unpack(self._take(number.size))
+            return found
+        kind, length = self._length(head)
+        if kind == "str":
+            return str(self._take(length), "utf-8")
+        if kind == "bin":
+            return bytes(self._take(length))
+        return self._container(kind, length, depth + 1)
+
+    def _length(self, head: int) -> tuple[str, int]:
+        if head < 0x90:
+            return "map", head & 0x0F
+        if head < 0xA0:
+            return "array", head & 0x0F
+        if head < 0xC0:
+            return "str", head & 0x1F
+        if head not in _LENGTHS:
+            raise ValueError(f"0x{head:02x} begins no value")
+        kind, size = _LENGTHS[head]
+        return kind, int.from_bytes(self._take(size), "big")
+
+    def _container(self, kind: str, length: int, depth: int) -> Any:
+        items = 2 * length if kind == "map" else length
+        self._left -= items
+        if depth > DEPTH_MAX + 2 or self._left < 0 or items > len(self._data) - self.at:
+            raise ValueError(f"{kind} of {length} at depth {depth}")
+        if kind == "map":
+            return _pairs({}, [self.value(depth) for _ in range(items)])
+        if not items or self._data[self.at] != _EMPTY_EXT:
+            return [self.value(depth) for _ in range(items)]
+        zero, tag = self._take(3)[1:]
+        if zero:
+            raise ValueError("an extension that is not empty")
+        return _untag(tag, [self.value(depth) for _ in range(items - 1)])
+
+    def _take(self, size: int) -> memoryview:
+        if size > len(self._data) - self.at:
+            raise ValueError(f"{size} bytes where {len(self._data) - self.at} are left")
+        self.at += size
+        return self._data[self.at - size : self.at]
+
+
+def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
+    """`empty` (of any kind of dict), filled with key, value, key, value."""
+    dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
+    if 2 * len(empty) != len(flat):
+        raise ValueError("a key is there twice")
+    return empty
+
+
+def _untag(tag: int, items: list[Any]) -> Any:
+    """The value that a tagged array stands for. Errors: ValueError, TypeError, for what `encode` does not write."""
+    match tag, items:
+        case (Tag.TUPLE, _):
+            return tuple(items)
+        case (Tag.SET | Tag.FROZENSET, _):
+            found = set(items) if tag == Tag.SET else frozenset(items)
+            if len(found) != len(items):
+                raise ValueError("an item is there twice")
+            return found
+        case (Tag.ORDERED_DICT, _):
+            ordered: OrderedDict[Any, Any] = OrderedDict()
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                ordered[key] = value
+            return ordered
+        case (Tag.COUNTER, _):
+            return _pairs(Counter(), items)
+        case (Tag.DEFAULT_DICT, [None | str() as name, *flat]):
+            return _pairs(defaultdict(None if name is None else _FACTORIES[name]), flat)
+        case (Tag.DEQUE, [None | int() as maxlen, *flat]):
+            return deque(flat, maxlen)
+        case (Tag.INT, [bytes() as data]):
+            return int.from_bytes(data, "little", signed=True)
+        case (Tag.STR, [bytes() as data]):
+            return data.decode("utf-8", "surrogatepass")
+        case (Tag.BYTEARRAY, [bytes() as data]):
+            return bytearray(data)
+        case (Tag.COMPLEX, [float() as real, float() as imaginary]):
+            return complex(real, imaginary)
+        case (Tag.RANGE, [int(), int(), int()]):
+            return range(*items)
+        case (Tag.SLICE, [_, _, _]):
+            return slice(*items)
+        case (Tag.ARRAY, [str() as dtype, list() as shape, bytes() as data]):
+            return _array(dtype, shape, data).copy()
+        case (Tag.SCALAR, [str() as dtype, bytes() as data]):
+            return _array(dtype, [], data)[()]
+        case (Tag.INTS, [bytes() as data]):
+            return np.frombuffer(data, "<i8").tolist()
+        case (Tag.FLOATS, [bytes() as data]):
+            return np.frombuffer(data, "<f8").tolist()
+    return _untag_torch(tag, items)
+
+
+def _array(dtype: str, shape: list[Any], data: bytes) -> np.ndarray[Any, Any]:
+    if _NUMPY_DTYPE.fullmatch(dtype) is None or len(shape) > NDIM_MAX:
+        raise ValueError(f"an array of {dtype[:40]!r} and shape {str(shape)[:80]}")
+    if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+        raise ValueError(f"an array of shape {str(shape)[:80]} in {len(data)} bytes")
+    if dtype == "|b1" and data.translate(None, b"\0\1"):
+        raise ValueError("a bool that is neither 0 nor 1")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _untag_torch(tag: int, items: list[Any]) -> Any:
+    torch: Any = sys.modules.get("torch")  # a trainer has it loaded; a tool that only looks does not load it for this
+    if tag == Tag.TORCH_SIZE and all(type(n) is int for n in items):
+        return torch.Size(items) if torch else tuple(items)
+    match tag, items:
+        case (Tag.TORCH_DTYPE, [str() as name]) if name in ITEMSIZE:
+            return getattr(torch, name) if torch else name
+        case (Tag.TORCH_DEVICE, [str() as name]):
+            return torch.device(name) if torch else name
+    raise ValueError(f"tag {tag} with {len(items)} items, which this ckpt does not know")

@@ -1,0 +1,432 @@
+"""`ckpt.Checkpointer`: wires the parts together for one rank, and owns them. It decides nothing itself.
+
+The agent decides what is saved when and what is restored; the trainer side (ckpt/trainer) walks, copies and fills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt.agent.control import Kind, Word
+from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, SaveFailed, UsageError
+from ckpt.events import Events, Sink
+from ckpt.policy.every import Every, Keep, Limits
+from ckpt.settings import read
+from ckpt.storage import canonical
+from ckpt.tasks import Tasks
+from ckpt.trainer import entry
+from ckpt.trainer.levels import Level
+from ckpt.trainer.receipt import Receipt
+from ckpt.trainer.saver import Saver, check_metrics
+from ckpt.trainer.updates import Updates
+from ckpt.types import Tick
+
+SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its place is taken
+NOTICE_CODE = 143
+ASK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where the state came from. At a fresh start: step 0, level "none", identity None, source "nothing"."""
+
+    step: int = 0
+    level: Level = "none"
+    identity: str | None = None
+    source: str = "nothing"
+
+
+class Handle:
+    """One saved checkpoint on its way."""
+
+    def __init__(self, checkpointer: Checkpointer, tick: Tick) -> None:
+        self._checkpointer = checkpointer
+        self.tick = tick
+
+    @property
+    def step(self) -> int:
+        return self.tick.step
+
+    @property
+    def level(self) -> Level:
+        """The furthest level it is known to have reached: "none", "local", "store"."""
+        return self._checkpointer._parts.saver.link.levels.level(self.tick)
+
+    def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
+        """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time."""
+        self._checkpointer._wait_for(self.tick, level, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<ckpt.Handle step {self.tick.step} level {self.level}>"
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What lives between `__enter__` and `__exit__`."""
+
+    tasks: Tasks
+    saver: Saver
+    updates: Updates
+    closing: contextlib.ExitStack
+
+
+class Checkpointer:
+    """Keeps the state of a training loop safe, as a context manager.
+
+    url: a folder, or s3://, gs://, az://, or any fsspec URL. state: a dict of modules, optimizers, schedulers,
+    scalers, loaders, generators, tensors, and plain values; `ck.state[...]` is live. policy: when to save
+    (default Every(seconds=600)). keep: what stays in the store (default: everything). codec: "auto", "raw", "zstd" or
+    "planes". mesh: a DeviceMesh that names the ranks (default: the DTensors' own, else the rank). process_group: the
+    ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
+    URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
+    that does not match the checkpoint is an error. generators: include Python's, NumPy's and torch's. take_over:
+    begin even though another living job writes to the URL. sinks: called with every ckpt Event.
+
+    All ranks construct it with the same options and enter it together. Errors on entry: UsageError, StateMismatch,
+    StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        state: dict[str, Any],
+        *,
+        policy: Every | None = None,
+        keep: Keep | None = None,
+        codec: str = "auto",
+        mesh: Any = None,
+        process_group: Any = None,
+        init: str | os.PathLike[str] | None = None,
+        limits: Limits | None = None,
+        lazy: bool = True,
+        strict: bool = True,
+        generators: bool = True,
+        take_over: bool = False,
+        sinks: tuple[Sink, ...] = (),
+    ) -> None:
+        if codec not in ("auto", "raw", "zstd", "planes"):
+            raise UsageError(f'codec={codec!r}: one of "auto", "raw", "zstd", "planes"')
+        if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+            raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
+        self.url = read().redirected(canonical(os.fspath(url)))
+        self.state = dict(state)
+        self.restored = Restored()
+        self.events = Events(*sinks)
+        self._policy = policy or Every(seconds=600)
+        self._keep = keep or Keep()
+        self._limits = limits or Limits()
+        self._unsaved_s = self._limits.unsaved_s
+        self._asked = entry.Asked(
+            url=self.url,
+            state=self.state,
+            options=self._options(codec),
+            mesh=mesh,
+            process_group=process_group,
+            init=None if init is None else os.fspath(init),
+            lazy=lazy,
+            strict=strict,
+            generators=generators,
+            take_over=take_over,
+        )
+        self._receipt = Receipt()
+        self._entered: _Parts | None = None
+        self._step = 0
+        self._sub = 0
+        self._stepped = False
+        self._in_body = False
+        self._new_structure = True
+        self._answered = 0
+        self._due_word = 0
+        self._due_step = 0
+
+    # -- the loop
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
+        optimizer update). Put it first in a zip: zip(ck.steps(n), loader)."""
+        self._check_use()
+        while self._step < total:
+            self._stepped = False
+            self._in_body = True
+            yield self._step + 1
+            self._in_body = False
+            if not self._stepped:
+                self._end_step()
+
+    def step(self, n: int | None = None) -> None:
+        """Ends a step, in loops that count themselves. n, if given, must be the last step + 1.
+        Errors: UsageError; Leave (a SystemExit) when the job is to go."""
+        if n is not None and n != self._step + 1:
+            raise UsageError(
+                f"ck.step({n}): the last ended step is {self._step}, so the next is {self._step + 1}; "
+                "start counting from ck.restored.step + 1"
+            )
+        self._stepped = True
+        self._end_step()
+
+    def _end_step(self) -> None:
+        parts = self._entered
+        if parts is None:
+            raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
+        self._step = step = self._step + 1
+        self._sub = 0
+        parts.saver.boundary()
+        link = parts.saver.link
+        if self._new_structure:  # an optimizer's state appears in its first step
+            self._new_structure = False
+            with contextlib.suppress(SaveFailed):  # the next snapshot will say it
+                parts.saver.settle(Tick(step))
+        link.enter(step + 1)
+        word = link.words[0]
+        if word != self._answered and (word != self._due_word or step >= self._due_step):
+            self._serve(word, step)
+        parts.updates.pending = 0
+        if link.superseded_by is not None:
+            self._leave_superseded(link.superseded_by)
+        if self._unsaved_s is not None and time.monotonic() - link.levels.committed_s > self._unsaved_s:
+            raise SaveFailed(
+                f"nothing reached the store for {self._unsaved_s:g} s (ckpt.Limits(unsaved_s=)); "
+                f"run `ckpt doctor {self.url}`"
+            )
+
+    def poll(self) -> None:
+        """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches), and waits
+        for copies that still run: after it the state may be changed by hand."""
+        self._check_use()
+        parts = self._parts
+        parts.saver.poll()
+        self._sub += 1
+        word = parts.saver.link.words[0]
+        if word not in (self._answered, self._due_word) and (told := Word.unpack(word)) and told.step <= self._step:
+            self._answered = word
+            parts.saver.late(told.round, told.step)
+        if parts.saver.link.superseded_by is not None:
+            self._leave_superseded(parts.saver.link.superseded_by)
+
+    def fence(self) -> None:
+        """Waits for copies that still run under the step; call it before changing parameters or optimizer state by
+        hand (outside optimizer.step()) in the middle of a step."""
+        self._check_use()
+        self._parts.saver.fence()
+
+    def save(self, metrics: dict[str, float] | None = None) -> Handle:
+        """Saves the last ended step, now; called by all ranks at the same step. metrics: numbers kept with it (for
+        Keep(best=)). A failed save raises where its handle is waited for, not here.
+
+        Errors: UsageError after an update without a boundary."""
+        self._check_use()
+        numbers = check_metrics(metrics)
+        if self._parts.updates.pending:
+            raise UsageError(
+                f"ck.save() after an optimizer update that no step has ended: call ck.step() first, so that the "
+                f"checkpoint is of step {self._step + 1} and not of half of it"
+            )
+        tick = self._next_tick()
+        try:
+            self._save_now("save", tick, numbers)
+        except (SaveFailed, AgentError) as exc:
+            self._parts.saver.link.levels.put(tick, "local", False, str(exc))
+            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
+        return Handle(self, tick)
+
+    def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
+        """Returns when the newest snapshot taken here has reached `level`. Errors: SaveFailed."""
+        self._check_use()
+        last = self._parts.saver.last
+        if last is not None:
+            self._wait_for(last, level, timeout_s)
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """What this run came to so far; also logged in one line at the end."""
+        self._update_receipt()
+        return self._receipt.to_dict()
+
+    # -- entering and leaving
+
+    def __enter__(self) -> Self:
+        if self._entered is not None:
+            raise UsageError("this Checkpointer is entered already; make one for each `with`")
+        settings = read()
+        with contextlib.ExitStack() as stack:
+            tasks = stack.enter_context(Tasks("trainer", pool_size=4))
+            updates = stack.enter_context(Updates(self.state))
+            saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
+            self._entered = _Parts(tasks, saver, updates, stack.pop_all())
+        _LIVE.add(self)
+        self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
+        self._step = self.restored.step
+        self._receipt.start_step = self._receipt.end_step = self._step
+        self._receipt.restored_from = self.restored.source
+        saver.link.enter(self._step + 1)
+        if self.restored.identity is not None:
+            self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        parts = self._parts
+        failure: CkptError | None = None
+        try:
+            if error is None:
+                failure = self._finish_normally()
+            else:
+                failure = self._finish_early()
+        finally:
+            self._update_receipt()
+            self._entered = None
+            _LIVE.discard(self)
+            parts.closing.close()
+            self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
+        if failure is not None:
+            if error is not None:
+                error.add_note(f"ckpt: {failure}")
+            else:
+                raise CommitFailed(str(failure)) from failure
+
+    def _finish_normally(self) -> CkptError | None:
+        """Saves the last step unless it is saved, and waits for its commit."""
+        deadline = time.monotonic() + self._limits.exit_s
+        if self._in_body and not self._stepped and self._parts.updates.pending:
+            self._end_step()  # a break after the update: the step has ended
+        if self._step == self.restored.step and self._parts.saver.last is None:
+            return self._leave("normal", deadline)
+        # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
+        tick = self._next_tick() if self._sub else Tick(self._step)
+        failure: CkptError = CommitFailed("no attempt was made")
+        while time.monotonic() < deadline:
+            try:
+                self._save_now("exit", tick, {}, deadline)
+                self._wait_for(tick, "store", max(0.0, deadline - time.monotonic()))
+                return self._leave("normal", deadline)
+            except SaveFailed as exc:
+                return self._leave("normal", deadline) or CommitFailed(str(exc))
+            except AgentError as exc:  # it is being started again; what it held is handed over
+                failure = exc
+                self._parts.tasks.stopping.wait(ASK_AGAIN_S)
+        return failure
+
+    def _finish_early(self) -> CkptError | None:
+        """Takes no snapshot: the state may be half a step old. Lets what is under way finish."""
+        self._parts.saver.quiet()
+        if self._parts.saver.restarts_follow:
+            return None  # the agent goes on without us, and a restart must not wait for it
+        return self._leave("exception", time.monotonic() + self._limits.exit_s)
+
+    def _leave(self, outcome: str, deadline: float) -> CkptError | None:
+        try:
+            self._parts.saver.link.leave(outcome, max(1.0, deadline - time.monotonic()))
+        except CkptError as exc:
+            return exc if outcome == "normal" and not isinstance(exc, AgentError) else None
+        return None
+
+    # -- inside
+
+    def _serve(self, word: int, step: int) -> None:
+        told = Word.unpack(word)
+        saver = self._parts.saver
+        if told is None or told.step > step:
+            self._due_word, self._due_step = word, told.step if told else 0
+            return
+        self._answered = word
+        if told.step < step:
+            saver.late(told.round, told.step)
+            return
+        missed = saver.take(told.round, told.slot, Tick(step))
+        if not missed and told.kind is Kind.HOLD:
+            saver.quiet()
+            if self._held(told.round):
+                raise Leave(NOTICE_CODE)
+
+    def _held(self, round_: int) -> bool:
+        """Waits, without a bound of its own, for the verdict on a final appointment: a held rank never goes on by a
+        time-out, since the others may have left."""
+        try:
+            return bool(self._parts.saver.link.request("held", {"round": round_}, None).fields["leave"])
+        except AgentError:
+            return False  # the agent died before it said leave: for a round that it does not know that is MISSED
+
+    def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
+        """Asks for a slot together with all ranks, and takes the snapshot."""
+        saver = self._parts.saver
+        saver.quiet()  # what was taken before is reported before: the agent may give its slot to this one
+        saver.settle(tick)
+        limit_s = self._limits.exit_s if deadline is None else max(1.0, deadline - time.monotonic())
+        fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
+        answer = saver.link.request("save", fields, limit_s).fields
+        saver.link.levels.retry(tick)
+        if answer["saved"]:
+            return  # an appointment came first: all ranks have staged that very tick
+        if why := saver.take(int(answer["round"]), int(answer["slot"]), tick, metrics):
+            raise SaveFailed(f"step {tick.step} was not staged: {why}")
+
+    def _wait_for(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
+        """The training thread ends copies that run under the step first: nobody else could, while it waits here."""
+        saver = self._parts.saver
+        if threading.current_thread() is saver.thread:
+            saver.quiet()
+        saver.link.levels.wait(tick, level, timeout_s)
+
+    def _next_tick(self) -> Tick:
+        self._sub += 1
+        return Tick(self._step, self._sub)
+
+    def _leave_superseded(self, by: str) -> None:
+        self.events.emit(
+            "superseded", f"ckpt: {by} owns {self.url} now; this job leaves and saves nothing more", loud=True
+        )
+        raise Leave(SUPERSEDED_CODE)
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._entered is None:
+            raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
+        return self._entered
+
+    def _check_use(self) -> None:
+        parts = self._parts
+        if parts.saver.forked:
+            raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
+        if threading.current_thread() is not parts.saver.thread:
+            raise UsageError("a Checkpointer is used by the thread that entered it")
+
+    def _options(self, codec: str) -> dict[str, Any]:
+        best = self._keep.best
+        return {
+            "policy": {"steps": self._policy.steps, "seconds": self._policy.seconds},
+            "keep": {
+                "last": self._keep.last,
+                "every": self._keep.every,
+                "best": None if best is None else [best.metric, best.mode],
+            },
+            "limits": {k: v for k, v in asdict(self._limits).items() if k in ("memory", "bandwidth")},
+            "codec": codec,
+        }
+
+    def _update_receipt(self) -> None:
+        self._receipt.end_step = self._step
+        if self._entered is not None:
+            saver = self._entered.saver
+            newest = saver.link.levels.newest("store")
+            self._receipt.committed_step = newest.step if newest else self._receipt.committed_step
+            self._receipt.agent_restarts = saver.link.restarts
+            saver.prove(self._receipt)
+
+
+_LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for checkpointer in list(_LIVE):
+        if checkpointer._entered is not None:
+            checkpointer._entered.saver.abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)

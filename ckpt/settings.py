@@ -1,0 +1,78 @@
+"""What comes from the environment, in the only module that reads it: argument, then environment, then default.
+
+Cloud credentials are not here: the storage libraries read their own usual variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`runtime_dir`: where sockets and locks live (one 0700 folder per user).
+    `launch`: the launch id; the same id is a restart and waits for nobody.
+    `linger_s`: how long an agent whose trainers died keeps their memory for a restart.
+    `heartbeat_s`: how often a running epoch shows in the store that it lives.
+    `agent_log`: where the agent's standard error goes; None: a file in runtime_dir.
+    `retry_s`: how long a failing store operation is tried again.
+    `redirect`: (from, to): a Checkpointer of the one URL uses the other (`ckpt rehearse` runs a script beside its run).
+    `restarts_left`: how often the launcher would start this job again if it failed now."""
+
+    runtime_dir: Path
+    launch: str
+    linger_s: float = 300.0
+    heartbeat_s: float = 10.0
+    agent_log: Path | None = None
+    retry_s: float = 120.0
+    restarts_left: int = 0
+    redirect: tuple[str, str] | None = None
+
+    def redirected(self, url: str) -> str:
+        return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{name}={text!r} is not a number of seconds; unset it or give one, such as {default:g}")
+    return value
+
+
+def _pair(name: str, text: str) -> tuple[str, str]:
+    try:
+        first, second = map(str, json.loads(text))
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a JSON list of two URLs; unset it") from None
+    return first, second
+
+
+def read(env: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this process. Errors: UsageError names the variable that does not parse."""
+    env = os.environ if env is None else env
+    runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
+    launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or f"pid-{os.getpid()}"
+    log = env.get("CKPT_AGENT_LOG")
+    redirect = env.get("CKPT_REDIRECT")
+    return Settings(
+        runtime_dir=Path(runtime),
+        launch=launch[:200],
+        linger_s=_number(env, "CKPT_LINGER_S", 300.0),
+        heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0),
+        agent_log=Path(log) if log else None,
+        retry_s=_number(env, "CKPT_RETRY_S", 120.0),
+        redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
+        restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
+    )

@@ -1,0 +1,43 @@
+"""Which of our errors a failed HTTP exchange is: the backends that speak HTTP share this table."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
+
+_PASSING = {408, 425, 429, 500, 502, 503, 504, 509}
+_CREDENTIALS = re.compile(r"ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch")
+_FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|EntityTooLarge")
+
+
+def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
+    """The error for an HTTP status that is none of success. `text`: the reply's body, or what is known of it."""
+    told = f"{url}: {what}: the store answered {status}{_told(text)}"
+    if _FULL.search(text) or status in (413, 507):
+        return StorageError(f"{told}; it takes no more: make room (ckpt prune {url}), or raise the quota")
+    if "RequestTimeTooSkewed" in text:
+        return AccessDenied(f"{told}; this machine's clock is wrong by more than the store accepts: set it")
+    if status in (401, 403) or _CREDENTIALS.search(text):
+        return AccessDenied(f"{told}; check the credentials, and what they are allowed in this bucket")
+    if "ConditionalRequestConflict" in text or "OperationAborted" in text:
+        return TransientError(told)  # another request for the key is under way, and may yet fail
+    if status == 404:
+        return NotFound(told)
+    if status in (409, 412):
+        return AlreadyExists(told)
+    if status in _PASSING:
+        return TransientError(told)
+    return StorageError(told)
+
+
+def lost(url: str, what: str, why: object) -> TransientError:
+    """The error for an exchange that broke off: nobody knows whether the request was carried out."""
+    return TransientError(f"{url}: {what}: the connection failed: {why}")
+
+
+def _told(text: str) -> str:
+    """The code and message of an S3 or Azure error document, else the first line."""
+    found = [each[1].strip() for each in re.finditer(r"<(?:Code|Message)>([^<]{1,300})</", text)]
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f" ({': '.join(each for each in found if each) or line[:300]})" if text.strip() else ""

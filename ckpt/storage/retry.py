@@ -1,0 +1,136 @@
+"""The one place that tries again. Nothing below it retries, nothing above it needs to.
+
+Only TransientError is retried: exponential backoff with jitter (each pause is drawn evenly from [half, whole] of
+0.1 s x 2^n, at most 10 s) until `retry_s` have passed since the operation began. What the end means:
+
+- A reading operation, delete and abort_uploads are idempotent: the last TransientError is raised.
+- A put that met a TransientError may have landed, or may land later. It is tried again with the same bytes. Where
+  IF_ABSENT then finds the key taken, the object is read back: equal bytes are our own put whose reply was lost. A put
+  that has not succeeded at the end is Unsettled.
+- A listing goes on behind the last key it has given.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from ckpt.errors import AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
+from ckpt.events import Events
+from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
+
+T = TypeVar("T")
+
+PAUSE_FIRST_S = 0.1
+PAUSE_MAX_S = 10.0
+LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
+
+
+class Retrying:
+    """A backend that tries the inner one again. `pause(seconds)` waits; by default until `close` at the latest."""
+
+    def __init__(
+        self,
+        inner: Backend,
+        retry_s: float,
+        events: Events | None = None,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.url = inner.url
+        self.inner = inner
+        self._retry_s = retry_s
+        self._events = events or Events()
+        self._now_s = now_s
+        self._closed = threading.Event()
+        self._pause = pause or self._closed.wait
+        self._random = random.Random(seed)
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        uncertain = False
+
+        def attempt() -> None:
+            nonlocal uncertain
+            try:
+                self.inner.put(key, chunks, mode)
+            except TransientError:
+                uncertain = True
+                raise
+            except AlreadyExists:
+                if not (uncertain and self._holds(key, chunks)):
+                    raise
+
+        try:
+            self._again(f"put {key}", attempt)
+        except TransientError as exc:
+            raise Unsettled(f"{exc}; it may have landed: read {key} back before trusting either") from exc
+
+    def get(self, key: str, size_max: int) -> bytes:
+        return self._again(f"get {key}", lambda: self.inner.get(key, size_max))
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        return self._again(f"get {key}", lambda: self.inner.get_range(key, start, length))
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._again(f"head {key}", lambda: self.inner.head(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        last = ""
+        listing: Iterator[ObjectInfo] | None = None
+
+        def following() -> ObjectInfo | None:
+            nonlocal listing
+            try:
+                if listing is None:
+                    listing = iter(self.inner.list(prefix))
+                return next((info for info in listing if info.key > last), None)
+            except TransientError:
+                listing = None  # a generator that has raised is spent
+                raise
+
+        while (info := self._again(f"list {prefix}", following)) is not None:
+            last = info.key
+            yield info
+
+    def delete(self, keys: Iterable[str]) -> None:
+        each = list(keys)
+        self._again(f"delete {len(each)} objects", lambda: self.inner.delete(each))
+
+    def abort_uploads(self, older_than_s: float) -> int:
+        return self._again("abort uploads", lambda: self.inner.abort_uploads(older_than_s))
+
+    def now_s(self) -> float:
+        return self._again("ask the time", self.inner.now_s)
+
+    def close(self) -> None:
+        """Also ends every pause: an operation that waits for its next try raises its last error at once."""
+        self._closed.set()
+        self.inner.close()
+
+    def _holds(self, key: str, chunks: Sequence[Buffer]) -> bool:
+        ours = b"".join(chunks)
+        try:
+            return self.inner.get(key, len(ours)) == ours
+        except (DamagedData, NotFound):
+            return False
+
+    def _again(self, what: str, attempt: Callable[[], T]) -> T:
+        began_s = self._now_s()
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return attempt()
+            except TransientError as exc:
+                left_s = began_s + self._retry_s - self._now_s()
+                pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(tries - 1, 20)) * self._random.uniform(0.5, 1.0)
+                if left_s <= pause_s or self._closed.is_set():
+                    raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}") from exc
+                told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
+                self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
+                self._pause(pause_s)

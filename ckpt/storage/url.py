@@ -1,0 +1,106 @@
+"""From a URL to a store. The whole stack is put together in `open`, and nowhere else.
+
+    a path, file:///...      a folder                       memory://name   a store within this process
+    s3:// gs:// az://        object storage (obstore)       any other URL   fsspec ("fsspec+s3://": s3fs, for instance)
+
+Which backend serves a scheme is said by the entry points of the group "ckpt.backends". Our own are also in the table
+below, so that opening a plain path costs no look-up (20 ms), and so that a checkout that is not installed works; a
+package that brings a backend for another scheme is found by its entry point before fsspec is asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os.path
+import re
+import urllib.parse
+from collections.abc import Callable
+from typing import cast
+
+from ckpt.errors import UsageError
+from ckpt.events import Events
+from ckpt.settings import Settings, read
+from ckpt.storage.contract import Backend
+from ckpt.storage.retry import Retrying
+
+OUR_BACKENDS = {
+    "file": "ckpt.backends.local:open_local",
+    "memory": "ckpt.backends.memory:open_memory",
+    "s3": "ckpt.backends.cloud:open_cloud",
+    "gs": "ckpt.backends.cloud:open_cloud",
+    "az": "ckpt.backends.cloud:open_cloud",
+    "fsspec": "ckpt.backends.any_fsspec:open_fsspec",
+}
+ACCEPTED = (
+    "a path, file:///path, s3://bucket/path, gs://bucket/path, az://container/path, memory://name, "
+    "or fsspec+protocol://... for any file system that fsspec knows"
+)
+_SCHEME = re.compile(r"[a-z][a-z0-9.-]*(\+[a-z0-9.-]+)?")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_FOLDER = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.=@+,-]{1,255}")  # one part of the path within a bucket
+
+
+def open(url: str, *, settings: Settings | None = None, events: Events | None = None) -> Backend:
+    """The store at that URL, with retries around it. Nothing is created or asked before the first operation.
+
+    Thread-safe; whoever opens closes. Errors: UsageError, saying what is accepted.
+    """
+    settings = settings or read()
+    url = canonical(url)
+    backend = _factory(scheme_of(url))(url)
+    return Retrying(backend, settings.retry_s, events)
+
+
+def canonical(url: str) -> str:
+    """The one way to write that URL: equal for equal stores. A folder's is its absolute path, links resolved.
+
+    Touches no network and imports no backend. Errors: UsageError, saying what is accepted.
+    """
+    if not url or any(ord(c) < 32 for c in url):
+        raise UsageError(f"not a URL: {url[:200]!r}; give {ACCEPTED}")
+    head, mark, rest = url.partition("://")
+    scheme = head.lower()
+    if not mark:
+        if re.match(r"(file|memory|s3|gs|az|https?):", url):
+            raise UsageError(f"not a URL: {url!r} lacks the two slashes; give {ACCEPTED} (a path may begin with ./)")
+        return os.path.realpath(os.path.expanduser(url))
+    if not _SCHEME.fullmatch(scheme) or not rest:
+        raise UsageError(f"not a URL: {url[:200]!r}; give {ACCEPTED}")
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise UsageError(f"{url!r} names a host; a local folder is file:///path or a plain path")
+        return os.path.realpath(urllib.parse.unquote(rest))
+    if scheme in ("memory", "s3", "gs", "az"):
+        return f"{scheme}://{_bucket_and_path(url, rest)}"
+    return f"{scheme}://{rest.rstrip('/') or rest}"
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a canonical URL; "file" for a path."""
+    head, mark, _ = url.partition("://")
+    return head if mark else "file"
+
+
+def _bucket_and_path(url: str, rest: str) -> str:
+    bucket, _, path = rest.partition("/")
+    parts = [part for part in path.split("/") if part]
+    if not _BUCKET.fullmatch(bucket) or not all(_FOLDER.fullmatch(part) for part in parts):
+        raise UsageError(
+            f"not a store's URL: {url[:200]!r}; the bucket and the folders in it are named with "
+            "A-Z a-z 0-9 . _ - (folders also = @ + ,); endpoint, region and credentials are taken from the "
+            "environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ...)"
+        )
+    return "/".join([bucket, *parts])
+
+
+def _factory(scheme: str) -> Callable[[str], Backend]:
+    where = OUR_BACKENDS.get(scheme) or _entry_points().get(scheme) or OUR_BACKENDS["fsspec"]
+    module, _, name = where.partition(":")
+    return cast(Callable[[str], Backend], getattr(importlib.import_module(module), name))
+
+
+def _entry_points() -> dict[str, str]:
+    """Scheme to "module:function", of every installed package."""
+    import importlib.metadata
+
+    return {point.name: point.value for point in importlib.metadata.entry_points(group="ckpt.backends")}

@@ -1,0 +1,181 @@
+"""Committing a checkpoint: frames into packs, then one record. After the record's put it exists; before, nothing does.
+
+Order of writes: all packs of the attempt, in parallel; when the last has returned, `check` (is this epoch superseded?)
+and the tombstones; then the record. So at any crash the store holds some packs that nothing refers to, or everything.
+
+Must-invariants:
+- No key is ever written by two attempts: every attempt at an identity after the first takes a new writer name.
+- A record refers to another checkpoint's packs only through `base`, which must be unretired when the record is put.
+- After an error or a cancel the attempt's threads have ended when `commit` raises, and nothing more is written.
+- Frames are hashed again just before they are encoded: what changed in memory since it was staged is not committed.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import AlreadyExists, NotFound, SaveFailed, Superseded, TransientError, Unsettled, UsageError
+from ckpt.format import record
+from ckpt.format.codecs import CodecOption
+from ckpt.format.manifest import Manifest, Record
+from ckpt.storage.contract import Backend, PutMode
+from ckpt.store import keys
+from ckpt.store.lineage import CommitRef
+from ckpt.store.packs import PACK_BYTES, Pace, Packs, pack_keys
+from ckpt.types import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """`raw_bytes`: of all frames. `stored_bytes`: put in new packs. `referred_bytes`: raw bytes of the frames that
+    were found in packs of the base, or twice in this checkpoint, and so not written. `packs`: new ones."""
+
+    record: Record
+    ref: CommitRef
+    raw_bytes: int
+    stored_bytes: int
+    referred_bytes: int
+    packs: int
+    seconds: float
+
+
+class Committer:
+    """Commits checkpoints, one at a time, as one writing incarnation.
+
+    `writer`: matches keys.WRITER, never used by another process. `codec`: "auto", "raw", "zstd" or "planes".
+    `bandwidth`: bytes per second to the store on average; None: no limit. `pack_bytes`: raw bytes per pack, about."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        writer: str,
+        codec: CodecOption = "auto",
+        bandwidth: float | None = None,
+        *,
+        clock: Clock | None = None,
+        pack_bytes: int = PACK_BYTES,
+    ) -> None:
+        self.backend = backend
+        self.writer = writer
+        self.codec = codec
+        self.bandwidth = bandwidth
+        self.pack_bytes = pack_bytes
+        self._clock = clock or SystemClock()
+        self._attempted: set[Identity] = set()
+        self._busy = threading.Lock()
+
+    def commit(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        frame: Callable[[int], memoryview],
+        *,
+        check: Callable[[], None],
+        base: Record | None = None,
+        owner: str = "node",
+        metrics: Mapping[str, float] | None = None,
+        about: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Committed:
+        """Puts the packs, then the record; blocks until it is there or has failed.
+
+        `frame(i)`: the raw bytes of frame i, contiguous, unchanged until the return; called from several threads.
+        `check`: raises Superseded; called right before the record. `base`: the newest record of the line, to whose
+        packs unchanged frames may refer; None for whoever is not the coordinator. `owner`: whose data it is, part of
+        the packs' keys. `progress(done, total)`: raw bytes, from any thread. `cancel`: set it to give up.
+
+        Errors: SaveFailed (no record was put, or nobody knows and it is harmless); Superseded from `check`."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("a Committer commits one checkpoint at a time")
+        try:
+            began_s = self._clock.now_s()
+            writer = self._writer_for(identity)
+            packs = Packs(
+                self.backend,
+                manifest,
+                frame,
+                pack_keys(identity, owner, writer),
+                self.codec,
+                self.pack_bytes,
+                Pace(self._clock, self.bandwidth),
+                progress,
+                cancel or threading.Event(),
+            )
+            try:
+                packs.write(base)
+                made = Record(
+                    identity,
+                    writer,
+                    manifest,
+                    tuple(packs.listed),
+                    packs.places,
+                    dict(metrics or {}),
+                    dict(about or {}),
+                )
+                body = record.encode(made)
+                packs.raise_if_cancelled()
+                check()
+                self._put_record(made, body, base)
+            except Superseded:
+                raise
+            except Exception as exc:
+                _let_go(exc)
+                raise SaveFailed(f"{identity} was not committed to {self.backend.url}: {exc}") from exc
+            return Committed(
+                record=made,
+                ref=CommitRef(identity, writer, len(body)),
+                raw_bytes=packs.raw_bytes,
+                stored_bytes=packs.stored_bytes,
+                referred_bytes=packs.raw_bytes - packs.written_bytes,
+                packs=packs.count,
+                seconds=self._clock.now_s() - began_s,
+            )
+        finally:
+            self._busy.release()
+
+    def _writer_for(self, identity: Identity) -> str:
+        """The first attempt's puts may still land, so a second one must not share its keys."""
+        if identity in self._attempted:
+            return keys.new_writer()
+        self._attempted.add(identity)
+        return self.writer
+
+    def _put_record(self, made: Record, body: bytes, base: Record | None) -> None:
+        """A put whose reply was lost is settled by reading back and not tried again here: the record would be created
+        anew if it had been deleted meanwhile."""
+        key = keys.record_key(made.identity, made.writer)
+        self._check_unretired(made, base)
+        try:
+            self.backend.put(key, [body], PutMode.IF_ABSENT)
+        except (AlreadyExists, TransientError, Unsettled) as exc:
+            try:
+                found = self.backend.get(key, record.RECORD_BYTES_MAX)
+            except NotFound:
+                raise SaveFailed(f"its record was not accepted ({exc}); if it lands later, it is complete") from exc
+            if found != body:
+                raise SaveFailed(f"{key} is another writer's; give each writer a name of its own") from exc
+            self._check_unretired(made, base)
+
+    def _check_unretired(self, made: Record, base: Record | None) -> None:
+        needed = {made.identity}
+        if base is not None and not set(base.packs).isdisjoint(made.packs):
+            needed.add(base.identity)
+        for identity in sorted(needed):
+            try:
+                self.backend.head(keys.retired_key(identity))
+            except NotFound:
+                continue
+            raise SaveFailed(f"{identity} was retired meanwhile")
+
+
+def _let_go(exc: BaseException | None) -> None:
+    """The tracebacks hold views of memory that its owner wants to close."""
+    while exc is not None:
+        traceback.clear_frames(exc.__traceback__)
+        exc = exc.__cause__ or exc.__context__

@@ -1,0 +1,198 @@
+"""What differs between two checkpoints: tensors by name, and values by path.
+
+Parts whose frames have equal hashes and lie alike are equal without being read; of the rest a few frames are in memory
+at a time, however the two were sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.plan.reshard import Cut
+from ckpt.store.numbers import Bits, values_of
+from ckpt.store.reader import FrameReader, load_values
+from ckpt.store.slabs import chosen, cuts_by_want, exported_name, slabs_of, stream
+from ckpt.types import FRAME_BYTES
+
+PATHS_MAX = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A tensor of the same shape and dtype with other bits. `elements`: how many differ. `max_abs`, `rms`: of the
+    differences over all elements where both are finite; None for dtypes that are not numbers. `nans`: elements that
+    are not a number, in the first and in the second, as far as they differ by parts of some MiB."""
+
+    name: str
+    elements: int
+    size: int
+    max_abs: float | None
+    rms: float | None
+    nans: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """`added`, `removed`: only in the second, only in the first. `retyped`: (name, before, after) where dtype or shape
+    differ. `values`: up to 50 paths in the values that differ, such as "shared['epoch']" or "rank=0['loader'][3]"."""
+
+    equal: tuple[str, ...]
+    changed: tuple[Changed, ...]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    retyped: tuple[tuple[str, str, str], ...]
+    values: tuple[str, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        return not (self.changed or self.added or self.removed or self.retyped or self.values)
+
+
+def diff(
+    first: FrameReader,
+    second: FrameReader,
+    only: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Diff:
+    """`only`: globs on names; values are compared only without it. `progress(done, total)`: bytes of tensors.
+
+    Errors: DamagedData; NotFound; StorageError."""
+    ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
+    theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
+    both = [name for name in ours if name in theirs]
+    retyped = [name for name in both if _kind(ours[name]) != _kind(theirs[name])]
+    alike = [name for name in both if name not in set(retyped)]
+    changed = _compare(first, second, [ours[name] for name in alike], progress)
+    return Diff(
+        equal=tuple(name for name in alike if name not in changed),
+        changed=tuple(changed.values()),
+        added=tuple(name for name in theirs if name not in ours),
+        removed=tuple(name for name in ours if name not in theirs),
+        retyped=tuple((name, _kind(ours[name]), _kind(theirs[name])) for name in retyped),
+        values=() if only else _changed_values(first, second),
+    )
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
+
+
+@dataclass(slots=True)
+class _Sums:
+    elements: int = 0
+    max_abs: float = 0.0
+    squares: float = 0.0
+    nans: list[int] = field(default_factory=lambda: [0, 0])
+    are_numbers: bool = True
+
+    def add(self, a: Bits, b: Bits, dtype: str) -> None:
+        raw = np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8)
+        self.elements += int(raw.reshape(-1, a.itemsize).any(axis=1).sum())
+        x, y = values_of(a, dtype), values_of(b, dtype)
+        if x is None or y is None:
+            self.are_numbers = False
+            return
+        self.nans[0] += int(np.isnan(x).sum())
+        self.nans[1] += int(np.isnan(y).sum())
+        finite = np.isfinite(x) & np.isfinite(y)
+        far = np.abs(x[finite] - y[finite])
+        if far.size:
+            self.max_abs = max(self.max_abs, float(far.max()))
+            self.squares += float(np.square(far).sum())
+
+
+def _compare(
+    first: FrameReader, second: FrameReader, specs: Sequence[TensorSpec], progress: Callable[[int, int], None] | None
+) -> dict[str, Changed]:
+    """The changed ones of tensors that both have with the same shape and dtype."""
+    wants = [want for spec in specs for want in slabs_of(spec, FRAME_BYTES)]
+    ours = cuts_by_want(first.record.manifest, wants)
+    theirs = cuts_by_want(second.record.manifest, wants)
+    signs = _signs(first.record.manifest), _signs(second.record.manifest)
+    differing = [
+        want for want, a, b in zip(wants, ours, theirs, strict=True) if _signed(a, signs[0]) != _signed(b, signs[1])
+    ]
+    del ours, theirs, signs
+    total = sum(want.box.size for want in wants)
+    done = total - sum(want.box.size for want in differing)
+    sums: dict[tuple[str, str], _Sums] = {}
+    for (i, a), (_, b) in zip(stream(first, differing), stream(second, differing), strict=True):
+        want = differing[i]
+        if a.tobytes() != b.tobytes():
+            sums.setdefault((want.name, want.owner), _Sums()).add(a, b, want.dtype)
+        done += want.box.size
+        if progress is not None:
+            progress(done, total)
+    by_key = {(spec.name, spec.owner): spec for spec in specs}
+    return {exported_name(by_key[key]): _result(by_key[key], each) for key, each in sums.items()}
+
+
+def _result(spec: TensorSpec, sums: _Sums) -> Changed:
+    size = math.prod(spec.shape)
+    return Changed(
+        name=exported_name(spec),
+        elements=sums.elements,
+        size=size,
+        max_abs=sums.max_abs if sums.are_numbers else None,
+        rms=math.sqrt(sums.squares / size) if sums.are_numbers else None,
+        nans=(sums.nans[0], sums.nans[1]),
+    )
+
+
+def _signs(manifest: Manifest) -> list[tuple[int, int, int]]:
+    signs: list[tuple[int, int, int]] = manifest.frames[["hash_hi", "hash_lo", "length"]].tolist()
+    return signs
+
+
+def _signed(by_frame: Mapping[int, Sequence[Cut]], signs: Sequence[tuple[int, int, int]]) -> list[tuple[Any, ...]]:
+    """What a slab is made of, in terms that two checkpoints share."""
+    return sorted((c.at, c.shape, c.strides, c.offset, signs[f]) for f, its_cuts in by_frame.items() for c in its_cuts)
+
+
+def _changed_values(first: FrameReader, second: FrameReader) -> tuple[str, ...]:
+    ours, theirs = load_values(first), load_values(second)
+    found: list[str] = []
+    pairs: list[tuple[str, Any, Any]] = [("shared", ours.shared, theirs.shared)]
+    for coordinate in sorted({*ours.own_shared, *theirs.own_shared}):
+        a, b = ours.own_shared.get(coordinate, ours.shared), theirs.own_shared.get(coordinate, theirs.shared)
+        pairs.append((f"{coordinate} shared", a, b))
+    for coordinate in sorted({*ours.own, *theirs.own}):
+        pairs.append((coordinate, ours.own.get(coordinate), theirs.own.get(coordinate)))
+    for name, a, b in pairs:
+        for path in differences(a, b, name):
+            found.append(path)
+            if len(found) == PATHS_MAX:
+                return tuple(found)
+    return tuple(found)
+
+
+def differences(a: Any, b: Any, path: str) -> Iterator[str]:
+    """The paths at which two trees of values differ. Floats are compared by their bits, so that NaN equals itself."""
+    if type(a) is not type(b):
+        yield path
+    elif isinstance(a, dict):
+        for key in [*a, *(key for key in b if key not in a)]:
+            where = f"{path}[{key!r}]"
+            if key in a and key in b:
+                yield from differences(a[key], b[key], where)
+            else:
+                yield where
+    elif isinstance(a, (list, tuple)):
+        missing = object()
+        for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=missing)):
+            yield from differences(x, y, f"{path}[{i}]")
+    elif isinstance(a, (np.ndarray, np.generic)):
+        if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+            yield path
+    elif isinstance(a, float):
+        if a.hex() != b.hex():
+            yield path
+    elif a != b:
+        yield path

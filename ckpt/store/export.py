@@ -1,0 +1,249 @@
+"""A checkpoint as a file that other tools read: .safetensors, a folder of them with the Hugging Face index, or .pt.
+
+Tensors are streamed in parts of some MiB, so that memory stays at a few frames. What is being written has another name
+until it is whole and on the disk. A rank's own tensor is called `<name>@<coordinate>`. Values are not exported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ckpt.errors import UsageError
+from ckpt.format.safetensors import SafetensorsWriter, TensorHead
+from ckpt.plan.reshard import Want
+from ckpt.store.numbers import FLOATS, TARGETS, converted
+from ckpt.store.reader import FrameReader
+from ckpt.store.slabs import chosen, exported_name, slabs_of, stream
+
+Format = Literal["safetensors", "sharded", "torch"]
+
+SHARD_BYTES = 5 << 30
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`files`: what was written. `bytes`: of the tensors, after conversion."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    bytes: int
+
+
+def export(
+    reader: FrameReader,
+    to: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    only: Sequence[str] = (),
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Writes the tensors whose name matches one of the globs `only` (all without one).
+
+    `format`: by default by the name: .safetensors, .pt or .pth, else a folder. `dtype`: floating-point tensors become
+    this. `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
+    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches; a dtype that the format does not
+    have); DamagedData; NotFound; StorageError; OSError."""
+    path = Path(to)
+    format = format or _format_of(path)
+    if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} is there already; remove it, or give another name")
+    if dtype is not None and dtype not in TARGETS:
+        raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGETS)}")
+    specs = chosen(reader.record.manifest, only)
+    if not specs:
+        raise UsageError(f"no tensor of {reader.record.identity} matches {', '.join(only) or 'anything: it has none'}")
+    heads = [TensorHead(exported_name(s), _target(s.dtype, dtype), s.shape) for s in specs]
+    metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
+    with _under_another_name(path) as temporary:
+        if format == "torch":
+            sink: _Sink = _TorchFile(temporary, heads)
+        elif format == "sharded":
+            sink = _Folder(temporary, heads, shard_bytes, metadata)
+        else:
+            sink = SafetensorsWriter(temporary, heads, metadata)
+        with sink:
+            _copy(reader, [want for spec in specs for want in slabs_of(spec)], dtype, sink, progress)
+    files = sorted(path.iterdir()) if format == "sharded" else [path]
+    return Exported(tuple(files), len(heads), sum(head.bytes for head in heads))
+
+
+class _Sink(Protocol):
+    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+
+def _format_of(path: Path) -> Format:
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if path.suffix in (".pt", ".pth") else "sharded"
+
+
+def _target(dtype: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and dtype in FLOATS else dtype
+
+
+def _copy(
+    reader: FrameReader,
+    wants: Sequence[Want],
+    dtype: str | None,
+    sink: _Sink,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    total = sum(want.box.size for want in wants)
+    done = 0
+    at: dict[str, int] = {}
+    for i, bits in stream(reader, wants):
+        want = wants[i]
+        target = _target(want.dtype, dtype)
+        if target != want.dtype:
+            bits = converted(bits, want.dtype, target)
+        name = exported_name(want)
+        sink.write(name, bits.reshape(-1).view(np.uint8).data, at.get(name, 0))
+        at[name] = at.get(name, 0) + bits.nbytes
+        done += want.box.size
+        if progress is not None:
+            progress(done, total)
+
+
+class _Folder:
+    """Several .safetensors files and the index that says which tensor is in which."""
+
+    def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
+        shards = _shards(heads, shard_bytes)
+        folder.mkdir()
+        self._folder = folder
+        self._file_of: dict[str, int] = {head.name: i for i, shard in enumerate(shards) for head in shard}
+        self._names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        self._bytes = sum(head.bytes for head in heads)
+        self._files: list[SafetensorsWriter] = []
+        try:
+            for name, shard in zip(self._names, shards, strict=True):
+                self._files.append(SafetensorsWriter(folder / name, shard, metadata))
+        except BaseException:
+            for file in self._files:
+                file.abandon()
+            raise
+
+    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        self._files[self._file_of[name]].write(name, data, offset)
+
+    def __enter__(self) -> _Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for file in self._files:
+            file.abandon() if kind is not None else file.close()
+        if kind is None:
+            weight_map = {name: self._names[i] for name, i in sorted(self._file_of.items())}
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            with open(self._folder / INDEX, "w") as out:
+                json.dump(index, out, indent=2)
+                out.flush()
+                os.fsync(out.fileno())
+            _sync(self._folder)
+
+
+def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHead]]:
+    """In order; a tensor larger than a shard has one for itself."""
+    shards: list[list[TensorHead]] = [[]]
+    size = 0
+    for head in heads:
+        if shards[-1] and size + head.bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(head)
+        size += head.bytes
+    return shards
+
+
+class _TorchFile:
+    """torch's own format, which only torch writes. The tensors are gathered in a file beside it, which is mapped, so
+    that torch.save reads them from there and not from memory."""
+
+    def __init__(self, path: Path, heads: Sequence[TensorHead]) -> None:
+        self._path = path
+        self._scratch = path.with_name(path.name + ".tensors")
+        self._heads = heads
+        self._at: dict[str, int] = {}
+        end = 0
+        for head in heads:
+            self._at[head.name] = end
+            end += -(-head.bytes // 64) * 64
+        self._size = max(end, 1)
+        self._file = os.open(self._scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        left, at = memoryview(data).cast("B"), self._at[name] + offset
+        while len(left):
+            written = os.pwrite(self._file, left, at)
+            left, at = left[written:], at + written
+
+    def __enter__(self) -> _TorchFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._save()
+        finally:
+            os.close(self._file)
+            self._scratch.unlink()
+
+    def _save(self) -> None:
+        import torch
+
+        os.ftruncate(self._file, self._size)
+        mapped = mmap.mmap(self._file, self._size, access=mmap.ACCESS_COPY)
+
+        def tensor(head: TensorHead) -> Any:
+            dtype = getattr(torch, head.dtype)
+            if head.bytes == 0:
+                return torch.empty(head.shape, dtype=dtype)
+            count = math.prod(head.shape)
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._at[head.name]).reshape(head.shape)
+
+        with open(self._path, "wb") as file:
+            torch.save({head.name: tensor(head) for head in self._heads}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _under_another_name(path: Path) -> Iterator[Path]:
+    """Renamed when the block ends well; removed otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""Which commits belong to the run: epochs, their fork points, and the line through them. Pure; no I/O.
+
+A start claims an epoch; the claim names the fork point, which is the checkpoint that the start went on from,
+committed or not, and the chain of ancestors that were never claimed (they ran while the store was down). The line is
+
+    the newest epoch's commits, then its parent's up to and including the fork tick, then its parent's, and so on.
+
+What else is committed is a branch: listed, never restored by itself. So a writer of an older epoch can land whatever
+it likes however late: beyond the fork tick it is on no line, and up to it, it is what the newer epoch went on from.
+
+An epoch's parent always has a smaller number, so that no chain of claims runs in a circle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.types import Epoch, Identity
+
+CLAIM_BYTES_MAX = 64 << 10
+ANCESTORS_MAX = 512
+TEXT_MAX = 256
+NUMBER_MAX = 99_999_999  # eight digits
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """An epoch and the checkpoint that it went on from (None: it began from nothing)."""
+
+    epoch: Epoch
+    parent: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one (re)start says of itself before its first commit.
+
+    `parent`: the fork point, at whatever level it was found; None: it began from nothing. `ancestors`: what is known
+    of parent.epoch and the epochs behind it that may never have been claimed, newest first. `launch`, `host`, `time_s`
+    (Unix seconds): for people, and to tell a restart from another job. Errors: UsageError."""
+
+    epoch: Epoch
+    parent: Identity | None
+    ancestors: tuple[Ancestor, ...] = ()
+    launch: str = ""
+    host: str = ""
+    time_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.launch) > TEXT_MAX or len(self.host) > TEXT_MAX:
+            raise UsageError(f"the claim of {self.epoch}: launch and host are at most {TEXT_MAX} characters")
+        if len(self.ancestors) > ANCESTORS_MAX:
+            raise UsageError(f"the claim of {self.epoch} names more than {ANCESTORS_MAX} unclaimed ancestors")
+        for each in (Ancestor(self.epoch, self.parent), *self.ancestors):
+            if each.parent is not None and each.parent.epoch.number >= each.epoch.number:
+                raise UsageError(f"the claim of {self.epoch}: {each.epoch} cannot go on from {each.parent}")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class CommitRef:
+    """One record in the store: whose it is, who put it, its size in bytes."""
+
+    identity: Identity
+    writer: str
+    size: int
+
+
+def encode_claim(claim: Claim) -> bytes:
+    body = {
+        "version": _VERSION,
+        "epoch": str(claim.epoch),
+        "parent": _text(claim.parent),
+        "ancestors": [[str(each.epoch), _text(each.parent)] for each in claim.ancestors],
+        "launch": claim.launch,
+        "host": claim.host,
+        "time": claim.time_s,
+    }
+    return json.dumps(body).encode()
+
+
+def decode_claim(data: bytes, key: str) -> Claim:
+    """Errors: DamagedData names `key`."""
+    body = decode_json(data, key)
+    try:
+        if body["version"] != _VERSION:
+            raise DamagedData(f"{key} is a claim of version {body['version']!r}; this is for a newer ckpt")
+        time_s = float(body["time"])
+        claim = Claim(
+            epoch=Epoch.parse(_str(body["epoch"])),
+            parent=_identity(body["parent"]),
+            ancestors=tuple(Ancestor(Epoch.parse(_str(e)), _identity(p)) for e, p in body["ancestors"]),
+            launch=_str(body["launch"]),
+            host=_str(body["host"]),
+            time_s=time_s if math.isfinite(time_s) else 0.0,
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise DamagedData(f"{key} is no claim of a run: {exc!s:.200}") from exc
+    if not key.endswith(str(claim.epoch)):
+        raise DamagedData(f"{key} holds the claim of another epoch, {claim.epoch}")
+    return claim
+
+
+def decode_json(data: bytes, key: str) -> dict[str, Any]:
+    """A JSON object of known small size. Errors: DamagedData names `key`."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise DamagedData(f"{key} is not JSON: {exc!s:.200}") from exc
+    if not isinstance(body, dict):
+        raise DamagedData(f"{key} is not a JSON object")
+    return body
+
+
+class Lineage:
+    """All that is known of a run's epochs: `claims` that could be read, and `epochs`, which are claimed although
+    their claims may not be readable."""
+
+    def __init__(self, claims: Iterable[Claim], epochs: Collection[Epoch] = ()) -> None:
+        self.claims: Mapping[Epoch, Claim] = {claim.epoch: claim for claim in claims}
+        self.epochs = frozenset(epochs) | frozenset(self.claims)
+        self._parents: dict[Epoch, Identity | None] = {}
+        for claim in self.claims.values():
+            self._parents.update((each.epoch, each.parent) for each in claim.ancestors)
+        self._parents.update((epoch, claim.parent) for epoch, claim in self.claims.items())  # its own claim wins
+
+    @property
+    def newest(self) -> Epoch | None:
+        return max(self.epochs, default=None)
+
+    def chain(self, epoch: Epoch) -> list[tuple[Epoch, Identity | None]]:
+        """`epoch` and its ancestors, newest first, each with the last of its checkpoints that belongs to the line
+        (None: all of them). It ends where an epoch began from nothing or where nothing is known of its beginning."""
+        found: list[tuple[Epoch, Identity | None]] = [(epoch, None)]
+        while (parent := self._parents.get(found[-1][0])) is not None:
+            found.append((parent.epoch, parent))
+        return found
+
+    def broken(self, epoch: Epoch) -> Epoch | None:
+        """The epoch on the chain of `epoch` that nothing says the beginning of, if there is one."""
+        last = self.chain(epoch)[-1][0]
+        return None if last in self._parents else last
+
+    def line(
+        self, commits: Iterable[CommitRef], retired: Collection[Identity], epoch: Epoch | None = None
+    ) -> list[CommitRef]:
+        """The commits that belong to `epoch` (default: the newest), oldest first, one for each identity: of several
+        records, each complete, that of the lowest writer."""
+        epoch = self.newest if epoch is None else epoch
+        if epoch is None:
+            return []
+        chain = self.chain(epoch)
+        order = {each: len(chain) - i for i, (each, _) in enumerate(chain)}
+        last = dict(chain)
+        best: dict[Identity, CommitRef] = {}
+        for ref in commits:
+            at = ref.identity.epoch
+            if at not in order or ref.identity in retired:
+                continue
+            fork = last[at]
+            if fork is None or ref.identity.tick <= fork.tick:
+                best[ref.identity] = min(ref, best.get(ref.identity, ref))
+        return sorted(best.values(), key=lambda ref: (order[ref.identity.epoch], ref.identity.tick))
+
+    def branches(self, commits: Collection[CommitRef], retired: Collection[Identity]) -> list[CommitRef]:
+        """What is committed and not retired but not on the line, by identity; one for each identity."""
+        on_line = {ref.identity for ref in self.line(commits, retired)}
+        best: dict[Identity, CommitRef] = {}
+        for ref in commits:
+            if ref.identity not in on_line and ref.identity not in retired:
+                best[ref.identity] = min(ref, best.get(ref.identity, ref))
+        return sorted(best.values())
+
+    def superseded_by(self, epoch: Epoch) -> Epoch | None:
+        """The newest epoch, if it is newer than `epoch`. (An ancestor never is: its number is smaller.)"""
+        newest = self.newest
+        return newest if newest is not None and newest > epoch else None
+
+
+def next_epoch(known: Iterable[Epoch]) -> Epoch:
+    """A new epoch above all of `known`: those of the store and of whatever agents remember.
+
+    Errors: UsageError where the numbers are used up, which only foreign objects can bring about."""
+    number = 1 + max((epoch.number for epoch in known), default=0)
+    if number > NUMBER_MAX:
+        raise UsageError(f"the store claims an epoch number of {number - 1}; delete that object below epochs/ to go on")
+    return Epoch.new(number)
+
+
+def _text(identity: Identity | None) -> str | None:
+    return None if identity is None else str(identity)
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is not a text")
+    return value
+
+
+def _identity(value: object) -> Identity | None:
+    return None if value is None else Identity.parse(_str(value))

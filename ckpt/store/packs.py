@@ -1,0 +1,282 @@
+"""Writing the frames of one checkpoint into packs: what is written where, and the threads that do it.
+
+A pack is encoded and put by one thread, several packs at once, so that encoding goes on while others are on the way.
+With the raw codec nothing is copied: frames that lie behind one another in memory are put as one slice of it.
+Otherwise the encoded frames are gathered in one buffer per thread, which is reused.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, wait
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.clock import Clock
+from ckpt.errors import SaveFailed
+from ckpt.format import codecs
+from ckpt.format.frames import frame_hash
+from ckpt.format.manifest import FRAME, PLACE, Codec, Manifest, Record
+from ckpt.plan.layout import Array
+from ckpt.storage.contract import Backend, Buffer
+from ckpt.store import keys
+from ckpt.tasks import Tasks
+from ckpt.types import Identity
+
+PACK_BYTES = 64 << 20
+PACKS_MAX = 512  # per owner and checkpoint; above it packs grow
+PUTS_MAX = 4  # packs on the way at once
+ENCODED_BYTES_MAX = 256 << 20  # what encoded packs may take in memory (one pack always may)
+GAP_BYTES_MAX = 4096  # alignment between two frames in memory that is written along rather than cut out
+REFERRED_SHARE_MIN = 0.5  # a pack of which less is still wanted is not referred to, so that it can be deleted
+
+Indices = npt.NDArray[np.int64]
+
+
+class Packs:
+    """One attempt at the packs of one checkpoint. `places` and `listed` (packs and their sizes) are those of the
+    record to be; all fields are final once `write` has returned."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        frame: Callable[[int], memoryview],
+        key: Callable[[int], str],
+        codec: codecs.CodecOption,
+        pack_bytes: int,
+        pace: Pace,
+        progress: Callable[[int, int], None] | None,
+        cancel: threading.Event,
+    ) -> None:
+        self.manifest = manifest
+        self.places: Array = np.zeros(len(manifest.frames), PLACE)
+        self.listed: list[tuple[str, int]] = []
+        self.raw_bytes = _bytes_of(manifest.frames)
+        self.stored_bytes = 0
+        self.written_bytes = 0  # raw
+        self.count = 0
+        self._backend, self._frame, self._key = backend, frame, key
+        self._codec, self._pack_bytes, self._pace = codec, pack_bytes, pace
+        self._progress, self._cancel = progress, cancel
+        self._done_bytes = 0
+        self._lock = threading.Lock()  # guards the counts, and the order of progress
+        self._failed = threading.Event()
+        self._encoders = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
+        self._benches: queue.SimpleQueue[_Bench] = queue.SimpleQueue()
+
+    def write(self, base: Record | None) -> None:
+        """Refers to the packs of `base` where it can, and puts the rest. When it returns or raises, no thread of it
+        is left. Errors: whatever the first failing pack met; SaveFailed where it was cancelled."""
+        frames = self.manifest.frames
+        todo, same_as = _distinct(frames, self._refer(base) if base is not None else np.arange(len(frames)))
+        groups = self._groups(todo)
+        self._report(self.raw_bytes - _bytes_of(frames[todo]))
+        first = len(self.listed)
+        self.listed += [("", 0)] * len(groups)
+        if groups:
+            self._write_all(first, groups)
+        for copy, original in same_as:
+            self.places[copy] = self.places[original]
+
+    def raise_if_cancelled(self) -> None:
+        if self._cancel.is_set():
+            raise SaveFailed("it was cancelled")
+
+    def _refer(self, base: Record) -> Indices:
+        """Gives the frames that `base` holds with equal bytes their places there; returns the other frames' numbers."""
+        known = {key: i for i, key in enumerate(_keys_of(base.manifest.frames))}
+        found = np.array([known.get(key, -1) for key in _keys_of(self.manifest.frames)], np.int64)
+        held = found >= 0
+        once = base.places[np.unique(found[held])]
+        wanted = np.bincount(once["pack"], once["length"], minlength=len(base.packs))
+        worth = wanted >= REFERRED_SHARE_MIN * np.array([size for _, size in base.packs])
+        held[held] = worth[base.places["pack"][found[held]]]
+        places = base.places[found[held]]
+        packs = np.unique(places["pack"])
+        self.listed = [base.packs[pack] for pack in packs.tolist()]
+        places["pack"] = np.searchsorted(packs, places["pack"])
+        self.places[held] = places
+        return np.flatnonzero(~held)
+
+    def _groups(self, todo: Indices) -> list[Indices]:
+        """Frames by pack: runs of about as many raw bytes each, in order, which keeps a tensor's frames together."""
+        if not len(todo):
+            return []
+        ends = np.cumsum(self.manifest.frames["length"][todo].astype(np.int64))
+        size = max(self._pack_bytes, -(-int(ends[-1]) // PACKS_MAX))
+        return np.split(todo, np.flatnonzero(np.diff((ends - 1) // size)) + 1)
+
+    def _write_all(self, first: int, groups: list[Indices]) -> None:
+        largest = max(_bytes_of(self.manifest.frames[group]) for group in groups)
+        puts = PUTS_MAX if self._codec == "raw" else max(1, min(PUTS_MAX, ENCODED_BYTES_MAX // largest))
+        with Tasks("commit", pool_size=min(puts, len(groups))) as tasks:
+            futures = [tasks.submit(self._write_one, first + i, group) for i, group in enumerate(groups)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                self._failed.set()
+                raise
+        ended = [future for future in futures if not future.cancelled()]
+        errors = [error for future in ended if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
+
+    def _write_one(self, number: int, group: Indices) -> None:
+        key = self._key(number)
+        try:
+            bench = self._benches.get_nowait()
+        except queue.Empty:
+            bench = _Bench()
+        try:
+            with self._encoders:
+                chunks = self._slices(number, group) if self._codec == "raw" else self._encoded(number, group, bench)
+            size = sum(memoryview(chunk).nbytes for chunk in chunks)
+            self._pace.take(size, self._check)
+            self._check()
+            self._backend.put(key, chunks)
+        except BaseException:
+            self._failed.set()  # whatever has not begun to put does not
+            raise
+        self._benches.put(bench)
+        self.listed[number] = (key, size)
+        raw_bytes = _bytes_of(self.manifest.frames[group])
+        with self._lock:
+            self.count += 1
+            self.stored_bytes += size
+            self.written_bytes += raw_bytes
+        self._report(raw_bytes)
+
+    def _slices(self, number: int, group: Indices) -> list[Buffer]:
+        """The frames' own memory; the alignment between two of them is part of the slice."""
+        slices = _Slices()
+        for i in group.tolist():
+            raw = self._checked_frame(i)
+            self.places[i] = (number, slices.add(raw), raw.nbytes, Codec.RAW)
+        return slices.chunks
+
+    def _encoded(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
+        frames, at = self.manifest.frames, 0
+        room = bench.room(_bytes_of(frames[group]))
+        for i in group.tolist():
+            raw = self._checked_frame(i)
+            codec, data = codecs.encode(self._codec, int(frames["dtype"][i]), raw, bench.scratch)
+            length = memoryview(data).nbytes
+            room[at : at + length] = memoryview(data).cast("B")
+            self.places[i] = (number, at, length, codec)
+            at += length
+        return [room[:at]]
+
+    def _checked_frame(self, i: int) -> memoryview:
+        self._check()
+        raw = self._frame(i).cast("B")
+        frame = self.manifest.frames[i]
+        if (raw.nbytes, *frame_hash(raw)) != (int(frame["length"]), int(frame["hash_hi"]), int(frame["hash_lo"])):
+            raise SaveFailed(f"frame {i} has changed in memory since it was staged")
+        return raw
+
+    def _check(self) -> None:
+        self.raise_if_cancelled()
+        if self._failed.is_set():
+            raise _Stopped("another pack failed")
+
+    def _report(self, raw_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += raw_bytes
+            if self._progress is not None:
+                self._progress(self._done_bytes, self.raw_bytes)
+
+
+class _Stopped(SaveFailed):
+    """Not the cause: another pack's failure is."""
+
+
+class _Bench:
+    """What one thread works with: the codec's scratch memory, and a buffer for the pack it fills."""
+
+    def __init__(self) -> None:
+        self.scratch = codecs.Scratch()
+        self._buffer = np.empty(0, np.uint8)
+
+    def room(self, size: int) -> memoryview:
+        if len(self._buffer) < size:
+            self._buffer = np.empty(size, np.uint8)
+        return self._buffer.data
+
+
+class _Slices:
+    """Chunks of memory behind one another in a pack; what lies behind one another in memory too is one chunk."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Buffer] = []
+        self._size = 0
+        self._last: tuple[object, int, int] = (None, 0, 0)  # the object that the last chunk is [start, stop) of
+
+    def add(self, raw: memoryview) -> int:
+        """Where in the pack it begins."""
+        whole = memoryview(raw.obj)
+        start = _address(raw) - _address(whole) if whole.c_contiguous else 0
+        stop = start + raw.nbytes
+        memory, begin, end = self._last
+        if memory is whole.obj and whole.c_contiguous and 0 <= start - end <= GAP_BYTES_MAX:
+            self.chunks[-1] = whole.cast("B")[begin:stop]
+            self._size += start - end
+        else:
+            begin = start
+            self.chunks.append(raw)
+        self._last = (whole.obj, begin, stop)
+        self._size += raw.nbytes
+        return self._size - raw.nbytes
+
+
+class Pace:
+    """Holds puts back so that on average no more than `bytes_per_s` are sent; None: no limit."""
+
+    def __init__(self, clock: Clock, bytes_per_s: float | None) -> None:
+        self._clock = clock
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = clock.now_s()
+        self._lock = threading.Lock()
+
+    def take(self, size: int, check: Callable[[], None]) -> None:
+        """Returns when `size` bytes may be sent. `check` is called every second meanwhile, and may raise."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            start_s = max(self._free_at_s, self._clock.now_s())
+            self._free_at_s = start_s + size / self._bytes_per_s
+        while (left_s := start_s - self._clock.now_s()) > 0:
+            check()
+            self._clock.sleep_s(min(left_s, 1.0))
+
+
+def _bytes_of(frames: Array) -> int:
+    return int(frames["length"].sum(dtype=np.int64))
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def _keys_of(frames: Array) -> list[bytes]:
+    """What makes two frames' encoded bytes interchangeable: raw hash, length, dtype."""
+    keys_of: list[bytes] = np.ascontiguousarray(frames).view(f"V{FRAME.itemsize}").tolist()
+    return keys_of
+
+
+def _distinct(frames: Array, todo: Indices) -> tuple[Indices, list[tuple[int, int]]]:
+    """The first of each set of equal frames; (other, first) for the rest."""
+    first: dict[bytes, int] = {}
+    same_as = []
+    for i, key in zip(todo.tolist(), _keys_of(frames[todo]), strict=True):
+        if first.setdefault(key, i) != i:
+            same_as.append((i, first[key]))
+    return np.array(list(first.values()), np.int64), same_as
+
+
+def pack_keys(identity: Identity, owner: str, writer: str) -> Callable[[int], str]:
+    return lambda number: keys.pack_key(identity, owner, writer, number)

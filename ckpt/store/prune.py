@@ -1,0 +1,296 @@
+"""Deleting checkpoints: one decider, two passes, the store's clock.
+
+Pass 1 retires: a tombstone `retired/<identity>` says that the checkpoint exists no more. It stays for ever, so that a
+record that lands later is born retired. Pass 2, when the tombstone is older than the grace, deletes: first the
+records, then the packs. A pack goes only when
+
+- no unretired record refers to it, nor one whose tombstone is younger than the grace,
+- no lease of a reader names a checkpoint whose record refers to it,
+- it is itself older than the grace, and
+- its identity has been retired for longer than the grace, or is committed and settled: of a closed or superseded
+  epoch, all its packs older than the grace (then the pack is that of an attempt that failed).
+
+What was left behind by commits that never happened (settled, without a record) is retired and deleted by the same
+two passes. The newest checkpoint of the line is never retired, and only what has its record and packs counts as kept.
+If a record that counts cannot be read, no pack is deleted: nobody knows what it refers to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ckpt.errors import DamagedData, NotFound, StorageError, UsageError
+from ckpt.events import Events
+from ckpt.policy.every import Best, Keep
+from ckpt.storage.contract import Backend
+from ckpt.store import keys
+from ckpt.store.lineage import CommitRef, decode_json
+from ckpt.store.reader import open_record
+from ckpt.store.run import Run, RunView, in_parallel
+from ckpt.tasks import Tasks
+from ckpt.types import Epoch, Identity
+
+GRACE_S = 900.0
+LEASE_REFRESH_S = 30.0
+LEASE_REFRESH_S_MAX = 600.0
+LEASE_CLOSE_S = 180.0  # longer than a refresh is tried again
+_LEASE_BYTES_MAX = 64 << 10
+_READERS = 16
+
+
+def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, Mapping[str, float]]) -> set[Identity]:
+    """Which checkpoints of a line (oldest first) stay. `metrics`: needed for keep.best only.
+
+    The newest stays always; all stay where `keep` has no rule."""
+    if keep.last is None and keep.every is None and keep.best is None:
+        return set(line)
+    kept = set(line[-(keep.last or 1) :])
+    if keep.every is not None:
+        kept.update(identity for identity in line if identity.tick.step % keep.every == 0)
+    if keep.best is not None and (best := _best(line, keep.best, metrics)) is not None:
+        kept.add(best)
+    return kept
+
+
+def _best(line: Iterable[Identity], best: Best, metrics: Mapping[Identity, Mapping[str, float]]) -> Identity | None:
+    """Of equal ones the newest; one that is not a number is none."""
+    sign = 1.0 if best.mode == "min" else -1.0
+    found, lowest = None, float("inf")
+    for identity in line:
+        value = sign * metrics.get(identity, {}).get(best.metric, float("nan"))
+        if value <= lowest:
+            found, lowest = identity, value
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """What a pass would do. `retire`: checkpoints that get a tombstone now. `abandoned`: the same for identities that
+    were never committed. `waiting`: retired ones whose grace is not over. `records`, `packs`, `leases`: keys that are
+    deleted now. `deleted_bytes`: of those. `freed_later_bytes`: of packs that nothing will refer to once the grace of
+    all that is retired is over. `blocked`: why no pack can be deleted, or ""."""
+
+    retire: tuple[Identity, ...]
+    abandoned: tuple[Identity, ...]
+    waiting: tuple[Identity, ...]
+    records: tuple[str, ...]
+    packs: tuple[str, ...]
+    leases: tuple[str, ...]
+    deleted_bytes: int
+    freed_later_bytes: int
+    blocked: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.abandoned or self.records or self.packs or self.leases)
+
+
+class Pruner:
+    """The one decider of a run's deletions.
+
+    `epoch`: the running epoch that it decides for; None for a closed run (the caller has made sure of that, by
+    Run.watch_other). Records are read once and remembered."""
+
+    def __init__(self, run: Run, epoch: Epoch | None, *, grace_s: float = GRACE_S) -> None:
+        self.run = run
+        self.epoch = epoch
+        self.grace_s = grace_s
+        self._packs_of: dict[CommitRef, tuple[tuple[str, int], ...]] = {}
+        self._metrics_of: dict[CommitRef, dict[str, float]] = {}
+
+    def plan(self, view: RunView, keep: Keep, also: Collection[Identity] = ()) -> PrunePlan:
+        """`also`: checkpoints to retire besides, branches among them.
+
+        Errors: UsageError for an `also` that is not committed or is the newest of the line; StorageError."""
+        now_s = self.run.backend.now_s()
+        unread = self._read(view.commits)
+        listed = [(found, info) for info in self.run.backend.list(keys.DATA) if (found := keys.parse_pack(info.key))]
+        retire = self._to_retire(view, keep, {info.key: info.size for _, info in listed}) | self._checked(also, view)
+        expired = {each for each, since_s in view.retired.items() if now_s - since_s > self.grace_s}
+        leased, stale, lease_problem = self._leases(now_s)
+        dead = {ref for ref in view.commits if ref.identity in expired and ref.identity not in leased}
+        staying = [ref for ref in view.commits if ref not in dead]
+        blocked = lease_problem or next((unread[ref] for ref in staying if ref in unread), "")
+
+        gone_later = retire | set(view.retired)
+        live = self._referred(staying)
+        live_later = self._referred(ref for ref in staying if ref.identity not in gone_later)
+        committed = {ref.identity for ref in view.commits}
+        youngest_s: dict[Identity, float] = {}
+        for found, info in listed:
+            youngest_s[found.identity] = max(info.modified_s, youngest_s.get(found.identity, info.modified_s))
+        settled = {
+            identity
+            for identity, since_s in youngest_s.items()
+            if now_s - since_s > self.grace_s and self._over(identity.epoch, view)
+        }
+        abandoned = settled - committed - gone_later
+        packs, packs_bytes, later_bytes = [], 0, 0
+        for found, info in listed:
+            loose = found.identity in expired or found.identity in settled & committed
+            if loose and info.key not in live and now_s - info.modified_s > self.grace_s and not blocked:
+                packs.append(info.key)
+                packs_bytes += info.size
+            elif info.key not in live_later and found.identity in gone_later | abandoned:
+                later_bytes += info.size
+        return PrunePlan(
+            retire=tuple(sorted(retire)),
+            abandoned=tuple(sorted(abandoned)),
+            waiting=tuple(sorted((set(view.retired) - expired) & committed)),
+            records=tuple(sorted(keys.record_key(ref.identity, ref.writer) for ref in dead)),
+            packs=tuple(packs),
+            leases=tuple(sorted(stale)),
+            deleted_bytes=sum(ref.size for ref in dead) + packs_bytes,
+            freed_later_bytes=later_bytes,
+            blocked=blocked,
+        )
+
+    def execute(self, plan: PrunePlan) -> None:
+        """Carries the plan out; may be done again after any failure. Errors: Superseded; StorageError."""
+        if self.epoch is not None:
+            self.run.check(self.epoch)
+        backend = self.run.backend
+        # A record that has landed since the plan was made is a checkpoint, whatever became of its writer.
+        landed = {found[0] for info in backend.list(keys.COMMITS) if (found := keys.parse_record(info.key))}
+        abandoned = [identity for identity in plan.abandoned if identity not in landed]
+        body = json.dumps({"by": str(self.epoch) if self.epoch else "prune of a closed run"}).encode()
+        in_parallel(lambda identity: backend.put(keys.retired_key(identity), [body]), [*plan.retire, *abandoned], 8)
+        if plan.records:
+            backend.delete(plan.records)  # before any pack: no record is ever seen without its packs
+        if plan.packs:
+            backend.delete(plan.packs)
+        if plan.leases:
+            backend.delete(plan.leases)
+        ended = backend.abort_uploads(self.grace_s)
+        self.run.events.emit(
+            "prune.done",
+            f"{backend.url}: retired {len(plan.retire)} checkpoints and {len(abandoned)} abandoned commits, "
+            f"deleted {len(plan.records)} records and {len(plan.packs)} packs ({plan.deleted_bytes} bytes)"
+            + (f"; no pack could be deleted: {plan.blocked}" if plan.blocked else ""),
+            loud=bool(plan.blocked),
+            uploads_aborted=ended,
+        )
+
+    def _to_retire(self, view: RunView, keep: Keep, sizes: Mapping[str, int]) -> set[Identity]:
+        """Only what can be restored counts: a line whose newest records or packs are gone keeps its older ones."""
+        whole = [
+            ref
+            for ref in view.line
+            if ref in self._packs_of and all(sizes.get(key) == size for key, size in self._packs_of[ref])
+        ]
+        line = [ref.identity for ref in whole]
+        return set(line) - retention(line, keep, {ref.identity: self._metrics_of[ref] for ref in whole})
+
+    def _checked(self, also: Collection[Identity], view: RunView) -> set[Identity]:
+        committed = {ref.identity for ref in view.commits}
+        for identity in also:
+            if view.line and identity == view.line[-1].identity:
+                raise UsageError(f"{identity} is the newest checkpoint of the run and stays")
+            if identity not in committed:
+                raise UsageError(f"{identity} is not committed; see ckpt ls --all")
+        return set(also) - set(view.retired)
+
+    def _over(self, epoch: Epoch, view: RunView) -> bool:
+        """Whether nothing of that epoch is expected any more. (What comes nevertheless meets a tombstone.)"""
+        return epoch in view.closed or (view.newest_epoch is not None and view.newest_epoch > epoch)
+
+    def _referred(self, refs: Iterable[CommitRef]) -> set[str]:
+        return {key for ref in refs for key, _ in self._packs_of.get(ref, ())}
+
+    def _read(self, refs: Sequence[CommitRef]) -> dict[CommitRef, str]:
+        """Remembers the packs and metrics of these records; what is wrong with those that could not be read."""
+
+        def read(ref: CommitRef) -> str:
+            try:
+                found = open_record(self.run.backend, ref)
+            except (DamagedData, NotFound) as exc:
+                return str(exc)
+            self._packs_of[ref] = found.packs
+            self._metrics_of[ref] = found.metrics
+            return ""
+
+        new = [ref for ref in refs if ref not in self._packs_of]
+        return {ref: wrong for ref, wrong in zip(new, in_parallel(read, new, _READERS), strict=True) if wrong}
+
+    def _leases(self, now_s: float) -> tuple[set[Identity], set[str], str]:
+        """What readers hold; the keys of leases that were not refreshed for two periods; what is wrong with one."""
+        held: set[Identity] = set()
+        stale: set[str] = set()
+        problem = ""
+        for info in self.run.backend.list(keys.LEASES):
+            try:
+                period_s, identities = _decode_lease(self.run.backend.get(info.key, _LEASE_BYTES_MAX), info.key)
+            except NotFound:
+                continue
+            except DamagedData as exc:
+                period_s, identities, wrong = LEASE_REFRESH_S_MAX, [], str(exc)
+            else:
+                wrong = ""
+            if now_s - info.modified_s > 2 * period_s:
+                stale.add(info.key)
+            else:
+                held.update(identities)
+                problem = problem or wrong
+        return held, stale, problem
+
+
+class Lease:
+    """While the block runs nothing that the checkpoints' records refer to is deleted.
+
+    Take it before the record is opened: what was there then stays. It is refreshed by a thread of its own; where that
+    fails for two periods the reader may lose packs, which it then meets as NotFound."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        identities: Collection[Identity],
+        *,
+        refresh_s: float = LEASE_REFRESH_S,
+        events: Events | None = None,
+    ) -> None:
+        if not 0 < refresh_s <= LEASE_REFRESH_S_MAX:
+            raise UsageError(f"a lease is refreshed every 0 to {LEASE_REFRESH_S_MAX:g} s, not {refresh_s:g}")
+        self.key = keys.lease_key(keys.new_writer())
+        self._backend = backend
+        self._identities = sorted(identities)
+        self._refresh_s = refresh_s
+        self._events = events or Events()
+        self._tasks = Tasks("lease")
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self.refresh()
+        self._tasks.start("refresh", self._keep_fresh)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._tasks.close(LEASE_CLOSE_S)
+        try:
+            self._backend.delete([self.key])
+        except StorageError as exc:
+            self._events.emit("lease.left", f"{self.key} could not be removed and will go stale: {exc}")
+
+    def refresh(self) -> None:
+        self._count += 1
+        body = {"identities": [str(each) for each in self._identities], "refresh_s": self._refresh_s, "n": self._count}
+        self._backend.put(self.key, [json.dumps(body).encode()])
+
+    def _keep_fresh(self) -> None:
+        while not self._tasks.stopping.wait(self._refresh_s):
+            try:
+                self.refresh()
+            except StorageError as exc:
+                self._events.emit("lease.late", f"{self.key} could not be refreshed: {exc}", loud=True)
+
+
+def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
+    body = decode_json(data, key)
+    try:
+        period_s = float(body["refresh_s"])
+        identities = [Identity.parse(text) for text in body["identities"]]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise DamagedData(f"{key} is not a lease: {exc!s:.200}") from exc
+    return min(max(period_s, 0.0), LEASE_REFRESH_S_MAX), identities

@@ -1,0 +1,258 @@
+"""Reading a checkpoint from the store: its record, and its frames by ranged gets, each checked by its hash.
+
+Frames that lie near one another in a pack are fetched together, several such runs at once, decoded straight into the
+memory that the caller gives. What a reader relies on may be deleted meanwhile if it holds no lease: that is NotFound,
+and `newest_readable` then lists once more before it goes on to an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ckpt.errors import DamagedData, NoCheckpoint, NotFound, StorageError
+from ckpt.format import codecs, record, values
+from ckpt.format.frames import frame_hash
+from ckpt.format.manifest import RANK_VALUES, VALUES, Record
+from ckpt.storage.contract import Backend
+from ckpt.store import keys
+from ckpt.store.lineage import CommitRef
+from ckpt.store.run import Run, RunView
+from ckpt.tasks import Tasks
+from ckpt.types import Identity
+
+T = TypeVar("T")
+
+GET_BYTES = 16 << 20  # frames are fetched together up to this
+GAP_BYTES_MAX = 64 << 10  # what may be read and thrown away between two of them
+GETS_MAX = 8  # at once
+HELD_BYTES_MAX = 256 << 20  # fetched and not yet decoded (one get always may)
+
+
+def candidates(view: RunView) -> list[CommitRef]:
+    """What may be restored, newest first: the line, and behind each checkpoint its further records, which stand in for
+    a damaged one.
+
+    Errors: DamagedData where nothing is left of the line because a claim cannot be read: that is no fresh run."""
+    line = view.line
+    newest = view.newest_epoch
+    broken = view.lineage.broken(newest) if newest is not None else None
+    if not line and broken is not None:
+        raise DamagedData(
+            f"nothing says what epoch {broken} went on from ({keys.epoch_key(broken)} is missing or damaged), so its "
+            "line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all)"
+        )
+    records: dict[Identity, list[CommitRef]] = {}
+    for ref in sorted(view.commits):
+        records.setdefault(ref.identity, []).append(ref)
+    return [ref for newest_first in reversed(line) for ref in records[newest_first.identity]]
+
+
+def open_record(backend: Backend, ref: CommitRef) -> Record:
+    """Errors: NotFound; DamagedData names the record."""
+    key = keys.record_key(ref.identity, ref.writer)
+    return record.decode(backend.get(key, record.RECORD_BYTES_MAX), key)
+
+
+def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
+    """The first result of `use` over the candidates, newest first. One that is damaged, or was deleted meanwhile, is
+    passed over with a loud event; the first time that something is not there, the store is listed anew.
+
+    Errors: NoCheckpoint; DamagedData where none was readable."""
+    refs = candidates(run.view())
+    struck: set[CommitRef] = set()
+    listed_again = False
+    while True:
+        left = [ref for ref in refs if ref not in struck]
+        if not left:
+            if struck:
+                raise DamagedData(f"{run.backend.url}: none of its {len(struck)} newest checkpoints could be read")
+            raise NoCheckpoint(f"no checkpoint is committed to {run.backend.url}")
+        try:
+            return use(open_record(run.backend, left[0]))
+        except (DamagedData, NotFound) as exc:
+            struck.add(left[0])
+            run.events.emit(
+                "restore.struck",
+                f"{run.backend.url}: {left[0].identity} cannot be read and is passed over: {exc}",
+                loud=True,
+                identity=str(left[0].identity),
+            )
+            if isinstance(exc, NotFound) and not listed_again:
+                listed_again = True
+                refs = candidates(run.view())
+
+
+@dataclass(frozen=True, slots=True)
+class _Get:
+    """Bytes [start, start + length) of a pack, which hold these frames."""
+
+    pack: int
+    start: int
+    length: int
+    frames: tuple[int, ...]
+
+
+class FrameReader:
+    """Reads frames of one record. Thread-safe; holds nothing open."""
+
+    def __init__(self, backend: Backend, source: Record, *, gets: int = GETS_MAX) -> None:
+        self.backend = backend
+        self.record = source
+        self._gets = gets
+
+    def read(
+        self,
+        frames: Iterable[int],
+        deliver: Callable[[int], None],
+        out: Callable[[int], memoryview],
+        failed: Callable[[int, Exception], None] | None = None,
+    ) -> None:
+        """Fetches the frames, in any order. For each: `out(frame)` gives writable memory of its raw length (and may
+        wait for it), which is filled and checked; then `deliver(frame)`, or `failed(frame, error)` so that another
+        source can be tried. All three are called from several threads at once.
+
+        Errors: what `out`, `deliver` or `failed` raise; without `failed` the first frame's error: NotFound,
+        DamagedData names pack and frame, StorageError. No thread is left then, and no further call is made."""
+        gets = self._plan(frames)
+        if not gets:
+            return
+        largest = max(get.length for get in gets)
+        width = min(self._gets, len(gets), max(1, HELD_BYTES_MAX // max(1, largest)))
+        stop = threading.Event()
+        local = threading.local()
+
+        def run(get: _Get) -> None:
+            if stop.is_set():
+                return
+            if not hasattr(local, "scratch"):
+                local.scratch = codecs.Scratch()
+            try:
+                self._read(get, deliver, out, failed, local.scratch, stop)
+            except BaseException:
+                stop.set()
+                raise
+
+        with Tasks("frames", pool_size=width) as tasks:
+            futures = [tasks.submit(run, get) for get in gets]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                stop.set()
+                raise
+
+    def read_bytes(self, frames: Iterable[int]) -> dict[int, bytearray]:
+        """The raw bytes of each frame. Errors: as `read`."""
+        lengths = self.record.manifest.frames["length"]
+        held = {frame: bytearray(int(lengths[frame])) for frame in frames}
+        self.read(held, lambda frame: None, lambda frame: memoryview(held[frame]))
+        return held
+
+    def _plan(self, frames: Iterable[int]) -> list[_Get]:
+        numbers = np.unique(np.fromiter(frames, np.int64))
+        places = self.record.places[numbers]
+        order = np.lexsort((places["offset"], places["pack"]))
+        gets: list[_Get] = []
+        pack, start, stop, held = -1, 0, 0, list[int]()
+
+        def close() -> None:
+            if held:
+                gets.append(_Get(pack, start, stop - start, tuple(held)))
+
+        for number, at in zip(numbers[order].tolist(), places[order].tolist(), strict=True):
+            its_pack, offset, length, _ = at
+            end = offset + length
+            if its_pack != pack or offset - stop > GAP_BYTES_MAX or end - start > GET_BYTES:
+                close()
+                pack, start, stop, held = its_pack, offset, end, []
+            stop = max(stop, end)
+            held.append(number)
+        close()
+        return gets
+
+    def _read(
+        self,
+        get: _Get,
+        deliver: Callable[[int], None],
+        out: Callable[[int], memoryview],
+        failed: Callable[[int, Exception], None] | None,
+        scratch: codecs.Scratch,
+        stop: threading.Event,
+    ) -> None:
+        key = self.record.packs[get.pack][0]
+        try:
+            data = memoryview(self.backend.get_range(key, get.start, get.length)).cast("B")
+        except DamagedData as exc:
+            if len(get.frames) > 1:  # the pack is cut short: what lies before may still be good
+                for frame in get.frames:
+                    self._read(self._plan([frame])[0], deliver, out, failed, scratch, stop)
+                return
+            error: Exception = exc
+        except StorageError as exc:
+            error = exc
+        else:
+            for frame in get.frames:
+                if stop.is_set():
+                    return
+                target = out(frame)
+                try:
+                    self._decode(frame, data, get.start, target, scratch)
+                except DamagedData as exc:
+                    if failed is None:
+                        raise
+                    failed(frame, exc)
+                else:
+                    deliver(frame)
+            return
+        if failed is None:
+            raise error
+        for frame in get.frames:
+            failed(frame, error)
+
+    def _decode(self, frame: int, data: memoryview, start: int, out: memoryview, scratch: codecs.Scratch) -> None:
+        spec = self.record.manifest.frames[frame]
+        pack, offset, length, codec = self.record.places[frame].tolist()
+        at = offset - start
+        key = self.record.packs[pack][0]
+        try:
+            codecs.decode(codec, int(spec["dtype"]), data[at : at + length], out, scratch)
+        except DamagedData as exc:
+            raise DamagedData(f"{key}: frame {frame} at byte {offset}: {exc}") from exc
+        if frame_hash(out) != (int(spec["hash_hi"]), int(spec["hash_lo"])):
+            raise DamagedData(f"{key}: frame {frame} at byte {offset} does not hash to what was recorded")
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a checkpoint holds besides tensors. `shared`: the tree that is the same on every rank; `own_shared`: by
+    coordinate, of ranks whose copy differs from it; `own`: by coordinate, each rank's generators and loaders."""
+
+    shared: Any
+    own_shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+def load_values(reader: FrameReader) -> Values:
+    """Errors: DamagedData; NotFound."""
+    manifest = reader.record.manifest
+    first = np.searchsorted(manifest.extents["box"], np.arange(len(manifest.boxes) + 1)).tolist()
+    places = {
+        (manifest.tensors[tensor].name, manifest.tensors[tensor].owner): manifest.extents[first[i] : first[i + 1]]
+        for i, (tensor, _) in enumerate(manifest.boxes)
+        if manifest.tensors[tensor].values and first[i] < first[i + 1]
+    }
+    held = reader.read_bytes({int(extent["frame"]) for extents in places.values() for extent in extents})
+    trees: dict[tuple[str, str], Any] = {}
+    for key, extents in places.items():
+        rows = extents[["frame", "offset", "length"]].tolist()
+        trees[key] = values.decode(b"".join(held[frame][at : at + length] for frame, at, length in rows))
+    return Values(
+        shared=trees.get((VALUES, "")),
+        own_shared={owner: tree for (name, owner), tree in trees.items() if name == VALUES and owner},
+        own={owner: tree for (name, owner), tree in trees.items() if name == RANK_VALUES},
+    )

@@ -1,0 +1,233 @@
+"""One run in a store: what is there (by listing), and the epoch's own small objects (claim, heartbeat, end).
+
+Nothing here is decided from a clock of this machine. A claim, once written, is never changed; a heartbeat is the only
+object that is; `closed/<epoch>` only ever says one thing, whoever puts it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from ckpt.clock import Clock, SystemClock
+from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, Superseded, Unsettled, UsageError
+from ckpt.events import Events
+from ckpt.storage.contract import Backend, ObjectInfo, PutMode
+from ckpt.store import keys
+from ckpt.store.lineage import (
+    CLAIM_BYTES_MAX,
+    Claim,
+    CommitRef,
+    Lineage,
+    decode_claim,
+    decode_json,
+    encode_claim,
+    next_epoch,
+)
+from ckpt.tasks import Tasks
+from ckpt.types import Epoch, Identity
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+HEARTBEAT_S_MAX = 300.0  # what a foreign heartbeat may make us wait for
+_SMALL = 64 << 10
+_READERS = 16
+_LOOKS = 4  # how often a foreign heartbeat is looked at within one period
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What one listing found. `retired`: tombstones, by the store's time of their writing (Unix seconds).
+    `damaged`: (key, what is wrong) of claims that could not be read."""
+
+    claims: tuple[Claim, ...]
+    epochs: frozenset[Epoch]
+    commits: tuple[CommitRef, ...]
+    retired: dict[Identity, float]
+    closed: frozenset[Epoch]
+    alive: dict[Epoch, str]
+    damaged: tuple[tuple[str, str], ...] = field(default=())
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        return Lineage(self.claims, self.epochs)
+
+    @cached_property
+    def line(self) -> list[CommitRef]:
+        """Oldest first."""
+        return self.lineage.line(self.commits, self.retired)
+
+    @cached_property
+    def branches(self) -> list[CommitRef]:
+        return self.lineage.branches(self.commits, self.retired)
+
+    @property
+    def newest_epoch(self) -> Epoch | None:
+        return self.lineage.newest
+
+    def begin(self, remembered: Collection[Epoch] = ()) -> Epoch:
+        """A new epoch: its number is 1 + the largest that the store or any agent (`remembered`) knows."""
+        known = {*self.epochs, *self.closed, *self.alive, *remembered}
+        known.update(ref.identity.epoch for ref in self.commits)
+        known.update(identity.epoch for identity in self.retired)
+        return next_epoch(known)  # what claims name besides has smaller numbers than they
+
+
+class Run:
+    """The run below a URL. Thread-safe. `heartbeat` and `close` may be called again at any time."""
+
+    def __init__(self, backend: Backend, clock: Clock | None = None, events: Events | None = None) -> None:
+        self.backend = backend
+        self.clock = clock or SystemClock()
+        self.events = events or Events()
+        self._claims: dict[Epoch, Claim] = {}  # claims never change
+
+    def view(self) -> RunView:
+        """What is there now. Commits are listed before epochs, so that no commit is seen without its claim, and
+        tombstones last, so that what was retired meanwhile is not offered."""
+        commits = []
+        for info in self.backend.list(keys.COMMITS):
+            found = keys.parse_record(info.key)
+            if found is not None:
+                commits.append(CommitRef(*found, info.size))
+        epochs = self.epochs()
+        claims, damaged = self._read_claims(epochs)
+        return RunView(
+            claims=claims,
+            epochs=epochs,
+            commits=tuple(sorted(commits)),
+            closed=frozenset(self._epochs_below(keys.CLOSED)),
+            alive={epoch: info.version for epoch, info in self._epochs_below(keys.ALIVE).items()},
+            retired=self._retired(),
+            damaged=damaged,
+        )
+
+    def epochs(self) -> frozenset[Epoch]:
+        return frozenset(self._epochs_below(keys.EPOCHS))
+
+    def check(self, epoch: Epoch) -> None:
+        """Errors: Superseded where a newer epoch is claimed. To be called right before a commit or a deletion."""
+        newest = max(self.epochs(), default=epoch)
+        if newest > epoch:
+            claims, _ = self._read_claims([newest])
+            by = f", launch {claims[0].launch!r} on host {claims[0].host!r}," if claims else ""
+            raise Superseded(
+                f"epoch {newest}{by} has taken over {self.backend.url}; this one, {epoch}, saves no more. "
+                "Start it again with take_over=True if it is the one that should go on"
+            )
+
+    def claim(self, claim: Claim) -> None:
+        """Puts it; doing so again is harmless, a lost reply is settled by reading back.
+
+        Errors: UsageError where another claim has the key (the epoch's nonce is not new); StorageError."""
+        key, body = keys.epoch_key(claim.epoch), encode_claim(claim)
+        try:
+            self.backend.put(key, [body], PutMode.IF_ABSENT)
+        except (AlreadyExists, Unsettled) as exc:
+            try:
+                found = self.backend.get(key, CLAIM_BYTES_MAX)
+            except NotFound:
+                raise exc from None
+            if found != body:
+                raise UsageError(f"{key} is claimed by another start; begin a new epoch") from exc
+        self._claims[claim.epoch] = claim
+
+    def close(self, epoch: Epoch, reason: str) -> None:
+        """Says that nothing more comes from that epoch. The first to say so is right."""
+        body = json.dumps({"epoch": str(epoch), "reason": reason[:1000]}).encode()
+        try:
+            self.backend.put(keys.closed_key(epoch), [body], PutMode.IF_ABSENT)
+        except (AlreadyExists, Unsettled):
+            self.backend.head(keys.closed_key(epoch))  # NotFound: it did not happen, and may be asked for again
+        self.backend.delete([keys.alive_key(epoch)])
+
+    def heartbeat(self, epoch: Epoch, count: int, heartbeat_s: float) -> None:
+        """Shows that the epoch lives, every `heartbeat_s` seconds, with a `count` that grows."""
+        body = json.dumps({"epoch": str(epoch), "count": count, "heartbeat_s": heartbeat_s}).encode()
+        self.backend.put(keys.alive_key(epoch), [body])
+
+    def watch_other(self, view: RunView, launch: str, heartbeat_s: float, *, take_over: bool = False) -> None:
+        """Waits for nobody where the newest epoch is closed, of the same launch, or to be taken over. Otherwise
+        watches it for two heartbeats (its own period, if that is longer): the version of its heartbeat object says
+        whether it lives, no clock does. Older epochs are superseded anyway and are not waited for.
+
+        Errors: RunInUse."""
+        epoch = view.newest_epoch
+        if take_over or epoch is None or epoch in view.closed:
+            return
+        claim = view.lineage.claims.get(epoch)
+        if claim is not None and claim.launch == launch:
+            return
+        before, period_s = self._heartbeat_of(epoch)
+        period_s = max(heartbeat_s, period_s)
+        launch, host = (claim.launch, claim.host) if claim is not None else ("unknown", "unknown")
+        self.events.emit(
+            "run.watching",
+            f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
+            f"{2 * period_s:g} s",
+            epoch=str(epoch),
+        )
+        for _ in range(2 * _LOOKS):
+            self.clock.sleep_s(period_s / _LOOKS)
+            if keys.closed_key(epoch) in {info.key for info in self.backend.list(keys.CLOSED)}:
+                return
+            if self._heartbeat_of(epoch)[0] != before:
+                raise RunInUse(
+                    f"{self.backend.url} is in use: launch {launch!r} on host {host!r} is running its epoch {epoch}. "
+                    "Stop that job, use another URL, or give take_over=True to supersede it"
+                )
+
+    def _heartbeat_of(self, epoch: Epoch) -> tuple[str | None, float]:
+        """The version of the heartbeat, None where there is none, and its period as it says itself."""
+        key = keys.alive_key(epoch)
+        try:
+            version = self.backend.head(key).version
+            period_s = decode_json(self.backend.get(key, _SMALL), key).get("heartbeat_s")
+        except NotFound:
+            return None, 0.0
+        except DamagedData:
+            return version, 0.0
+        if not isinstance(period_s, (int, float)) or not 0 < period_s < HEARTBEAT_S_MAX:
+            return version, 0.0
+        return version, float(period_s)
+
+    def _epochs_below(self, prefix: str) -> dict[Epoch, ObjectInfo]:
+        found = ((keys.parse_epoch(info.key, prefix), info) for info in self.backend.list(prefix))
+        return {epoch: info for epoch, info in found if epoch is not None}
+
+    def _retired(self) -> dict[Identity, float]:
+        found = ((keys.parse_retired(info.key), info) for info in self.backend.list(keys.RETIRED))
+        return {identity: info.modified_s for identity, info in found if identity is not None}
+
+    def _read_claims(self, epochs: Collection[Epoch]) -> tuple[tuple[Claim, ...], tuple[tuple[str, str], ...]]:
+        """The claims of `epochs` by epoch, and what could not be read."""
+
+        def read(epoch: Epoch) -> Claim | tuple[str, str]:
+            key = keys.epoch_key(epoch)
+            try:
+                return decode_claim(self.backend.get(key, CLAIM_BYTES_MAX), key)
+            except (DamagedData, NotFound) as exc:
+                return key, str(exc)
+
+        missing = sorted(set(epochs) - set(self._claims))
+        damaged: list[tuple[str, str]] = []
+        for found in in_parallel(read, missing, _READERS):
+            if isinstance(found, Claim):
+                self._claims[found.epoch] = found
+            else:
+                damaged.append(found)
+        for key, what in damaged:
+            self.events.emit("run.damaged-claim", f"{self.backend.url}: {key}: {what}", loud=True, key=key)
+        return tuple(self._claims[each] for each in sorted(set(epochs) & set(self._claims))), tuple(damaged)
+
+
+def in_parallel(fn: Callable[[S], T], items: Sequence[S], width: int) -> list[T]:
+    """fn of every item, in order, at most `width` at once; the first error is raised after all have ended."""
+    if len(items) < 2:
+        return [fn(item) for item in items]
+    with Tasks("store-read", pool_size=min(width, len(items))) as tasks:
+        return [future.result() for future in [tasks.submit(fn, item) for item in items]]

@@ -1,0 +1,139 @@
+"""Reading and hashing everything that checkpoints consist of, and saying what is damaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpt.errors import CkptError, DamagedData, NotFound
+from ckpt.format.manifest import Manifest, Record
+from ckpt.store import keys
+from ckpt.store.lineage import CommitRef
+from ckpt.store.reader import FrameReader, load_values, open_record
+from ckpt.store.run import Run
+from ckpt.store.slabs import exported_name
+
+NAMED_MAX = 20
+_Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2), raw length
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`key`: the damaged or missing object. `tensors`: up to 20 names of what cannot be restored because of it."""
+
+    key: str
+    what: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`checked_bytes`: raw bytes that were read and hashed for this checkpoint; what a checkpoint before it in the
+    same call had shown to be good is not read again."""
+
+    ref: CommitRef
+    problems: tuple[Problem, ...]
+    frames: int
+    checked_bytes: int
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+
+def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], None] | None = None) -> list[Verified]:
+    """One report per checkpoint. `progress(done, total)`: raw bytes, from any thread; the total is known after all
+    records are read. Records are read one after another; memory stays at a few frames per thread.
+
+    Errors: StorageError other than NotFound: that says nothing about the checkpoint."""
+    opened: list[tuple[CommitRef, Record | Problem]] = []
+    for ref in refs:
+        try:
+            opened.append((ref, open_record(run.backend, ref)))
+        except (DamagedData, NotFound) as exc:
+            opened.append((ref, Problem(keys.record_key(ref.identity, ref.writer), str(exc))))
+    meter = _Meter(progress, sum(_raw_bytes(found) for _, found in opened if isinstance(found, Record)))
+    good: set[_Place] = set()
+    return [
+        Verified(ref, (found,), 0, 0) if isinstance(found, Problem) else _verify_one(run, ref, found, good, meter)
+        for ref, found in opened
+    ]
+
+
+def _verify_one(run: Run, ref: CommitRef, record: Record, good: set[_Place], meter: _Meter) -> Verified:
+    places = _places(record)
+    lengths = record.manifest.frames["length"].tolist()
+    todo = [frame for frame, place in enumerate(places) if place not in good]
+    meter.add(sum(lengths) - sum(lengths[frame] for frame in todo))
+    reader = FrameReader(run.backend, record)
+    bad: dict[int, Exception] = {}
+    buffers = threading.local()
+
+    def out(frame: int) -> memoryview:
+        if len(getattr(buffers, "one", b"")) < lengths[frame]:
+            buffers.one = bytearray(lengths[frame])
+        return memoryview(buffers.one)[: lengths[frame]]
+
+    def deliver(frame: int) -> None:
+        meter.add(lengths[frame])
+
+    def failed(frame: int, error: Exception) -> None:
+        if not isinstance(error, (DamagedData, NotFound)):
+            raise error
+        bad[frame] = error
+        meter.add(lengths[frame])
+
+    reader.read(todo, deliver, out, failed)
+    good.update(places[frame] for frame in todo if frame not in bad)
+    problems = _problems(record, bad)
+    if not problems:
+        try:
+            load_values(reader)
+        except CkptError as exc:
+            problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
+    return Verified(ref, problems, len(places), sum(lengths[frame] for frame in todo))
+
+
+def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
+    """One problem per pack, which names the tensors that have lost bytes."""
+    by_pack: dict[int, list[int]] = {}
+    for frame in sorted(bad):
+        by_pack.setdefault(int(record.places["pack"][frame]), []).append(frame)
+    problems = []
+    for pack, frames in sorted(by_pack.items()):
+        more = f" (and {len(frames) - 1} more frames of it)" if len(frames) > 1 else ""
+        names = _tensors_of(record.manifest, frames)
+        problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names))
+    return tuple(problems)
+
+
+def _tensors_of(manifest: Manifest, frames: Sequence[int]) -> tuple[str, ...]:
+    boxes = manifest.extents["box"][np.isin(manifest.extents["frame"], frames)]
+    tensors = dict.fromkeys(manifest.boxes[box][0] for box in np.unique(boxes).tolist())
+    return tuple(exported_name(manifest.tensors[each]) for each in list(tensors)[:NAMED_MAX])
+
+
+def _places(record: Record) -> list[_Place]:
+    frames = record.manifest.frames[["hash_hi", "hash_lo", "length"]].tolist()
+    rows = record.places[["pack", "offset", "codec"]].tolist()
+    return [(record.packs[p][0], o, c, *frame) for (p, o, c), frame in zip(rows, frames, strict=True)]
+
+
+def _raw_bytes(record: Record) -> int:
+    return int(record.manifest.frames["length"].sum(dtype=np.int64))
+
+
+class _Meter:
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, raw_bytes: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            self._done += raw_bytes
+            self._progress(self._done, self._total)

@@ -1,0 +1,68 @@
+"""Threads with owners: the only place that starts a thread.
+
+A `Tasks` owns named daemon threads; closing it asks them to stop, joins them outside any lock, with a deadline, and
+fails loudly if one does not end. No thread outlives its owner unnoticed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ckpt.errors import CkptError
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Named threads and one bounded pool, closed together.
+
+    `start` runs a long-lived loop, which should watch `stopping`; `submit` runs a short job in the pool.
+    Thread-safe. After `close` both raise.
+    """
+
+    def __init__(self, name: str, pool_size: int = 0) -> None:
+        self.name = name
+        self.stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}") if pool_size else None
+
+    def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
+        with self._lock:
+            if self.stopping.is_set():
+                raise CkptError(f"{self.name} is closed")
+            thread = threading.Thread(target=target, name=f"ckpt-{self.name}-{label}", daemon=True)
+            self._threads = [t for t in self._threads if t.is_alive()]
+            self._threads.append(thread)
+            thread.start()
+        return thread
+
+    def submit(self, fn: Callable[..., T], *args: Any) -> Future[T]:
+        if self._pool is None or self.stopping.is_set():
+            raise CkptError(f"{self.name} is closed, or has no pool")
+        return self._pool.submit(fn, *args)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Sets `stopping`, drops jobs that have not begun, and waits. Raises if a thread is still alive then."""
+        self.stopping.set()
+        deadline = time.monotonic() + timeout_s
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        alive = [t.name for t in threads if t.is_alive()]
+        if alive:
+            raise CkptError(f"threads did not end within {timeout_s:g} s: {', '.join(alive)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

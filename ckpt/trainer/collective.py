@@ -1,0 +1,121 @@
+"""What the ranks say to each other, only inside `__enter__`: gathers of bytes, never of pickled objects.
+
+These run on a gloo group of their own with our deadline, so that a long restore on one rank trips no watchdog of the
+user's group, and no collective of the user's can be mistaken for ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import CkptError, UsageError, from_kind
+
+T = TypeVar("T")
+
+ENTER_TIMEOUT_S = 1800.0
+
+
+class Group(Protocol):
+    rank: int
+    world: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank, on every rank."""
+        ...
+
+
+class Alone:
+    """A job of one process."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+class TorchGroup:
+    """The ranks of a torch process group. All of them construct it together."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.world = len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        self._group = _gloo(tuple(ranks))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        try:
+            mine = torch.tensor([len(data)], dtype=torch.int64)
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            dist.all_gather(sizes, mine, group=self._group)
+            longest = max(1, max(int(size) for size in sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            if data:
+                padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+            dist.all_gather(parts, padded, group=self._group)
+        except RuntimeError as exc:
+            raise CkptError(
+                f"the {self.world} ranks could not agree while entering ckpt.Checkpointer: {exc}. "
+                "A rank died or never entered; the launcher's output says which"
+            ) from exc
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+# Our groups, by the job's default group and by ranks. They are kept as long as the default group, for torch names a
+# group after its ranks: one that is made again after it was destroyed finds the addresses of the former in the store.
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
+def _gloo(ranks: tuple[int, ...]) -> Any:
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
+        groups[ranks] = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+    return groups[ranks]
+
+
+def open_group(process_group: dist.ProcessGroup | None) -> Group:
+    """The job's ranks: `process_group`, else the default group, else this process alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise UsageError("process_group= was given, but torch.distributed is not initialized")
+        return Alone()
+    if process_group is None and dist.get_world_size() == 1:
+        return Alone()
+    return TorchGroup(process_group)
+
+
+def together(group: Group, work: Callable[[], T]) -> T:
+    """Runs `work` on every rank; all ranks return, or all raise: a rank that failed its own error, the others that of
+    the lowest rank that failed. So nobody waits in a gather for one who has left with an exception."""
+    result: T | None = None
+    failure: Exception | None = None
+    verdict = b""
+    try:
+        result = work()
+    except Exception as exc:
+        failure = exc
+        kind = exc.kind if isinstance(exc, CkptError) else "error"
+        verdict = msgpack.packb([kind, str(exc) if isinstance(exc, CkptError) else f"{type(exc).__name__}: {exc}"])
+    verdicts = group.gather(verdict)
+    if failure is not None:
+        raise failure
+    for rank, said in enumerate(verdicts):
+        if said:
+            kind, text = msgpack.unpackb(said)
+            raise from_kind(str(kind), f"rank {rank}: {text}")
+    return result  # type: ignore[return-value]
+
+
+def from_first(group: Group, work: Callable[[], bytes]) -> bytes:
+    """Rank 0 runs `work`; every rank returns its bytes, or all raise what it raised."""
+    data = together(group, work if group.rank == 0 else bytes)
+    return group.gather(data if group.rank == 0 else b"")[0]

@@ -1,0 +1,336 @@
+"""Entering the block: the ranks find one agent, agree on what to restore, and fill their state from it.
+
+The only collectives of a job are here: one gather of facts, one broadcast of each decision, one agreement on each
+outcome. Once a candidate was tried, entering ends in a restored checkpoint or in an error, never in a fresh start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgpack
+
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, DamagedData, NoCheckpoint, StateMismatch, StorageError, UsageError
+from ckpt.events import Events
+from ckpt.format.manifest import Manifest
+from ckpt.format.record import decode_manifest
+from ckpt.settings import Settings
+from ckpt.tasks import Tasks
+from ckpt.trainer import collective, restore
+from ckpt.trainer.coords import Coordinate
+from ckpt.trainer.coords import coordinate as find_coordinate
+from ckpt.trainer.initial import load_weights
+from ckpt.trainer.link import Terms
+from ckpt.trainer.pinned import make_copier
+from ckpt.trainer.receipt import Receipt
+from ckpt.trainer.saver import Saver
+from ckpt.trainer.snapshot import Snapshotter
+from ckpt.trainer.targets import Targets
+from ckpt.trainer.walk import StateWalker
+from ckpt.types import Identity, Tick
+
+T = TypeVar("T")
+
+LINES_MAX = 50  # differences named in one message
+BEGIN_TIMEOUT_S = 900.0  # the agent lists the store, and may watch another job's heartbeats
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user gave to the Checkpointer, checked."""
+
+    url: str
+    state: dict[str, Any]
+    options: dict[str, Any]
+    mesh: Any
+    process_group: Any
+    init: str | None
+    lazy: bool
+    strict: bool
+    generators: bool
+    take_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Rank 0's agent's word, for all: which epoch begins, and from which candidate."""
+
+    fields: dict[str, Any]
+    manifest: bytes
+
+    @property
+    def epoch(self) -> str:
+        return str(self.fields["epoch"])
+
+    @property
+    def candidate(self) -> dict[str, Any] | None:
+        return self.fields.get("candidate")
+
+    @staticmethod
+    def of(message: Message) -> bytes:
+        manifest = message.blobs[0] if message.blobs else b""
+        packed: bytes = msgpack.packb([message.fields, manifest])
+        return packed
+
+    @staticmethod
+    def parse(data: bytes) -> Decision:
+        fields, manifest = msgpack.unpackb(data, max_bin_len=1 << 28)
+        return Decision(fields, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt(Generic[T]):
+    """What came of a part of restoring a candidate. `failure`: "" when it went well on every rank, and only then
+    there is a `value`."""
+
+    value: T | None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was restored. `level` "none": nothing."""
+
+    tick: Tick
+    level: Any
+    identity: str | None
+    source: str
+    sources: dict[str, int]
+
+
+def enter(
+    asked: Asked, settings: Settings, tasks: Tasks, events: Events, receipt: Receipt, stack: ExitStack
+) -> tuple[Saver, Found]:
+    """Runs on every rank. Errors: those of ckpt.Checkpointer, on all ranks."""
+    group = collective.open_group(asked.process_group)
+    coordinate = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+    saver = collective.together(
+        group, lambda: _prepare(asked, settings, tasks, events, receipt, stack, coordinate, group.world > 1)
+    )
+    facts = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
+    _check_facts([msgpack.unpackb(said) for said in group.gather(facts)])
+    launch = group.gather(settings.launch.encode())[0].decode()
+    begin = {"launch": launch, "world": group.world, "take_over": asked.take_over, "strict": asked.strict}
+    decision = _ask(group, saver, "begin", begin)
+    try:
+        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision)
+    except BaseException:
+        saver.link.give_up()
+        raise
+    receipt.bytes_by_level.update({f"restored from {level}": count for level, count in found.sources.items()})
+    receipt.steps_lost = decision.fields.get("steps_lost")
+    return saver, found
+
+
+def _join_and_restore(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    coordinate: Coordinate,
+    launch: str,
+    decision: Decision,
+) -> Found:
+    terms = Terms(
+        decision.epoch,
+        group.rank,
+        group.world,
+        coordinate.text,
+        asked.options,
+        launch,
+        decision.fields.get("parent"),
+        list(decision.fields.get("ancestors") or []),
+    )
+    offer = saver.make_offer(Tick(0), positions=False)
+    collective.together(group, lambda: saver.link.join(terms, offer))
+    found, last = _restore(group, asked, tasks, events, saver, decision)
+    saver.link.terms = replace(
+        terms, parent=last.fields.get("parent"), ancestors=list(last.fields.get("ancestors") or [])
+    )
+    done = {"epoch": terms.epoch, "identity": found.identity}
+    collective.together(
+        group, lambda: saver.link.request("restored", done, BEGIN_TIMEOUT_S) if group.rank == 0 else None
+    )
+    saver.settle(found.tick)
+    return found
+
+
+def _prepare(
+    asked: Asked,
+    settings: Settings,
+    tasks: Tasks,
+    events: Events,
+    receipt: Receipt,
+    stack: ExitStack,
+    coordinate: Coordinate,
+    replicated: bool,
+) -> Saver:
+    walker = StateWalker(asked.state, coordinate, asked.generators)
+    snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
+    saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
+    stack.callback(saver.close)
+    saver.link.connect()
+    return saver
+
+
+def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    packed: bytes = msgpack.packb(
+        {
+            "url": asked.url,
+            "host": boot,
+            "agent": saver.link.agent,
+            "coordinate": coordinate.text,
+            "options": repr(asked.options),
+            "state": sorted(asked.state),
+            "switches": [asked.strict, asked.generators, asked.take_over, asked.init or ""],
+        }
+    )
+    return packed
+
+
+def _check_facts(facts: list[dict[str, Any]]) -> None:
+    """All ranks hold the same facts and come to the same end. Errors: UsageError."""
+    first = facts[0]
+    for rank, said in enumerate(facts):
+        for name in ("url", "options", "state", "switches"):
+            if said[name] != first[name]:
+                raise UsageError(
+                    f"all ranks must construct the Checkpointer alike: {name} is {first[name]!r} on rank 0 and "
+                    f"{said[name]!r} on rank {rank}"
+                )
+        if said["host"] != first["host"]:
+            raise UsageError(
+                f"rank {rank} runs on another machine than rank 0; this version saves jobs of one machine only"
+            )
+        if said["agent"] != first["agent"]:
+            raise AgentError(
+                f"rank {rank} found another agent than rank 0: give all ranks of a machine the same "
+                "CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user"
+            )
+    seen: dict[str, int] = {}
+    for rank, said in enumerate(facts):
+        other = seen.setdefault(said["coordinate"], rank)
+        if other != rank:
+            raise UsageError(
+                f"ranks {other} and {rank} have the same mesh coordinate {said['coordinate']!r}: give mesh= one that "
+                "names every rank of the job"
+            )
+
+
+def _ask(group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any]) -> Decision:
+    return Decision.parse(
+        collective.from_first(group, lambda: Decision.of(saver.link.request(kind, fields, BEGIN_TIMEOUT_S)))
+    )
+
+
+def _restore(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    decision: Decision,
+) -> tuple[Found, Decision]:
+    """What was restored, and the decision that led to it."""
+    failures: list[str] = []
+    for struck in decision.fields.get("struck") or []:
+        if group.rank == 0:
+            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {asked.url}`"
+            events.emit("restore.struck", text, loud=True, identity=struck)
+    while (candidate := decision.candidate) is not None:
+        identity = Identity.parse(candidate["identity"])
+        bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest)
+        if not bad:
+            level = candidate["level"]
+            where = "this host's memory" if level == "local" else "the store"
+            source = f"step {identity.tick.step} from {where}"
+            return Found(identity.tick, level, str(identity), source, sources), decision
+        failures.append(f"step {identity.tick.step}: {bad}")
+        events.emit(
+            "restore.struck",
+            f"ckpt: the checkpoint of step {identity.tick.step} cannot be restored ({bad}); "
+            "falling back to the one before it",
+            loud=True,
+        )
+        decision = _ask(group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]})
+    if failures:
+        raise NoCheckpoint(
+            f"{asked.url} has checkpoints, but none can be restored: {'; '.join(failures)}. "
+            f"Run `ckpt verify {asked.url}` to see what is damaged; to begin anew, use another URL"
+        )
+    source = "nothing"
+    if asked.init is not None:
+        init = asked.init
+        collective.together(group, lambda: load_weights(init, saver.walker))
+        source = f"weights of {asked.init}"
+    return Found(Tick(0), "none", None, source, {}), decision
+
+
+def _try(
+    group: collective.Group,
+    asked: Asked,
+    tasks: Tasks,
+    events: Events,
+    saver: Saver,
+    identity: Identity,
+    manifest_data: bytes,
+) -> tuple[str, dict[str, int]]:
+    """One candidate: why it cannot be restored ("" when it was), and the bytes by level they came from."""
+
+    def read() -> tuple[Manifest, Targets, dict[str, int]]:
+        manifest = decode_manifest(manifest_data)
+        return manifest, *restore.read_targets(saver.link, tasks, saver.walker, identity, manifest, asked.strict)
+
+    known = _attempt(group, read)
+    if known.value is None:
+        return known.failure, {}
+    manifest, targets, sources = known.value
+    _check_match(group, targets, asked.strict, events)
+    filled = _attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets))
+    if filled.value is None:
+        return filled.failure, {}
+    collective.together(group, targets.finish)
+    return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
+
+
+def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
+    """Runs `work` on every rank. Data that cannot be had is a failure of the candidate, for all ranks; any other error
+    is raised on all."""
+
+    def trying() -> Attempt[T]:
+        try:
+            return Attempt(work())
+        except (DamagedData, StorageError) as exc:
+            return Attempt(None, str(exc) or type(exc).__name__)
+
+    mine = collective.together(group, trying)
+    verdicts = [said.decode() for said in group.gather(mine.failure.encode())]
+    bad = next((f"rank {rank}: {said}" for rank, said in enumerate(verdicts) if said), "")
+    return Attempt(None, bad) if bad else mine
+
+
+def _check_match(group: collective.Group, targets: Targets, strict: bool, events: Events) -> None:
+    """What is only in the checkpoint is extra where no rank wants it. Errors: StateMismatch names all differences."""
+    said = group.gather(msgpack.packb([list(targets.extra), list(targets.mismatch.lines)]))
+    every = [msgpack.unpackb(data) for data in said]
+    extra = sorted(set.intersection(*(set(names) for names, _ in every)))
+    lines = sorted({line for _, found in every for line in found if not line.startswith("only in the checkpoint: ")})
+    lines += [f"only in the checkpoint: {name}" for name in extra]
+    if not lines:
+        return
+    more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
+    text = "; ".join(lines[:LINES_MAX]) + more
+    if strict:
+        raise StateMismatch(
+            f"the state does not match the checkpoint: {text}. Nothing was changed. Register the same state, or pass "
+            "strict=False to go on with what fits"
+        )
+    if group.rank == 0:
+        events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)

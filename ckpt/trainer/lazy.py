@@ -1,0 +1,243 @@
+"""When a late copy can be trusted, and how that is checked while it is relied on.
+
+A tensor may be copied late (under the next forward and backward pass) only if it does not change between the boundary
+and the next optimizer step. `Trust` holds what was proven of that and what was disproven; `Watch` looks whether the
+tensors of one snapshot changed; `StepHook` is how the optimizer step announces itself. An equal version counter
+proves nothing (fused optimizers and `.data` do not move it), so bytes are looked at too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ckpt.events import Events
+from ckpt.trainer.copier import Copier
+from ckpt.trainer.pieces import Piece, is_cuda_used, later
+
+PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
+LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
+CANARY_BYTES = 64
+SPOT_BYTES_MAX = 1 << 20  # how much of one tensor is compared in full at a snapshot, in turns
+SPOT_SHARE = 1024  # ... and at most this fraction of what is late, so that it stays out of sight in the stall
+
+# A tensor in its role, as trust knows it: (name, owner, number of the box, address). What moved is new.
+Key = tuple[str, str, int, int]
+
+
+class Trust:
+    """Which tensors may be copied late. Thread-safe. `version` changes with every answer that may have changed.
+
+    Proofs belong to a tensor at its address; distrust belongs to its name and stays for the run."""
+
+    def __init__(self, events: Events, enabled: bool) -> None:
+        self.version = 0
+        self._events = events
+        self._enabled = enabled
+        self._why_off = ""
+        self._proofs: dict[Key, int] = {}
+        self._distrusted: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    def is_candidate(self, key: Key) -> bool:
+        """Whether it may be copied late, now or once it is proven."""
+        return self._enabled and key[:2] not in self._distrusted
+
+    def is_proven(self, key: Key) -> bool:
+        return self.is_candidate(key) and self._proofs.get(key, 0) >= PROOFS
+
+    def forget_all_but(self, keys: Collection[Key]) -> None:
+        """Drops the proofs of tensors that are gone: what comes back at the same address later is new."""
+        with self._lock:
+            self._proofs = {key: n for key, n in self._proofs.items() if key in keys}
+
+    def prove(self, keys: Collection[Key]) -> None:
+        with self._lock:
+            for key in keys:
+                self._proofs[key] = self._proofs.get(key, 0) + 1
+                self.version += self._proofs[key] == PROOFS
+
+    def distrust(self, keys: Collection[Key]) -> None:
+        """These changed before the optimizer stepped: copied at the boundary from now on."""
+        with self._lock:
+            names = sorted({key[:2] for key in keys} - self._distrusted)
+            self._distrusted.update(names)
+            self.version += 1
+        for name, owner in names:
+            self._events.emit(
+                "lazy.changed",
+                f"{name} changed before the optimizer stepped; it is copied at the boundary from now on",
+                loud=True,
+                tensor=name,
+                owner=owner,
+            )
+
+    def turn_off(self, why: str) -> None:
+        with self._lock:
+            was, self._enabled = self._enabled, False
+            self.version += 1
+        if was:
+            self._why_off = why
+            self._events.emit("lazy.off", f"late copies are off for this run: {why}", loud=True, reason=why)
+
+    def proven(self) -> list[str]:
+        count = sum(self.is_proven(key) for key in list(self._proofs))
+        return [f"lazy copies of {count} tensors"] if count else []
+
+    def fell_back(self) -> list[str]:
+        off = [f"lazy copies off: {self._why_off}"] if self._why_off else []
+        return [*off, *(f"{name} is copied at the boundary: it changed" for name, _ in sorted(self._distrusted))]
+
+
+class Watch:
+    """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
+    bytes of each at three places (canaries). All on the current streams; the views are made once.
+
+    `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
+
+    def __init__(self, keys: Sequence[Key], live: Sequence[Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+        self._keys = keys
+        self._live = live
+        self._seen: list[tuple[int, int]] = []
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for n, of_one in enumerate(pieces):
+            for sample in _samples(of_one):
+                by_device.setdefault(sample.device, []).append((n, sample))
+        self._groups = [_Canaries(device, samples) for device, samples in by_device.items()]
+
+    def remember(self) -> None:
+        self._seen = [(tensor._version, tensor.data_ptr()) for tensor in self._live]
+        for group in self._groups:
+            group.remember()
+
+    def look(self) -> Callable[[], set[Key]]:
+        """Compares with what was remembered, as of now. The function that it returns waits for the outcome."""
+        moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
+        verdicts = [group.look() for group in self._groups]
+        return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
+
+
+class _Canaries:
+    """Samples on one device, gathered into one buffer at the boundary and into another later."""
+
+    def __init__(self, device: torch.device, samples: Sequence[tuple[int, Tensor]]) -> None:
+        self._of = [n for n, _ in samples]
+        self._sources = [sample for _, sample in samples]
+        self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
+        self._first, self._second = (
+            [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]
+            for rows in (self._before, self._after)
+        )
+
+    def remember(self) -> None:
+        torch._foreach_copy_(self._first, self._sources)
+
+    def look(self) -> Callable[[], set[int]]:
+        torch._foreach_copy_(self._second, self._sources)
+        differ = later((self._before != self._after).any(1))
+        return lambda: {self._of[row] for row, is_other in enumerate(differ().tolist()) if is_other}
+
+
+def _samples(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    """Up to CANARY_BYTES each from the start, the middle and the end of what is staged of a tensor."""
+    for piece, part in ((pieces[0], 0.0), (pieces[len(pieces) // 2], 0.5), (pieces[-1], 1.0)):
+        row = piece.source
+        while row.dim() > 1:
+            row = row[int(part * (row.shape[0] - 1))]
+        count = min(CANARY_BYTES // row.element_size(), row.shape[0])
+        at = int(part * (row.shape[0] - count))
+        yield row[at : at + count]
+
+
+class Spot:
+    """In turns one part of one late tensor, kept in full at the boundary to be compared in full later."""
+
+    def __init__(self, pieces: Sequence[Piece], copier: Copier) -> None:
+        self._pieces = pieces
+        self._copier = copier
+        share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
+        self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
+        self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
+
+    def remember(self, turn: int) -> Piece:
+        """Keeps what `turn` picks; the piece's target is the copy, good until the next call."""
+        piece = self._pieces[turn % len(self._pieces)]
+        source = piece.source
+        count = self._bytes_max // source.element_size()
+        if source.dim() == 1 and source.shape[0] > count:
+            places = -(-source.shape[0] // count)
+            at = min(turn // len(self._pieces) % places * count, source.shape[0] - count)
+            source = source[at : at + count]
+        buffer = self._buffers.get(source.device)
+        if buffer is None or buffer.nbytes < source.nbytes:
+            buffer = torch.empty(max(self._bytes_max, source.nbytes), dtype=torch.uint8, device=source.device)
+            self._buffers[source.device] = buffer
+        kept = Piece(piece.entry, piece.box, source, buffer[: source.nbytes].view(source.dtype).view(source.shape))
+        self._copier.prepare([kept]).eager()
+        return kept
+
+
+class StepHook:
+    """One global hook before every optimizer step, while it lives.
+
+    `is_waiting()` says whether anybody waits for a step; only then, and never while a graph is captured or a step is
+    traced by the compiler (neither is a step), `on_step(optimizer)` is called. A forked child loses the hook."""
+
+    def __init__(self, is_waiting: Callable[[], bool], on_step: Callable[[Optimizer], None]) -> None:
+        self._is_waiting = is_waiting
+        self._on_step = on_step
+        self._handle = register_optimizer_step_pre_hook(self._hook)
+        _hooks.add(self)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        _hooks.discard(self)
+
+    def _hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_waiting() or is_capturing():
+            return
+        self._on_step(optimizer)
+
+
+_hooks: weakref.WeakSet[StepHook] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for hook in list(_hooks):
+        hook.remove()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def is_capturing() -> bool:
+    return is_cuda_used() and torch.cuda.is_current_stream_capturing()
+
+
+def storages(tensors: Collection[Tensor]) -> frozenset[int]:
+    """The addresses of their storages: how an optimizer's parameters are found among them, whatever views they are."""
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
+    """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
+    storages. Usually the first one does."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    state = (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())
+    for tensor in chain(params, state):
+        local = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(local, Tensor) and local.untyped_storage().data_ptr() in addresses:
+            return True
+    return False

@@ -1,0 +1,68 @@
+"""How far each tick's checkpoint has come, as the agent reports it, and waiting for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Literal
+
+from ckpt.errors import SaveFailed
+from ckpt.types import Tick
+
+Level = Literal["none", "local", "store"]
+ORDER: dict[str, int] = {"none": 0, "local": 1, "store": 2}
+
+
+class Levels:
+    """Thread-safe. A tick that reached the store has reached this host's memory too."""
+
+    def __init__(self) -> None:
+        self._reached: dict[Tick, Level] = {}
+        self._failed: dict[tuple[Tick, str], str] = {}
+        self._changed = threading.Condition()
+        self._end: str | None = None
+        self.committed_s = time.monotonic()  # when something last reached the store; at first: when this began
+
+    def put(self, tick: Tick, level: Level, ok: bool, message: str = "") -> None:
+        with self._changed:
+            if ok and ORDER[level] > ORDER[self._reached.get(tick, "none")]:
+                self._reached[tick] = level
+                if level == "store":
+                    self.committed_s = time.monotonic()
+            elif not ok:
+                for above in ("local", "store"):
+                    if ORDER[above] >= ORDER[level]:
+                        self._failed[tick, above] = message
+            self._changed.notify_all()
+
+    def retry(self, tick: Tick) -> None:
+        """That tick is saved anew: what failed before says nothing any more."""
+        with self._changed:
+            self._failed = {key: why for key, why in self._failed.items() if key[0] != tick}
+
+    def fail_all(self, message: str) -> None:
+        """Nothing more will be reported."""
+        with self._changed:
+            self._end = message
+            self._changed.notify_all()
+
+    def level(self, tick: Tick) -> Level:
+        with self._changed:
+            return self._reached.get(tick, "none")
+
+    def newest(self, level: Level) -> Tick | None:
+        with self._changed:
+            return max((t for t, got in self._reached.items() if ORDER[got] >= ORDER[level]), default=None)
+
+    def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
+        """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while ORDER[self._reached.get(tick, "none")] < ORDER[level]:
+                failure = self._failed.get((tick, level)) or self._end
+                if failure is not None:
+                    raise SaveFailed(f"step {tick.step} did not reach the {level} level: {failure}")
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise SaveFailed(f"step {tick.step} did not reach the {level} level within {timeout_s:g} s")
+                self._changed.wait(left)

@@ -1,0 +1,364 @@
+"""The trainer's link to its agent: what was offered, what was granted, and what became of each snapshot.
+
+Guarantees:
+- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and
+  only by this process.
+- The step path reads one word of shared memory and never waits for the agent.
+- When the agent dies, nothing is appointed until another one serves, started by whoever notices first; the arenas are
+  handed over to it, and what they hold is not lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.agent import client, wire
+from ckpt.agent.arena import Arena
+from ckpt.agent.control import ControlPage
+from ckpt.errors import AgentError, CkptError
+from ckpt.events import Events
+from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
+from ckpt.plan.layout import Declaration, Layout, Staging
+from ckpt.plan.staging import stage
+from ckpt.settings import Settings
+from ckpt.tasks import Tasks
+from ckpt.trainer.levels import Levels
+from ckpt.trainer.walk import Walk
+from ckpt.types import Tick
+
+RECONNECT_TRIES = 20
+_NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What this rank says of itself whenever it joins an agent."""
+
+    epoch: str
+    rank: int
+    world: int
+    coordinate: str
+    options: dict[str, Any]
+    launch: str
+    parent: str | None
+    ancestors: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A walk as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
+
+    walk: Walk
+    hashes: bytes
+    tick: Tick
+    values_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A division as it concerns this rank."""
+
+    walk: Walk
+    declaration: Declaration
+    encoded: bytes
+
+    @property
+    def staging(self) -> Staging:
+        return self.declaration.staging
+
+
+@dataclass(slots=True)
+class Slot:
+    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies."""
+
+    arena: Arena
+    plan: Plan | None = None
+    declared: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Link:
+    """One rank's end. `bind(slot, walk, staging, data)` prepares the copies into an arena; it runs on a thread of
+    `tasks`. `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
+
+    url: str
+    settings: Settings
+    events: Events
+    tasks: Tasks
+    bind: Callable[[int, Walk, Staging, memoryview], None]
+    quiet: Callable[[], None]
+    levels: Levels = field(default_factory=Levels)
+    words: memoryview = _NOTHING_APPOINTED
+    superseded_by: str | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
+    fetching: queue.SimpleQueue[wire.Message | None] | None = None
+    terms: Terms | None = None
+    restarts: int = 0
+    _connection: client.Connection | None = None
+    _page: ControlPage | None = None
+    _offer: Offer | None = None
+    _plan: Plan | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _closed: bool = False
+    _reconnecting: bool = False
+
+    # -- entering
+
+    def connect(self) -> None:
+        """Errors: AgentError."""
+        sock = client.connect(self.url, self.settings)
+        self._connection = client.Connection(sock, self.tasks, self._on_message, self._on_lost)
+
+    @property
+    def connection(self) -> client.Connection:
+        if self._connection is None:
+            raise AgentError("there is no agent at present; it is being started again")
+        return self._connection
+
+    @property
+    def agent(self) -> str:
+        return self.connection.incarnation
+
+    def join(self, terms: Terms, offer: Offer) -> None:
+        """Makes this rank a member of the epoch. Errors: AgentError."""
+        self.terms = terms
+        self._offer = offer
+        self._join(resume=False)
+
+    def _join(self, resume: bool) -> None:
+        assert self.terms is not None
+        assert self._offer is not None
+        slots = sorted(self.slots) if resume else []
+        fields = {
+            **{name: getattr(self.terms, name) for name in self.terms.__slots__},
+            "tick": str(self._offer.tick),
+            "values_bytes": self._offer.values_bytes,
+            "resume": resume,
+            "arenas": slots,
+        }
+        answer = self.connection.request(
+            "join",
+            fields,
+            fds=[self.slots[number].arena.fd for number in slots],
+            blobs=[encode_layout(self._offer.walk.layout), self._offer.hashes],
+        )
+        page = ControlPage(answer.fds.pop())
+        old, self._page = self._page, page
+        self.words = page.words
+        if old is not None:
+            old.close()
+
+    # -- what the step path needs
+
+    def enter(self, step: int) -> None:
+        page = self._page
+        if page is not None and self.terms is not None:
+            page.enter(self.terms.rank, step)
+
+    def offer(self, offer: Offer) -> None:
+        """A new walk: nothing is warm for it until the agent has divided it."""
+        with self._lock:
+            self._offer = offer
+            self._plan = None
+            for slot in self.slots.values():
+                slot.plan = None
+        self._notify(
+            "layout",
+            {"tick": str(offer.tick), "values_bytes": offer.values_bytes},
+            blobs=[encode_layout(offer.walk.layout), offer.hashes],
+        )
+
+    def granted(self, number: int) -> Slot | None:
+        """The slot, if it is bound and warm for the present walk."""
+        with self._lock:
+            slot = self.slots.get(number)
+            return slot if slot is not None and slot.plan is not None else None
+
+    def report(self, kind: str, fields: dict[str, Any]) -> None:
+        """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
+        self._notify(kind, fields)
+
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> wire.Message:
+        return self.connection.request(kind, fields, timeout_s=timeout_s)
+
+    def leave(self, outcome: str, timeout_s: float) -> wire.Message:
+        """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""
+        with self._lock:
+            self._closed = True
+        return self.connection.request("leave", {"outcome": outcome}, timeout_s=timeout_s)
+
+    def give_up(self) -> None:
+        """Entering has failed: says so, and waits for nothing."""
+        with contextlib.suppress(CkptError):
+            self.leave("exception", 0.0)
+
+    def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(AgentError):  # `_on_lost` deals with it
+                connection.notify(kind, fields, blobs=blobs or [])
+
+    # -- what the agent says
+
+    def _on_message(self, message: wire.Message) -> None:
+        fields = message.fields
+        if message.kind in ("region", "frames", "fetched"):
+            if self.fetching is not None:
+                self.fetching.put(message)
+                return
+        elif message.kind == "plan":
+            self._on_plan(message)
+        elif message.kind == "arena":
+            self._on_arena(message)
+        elif message.kind == "level":
+            self.levels.put(
+                Tick.parse(fields["tick"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
+            )
+        elif message.kind == "superseded":
+            self.superseded_by = str(fields.get("by", "a newer start"))
+        elif message.kind == "event":
+            self.events.emit(
+                str(fields["name"]),
+                str(fields["message"]),
+                loud=bool(fields.get("loud")),
+                **dict(fields.get("data") or {}),
+            )
+        message.close()
+
+    def _on_plan(self, message: wire.Message) -> None:
+        layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
+        with self._lock:
+            offer, terms = self._offer, self.terms
+        if offer is None or terms is None or not _same_shapes(layout, offer.walk.layout):
+            return  # made for a walk that is gone: the plan for the present one follows
+        staging = stage(layout, share, int(message.fields["frame_bytes"]))
+        declaration = Declaration(
+            terms.rank, terms.world, terms.coordinate, str(message.fields["division"]), layout, staging
+        )
+        plan = Plan(offer.walk, declaration, encode(declaration))
+        with self._lock:
+            if self._offer is offer:
+                self._plan = plan
+
+    def _on_arena(self, message: wire.Message) -> None:
+        number = int(message.fields["slot"])
+        with self._lock:
+            if message.fds:
+                old = self.slots.pop(number, None)
+                self.slots[number] = Slot(Arena.adopt(message.fds.pop()))
+                if old is not None:
+                    old.arena.close()
+            plan = self._plan
+            slot = self.slots.get(number)
+            if slot is None or plan is None or plan.declaration.division != message.fields["division"]:
+                return
+        self.tasks.submit(self._prepare, number, slot, plan)
+
+    def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
+        try:
+            self._warm(number, slot, plan)
+        except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
+            self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
+
+    def _warm(self, number: int, slot: Slot, plan: Plan) -> None:
+        slot.arena.warm()
+        slot.arena.begin_fill()
+        slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
+        self.bind(number, plan.walk, plan.staging, slot.arena.data(0, plan.staging.data_bytes))
+        with self._lock:
+            if self._plan is not plan or self.slots.get(number) is not slot:
+                return
+            slot.plan = plan
+        self._notify("warm", {"slot": number, "division": plan.declaration.division})
+
+    # -- the agent's death
+
+    def _on_lost(self, why: str) -> None:
+        with self._lock:
+            self.words = _NOTHING_APPOINTED
+            self._connection = None
+            for slot in self.slots.values():
+                slot.plan = None
+            self._plan = None
+            # A superseded job leaves at its next step: it needs no other agent.
+            restart = not (self._closed or self._reconnecting or self.terms is None or self.superseded_by is not None)
+            self._reconnecting = self._reconnecting or restart
+        if self.fetching is not None:
+            self.fetching.put(None)
+        if restart:
+            text = f"ckpt: the agent is gone ({why}); starting it again. Training goes on"
+            self.events.emit("agent.lost", text, loud=True)
+            self.tasks.start("reconnect", self._reconnect)
+
+    def _reconnect(self) -> None:
+        """One such thread at a time: two would take each other's place at the agent for ever."""
+        self.quiet()
+        delay_s = 0.05
+        for _ in range(RECONNECT_TRIES):
+            if self._closed or self.superseded_by is not None or self.tasks.stopping.is_set():
+                break
+            try:
+                self.connect()
+                self._join(resume=True)
+            except (CkptError, OSError) as exc:
+                self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                self.tasks.stopping.wait(delay_s)
+                delay_s = min(10.0, 2 * delay_s)
+                continue
+            with self._lock:
+                connection = self._connection
+                if connection is None or not connection.is_open:
+                    continue  # it went away again, and `_on_lost` left that to us
+                self._reconnecting = False
+            self.restarts += 1
+            self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
+            return
+        with self._lock:
+            self._reconnecting = False
+        self.levels.fail_all("the agent could not be started again")
+        if not self._closed:
+            self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
+
+    # -- the end
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self.words = _NOTHING_APPOINTED
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        for slot in self.slots.values():
+            slot.arena.close()
+        self.slots.clear()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: closes what would keep the socket and the arenas alive."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.abandon_in_child()
+        for slot in self.slots.values():
+            with contextlib.suppress(OSError):
+                os.close(slot.arena.fd)
+
+
+def _same_shapes(layout: Layout, walked: Layout) -> bool:
+    """Equal but for who owns what, which is the agent's finding."""
+    return len(layout.entries) == len(walked.entries) and all(
+        replace(a, owner=b.owner) == b for a, b in zip(layout.entries, walked.entries, strict=True)
+    )
+
+
+def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
+    return np.ascontiguousarray(hashes, dtype="<u8").tobytes()

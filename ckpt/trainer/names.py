@@ -1,0 +1,135 @@
+"""Canonical names: what a tensor is called whatever wraps the module that holds it.
+
+A name is the path through the state, then through the module: `model.layers.0.weight`. Wrappers (DDP, torch.compile,
+activation checkpointing) leave no trace in it, FSDP2 and tensor parallelism change no names, so that a checkpoint of
+one can be restored into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import UsageError
+
+NAME_BYTES_MAX = 1024
+
+# The attribute under which a wrapper class, known by its name, holds what it wraps.
+WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+_OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # they only reshard, as this walk does
+_CUSTOM = ("state_dict", "load_state_dict", "_save_to_state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a tensor is registered: `container[key]`, under the canonical `name` within its module."""
+
+    name: str
+    container: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+
+
+def join(*parts: object) -> str:
+    return ".".join(str(p) for p in parts if p != "")
+
+
+def check_name(name: str) -> None:
+    """Errors: UsageError for a name that the format cannot hold."""
+    if not name.isprintable() or len(name.encode()) > NAME_BYTES_MAX:
+        raise UsageError(f"{name[:80]!r} cannot name a tensor: a name is printable and has at most 1024 bytes")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module under any wrappers. Errors: UsageError for FSDP1."""
+    while True:
+        classes = {c.__name__ for c in type(module).__mro__}
+        if "FullyShardedDataParallel" in classes:
+            raise UsageError(
+                "a module is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters are not supported; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
+        inner = next((module._modules.get(a) for n, a in WRAPPERS.items() if n in classes), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every (canonical path, module) below and with `root`, wrappers left out; a shared one under each of its names."""
+    module = unwrap(root)
+    yield path, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from modules(child, join(path, key))
+
+
+def sites(root: nn.Module) -> Iterator[Site]:
+    """Parameters and persistent buffers, under every name they have."""
+    for path, module in modules(root):
+        for container in (module._parameters, module._buffers):
+            for key, tensor in container.items():
+                if tensor is not None and not (
+                    container is module._buffers and key in module._non_persistent_buffers_set
+                ):
+                    yield Site(join(path, key), container, key, tensor)
+
+
+def extras(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have extra state of their own."""
+    return [(p, m) for p, m in modules(root) if type(m).get_extra_state is not nn.Module.get_extra_state]
+
+
+def resharding(found: Iterable[nn.Module]) -> list[Any]:
+    """The FSDP2 modules among these. After evaluation some still hold gathered parameters; `.reshard()` puts them back
+    to their shards, as torch's own state_dict does: between two steps this changes no value."""
+    return [
+        module
+        for module in found
+        if hasattr(type(module), "reshard") and any(c.__name__ == "FSDPModule" for c in type(module).__mro__)
+    ]
+
+
+def is_custom(root: nn.Module) -> bool:
+    """Whether the module says itself how it is saved or loaded (hooks, overridden methods, TorchScript): then its
+    state_dict() is what is saved, and load_state_dict() is how it gets it back."""
+    return any(_is_custom(module) for _, module in modules(root))
+
+
+def _is_custom(module: nn.Module) -> bool:
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule) or any(
+        getattr(kind, n) is not getattr(nn.Module, n) for n in _CUSTOM
+    ):
+        return True
+    loads = kind._load_from_state_dict
+    if loads is not nn.Module._load_from_state_dict and not loads.__module__.startswith("torch.nn.modules."):
+        return True
+    hooks: list[Callable[..., Any]] = [
+        *module._state_dict_hooks.values(),
+        *module._state_dict_pre_hooks.values(),
+        *module._load_state_dict_pre_hooks.values(),
+        *module._load_state_dict_post_hooks.values(),
+    ]
+    return any(not _hook_module(hook).startswith(_OWN_HOOKS) for hook in hooks)
+
+
+def _hook_module(hook: Any) -> str:
+    inner = getattr(hook, "hook", hook)  # torch wraps some hooks
+    return str(getattr(inner, "__module__", None) or type(inner).__module__)
+
+
+def state_dict_items(root: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(canonical name, its own key, value) of what a custom module's state_dict() holds, live tensors included."""
+    for key, value in unwrap(root).state_dict(keep_vars=True).items():
+        parts = [part for part in key.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
+        yield ".".join(parts), key, value

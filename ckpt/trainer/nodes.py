@@ -1,0 +1,190 @@
+"""The kinds of things that a state consists of, and how each is read.
+
+A state is a tree of dicts, lists and tuples; a node is what hangs on it: a module, an optimizer, an object with
+state_dict() and load_state_dict(), a loader, a generator, or plain data (values and tensors). Reading a node gives its
+tensors, under canonical names, and a payload of values: what is needed, beside the tensors, to bring it back.
+
+Nothing here steps, copies or changes an object. Loaders and generators are read only for a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import UsageError
+from ckpt.trainer import generators, names, trees
+from ckpt.trainer.names import join
+from ckpt.trainer.shard import Shard
+from ckpt.trainer.trees import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor under its canonical name. `trained`: a parameter that a registered optimizer changes, or its state."""
+
+    name: str
+    tensor: Tensor
+    trained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`value` is `container[key]`; `path` is its canonical name."""
+
+    path: str
+    container: Any
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        return self.container[self.key]
+
+    def put(self, value: Any) -> None:
+        self.container[self.key] = value
+
+
+class DataNode(Node):
+    """Plain values and tensors, nested in any way."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        return _read_tree("data", self.value, self.path)
+
+    def payload(self) -> dict[str, Any]:
+        return self.read()[1]
+
+
+class ObjectNode(Node):
+    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        return _read_tree("object", self.value.state_dict(), self.path)
+
+    def payload(self) -> dict[str, Any]:
+        return self.read()[1]
+
+
+class LoaderNode(Node):
+    """An object with state that is iterated over: its position belongs to the rank."""
+
+
+class GeneratorNode(Node):
+    """A random number generator: it belongs to the rank."""
+
+
+class ModuleNode(Node):
+    """Parameters, persistent buffers, extra state; of a module that says itself how it is saved: what it says."""
+
+    def read(self) -> tuple[list[Named], dict[str, Any]]:
+        root: nn.Module = self.value
+        if names.is_custom(root):
+            items = [(name, value) for name, _, value in names.state_dict_items(root)]
+        else:
+            items = [(site.name, site.tensor) for site in names.sites(root)]
+        found = [Named(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
+        tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
+        return found + tensors, payload
+
+    def payload(self) -> dict[str, Any]:
+        if names.is_custom(self.value):
+            return self.read()[1]
+        return self._extra([])[1]
+
+    def _extra(self, values: list[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
+        if not names.is_custom(self.value):
+            values = [(join(path, "_extra_state"), m.get_extra_state()) for path, m in names.extras(self.value)]
+        found: list[Named] = []
+        extra: dict[str, Any] = {}
+        for name, value in values:
+            tensors, extra[name] = _read_tree("extra", value, join(self.path, name))
+            found += tensors
+        return found, {"kind": "module", "extra": extra}
+
+
+class OptimizerNode(Node):
+    """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
+
+
+def _read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
+    bare, found = trees.split(tree, path)
+    tensors = trees.named(path, found)
+    payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
+    return [Named(name, tensor) for _, name, tensor in tensors], payload
+
+
+# ---------------------------------------------------------------------------------------------------- finding nodes
+
+
+def find(state: Mapping[str, Any]) -> list[Node]:
+    """The nodes of a state, in its order. Errors: UsageError names what cannot be saved, and what can instead."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+        raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
+    found: list[Node] = []
+    for key in state:
+        _find(state, key, key, found, 0)
+    paths = [node.path for node in found]
+    if len(set(paths)) < len(paths):
+        twice = sorted({p for p in paths if paths.count(p) > 1})
+        raise UsageError(f"two parts of the state have the same name: {', '.join(twice)}; rename one of each")
+    return found
+
+
+def _find(container: Any, key: Any, path: str, found: list[Node], depth: int) -> None:
+    value = container[key]
+    kind = _kind(value, path)
+    if kind is not None:
+        found.append(kind(path, container, key))
+    elif not _has_objects(value, path, depth):
+        found.append(DataNode(path, container, key))
+    else:
+        for child in value if isinstance(value, dict) else range(len(value)):
+            _find(value, child, join(path, child), found, depth + 1)
+            if isinstance(value, tuple) and isinstance(found[-1], DataNode):
+                raise UsageError(
+                    f"state[{path!r}] is a tuple of objects and values, and a value in a tuple cannot be restored; "
+                    "use a list or a dict"
+                )
+
+
+def _kind(value: Any, path: str) -> type[Node] | None:
+    """The kind of object; None for plain data. Errors: UsageError."""
+    if type(value) in trees.PLAIN or isinstance(value, (torch.Tensor, Shard, type)):
+        return None
+    if isinstance(value, nn.Module):
+        return ModuleNode
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerNode
+    if generators.is_generator(value):
+        return GeneratorNode
+    saves, loads = hasattr(value, "state_dict"), hasattr(value, "load_state_dict")
+    if saves and loads:
+        is_loader = hasattr(value, "__iter__") or type(value).__module__.split(".")[0] == "torchdata"
+        return LoaderNode if is_loader else ObjectNode
+    if isinstance(value, torch.utils.data.DataLoader):
+        raise UsageError(
+            f"state[{path!r}] is a torch DataLoader, which has no position that could be saved; use "
+            "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments, or leave it out and "
+            "skip to the restored step yourself"
+        )
+    if saves or loads or isinstance(value, nn.parallel.DistributedDataParallel):
+        missing = "load_state_dict" if saves else "state_dict"
+        raise UsageError(f"state[{path!r}], a {type(value).__name__}, has no {missing}(); an object needs both")
+    return None
+
+
+def _has_objects(value: Any, path: str, depth: int) -> bool:
+    if depth > trees.DEPTH_MAX:
+        raise UsageError(f"state[{path!r}] is nested more than {trees.DEPTH_MAX} deep, or contains itself")
+    if isinstance(value, dict):
+        children: Sequence[Any] = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        children = value
+    else:
+        return False
+    if set(map(type, children)) <= trees.PLAIN:
+        return False
+    return any(_kind(c, path) is not None or _has_objects(c, path, depth + 1) for c in children)

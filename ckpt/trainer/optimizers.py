@@ -1,0 +1,174 @@
+"""Optimizers: state under the names of the parameters it belongs to, read without a step.
+
+Names: `<path>.state.<parameter>.<what>`, where the parameter's name is the one within its module if all parameters of
+the optimizer belong to one module, else it begins with the module's path. Hyper-parameters are values; parameters are
+listed by name, not by number, so that another order or another wrapping restores right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.errors import UsageError
+from ckpt.trainer import names, trees
+from ckpt.trainer.names import join
+from ckpt.trainer.nodes import Named
+from ckpt.trainer.shard import Shard, is_dtensor
+from ckpt.trainer.trees import Path, Tensor
+
+
+class Param(NamedTuple):
+    """`full`: its canonical name in the state. `shard`: as it was declared with ckpt.Shard, if it was."""
+
+    name: str
+    full: str
+    tensor: torch.Tensor
+    shard: Shard | None
+
+    def like(self, state: Tensor) -> Tensor:
+        """State of the parameter: of its local shape, it is sharded as the parameter is."""
+        if self.shard is None or isinstance(state, Shard) or is_dtensor(state):
+            return state
+        return self.shard.like(state) if state.ndim and state.shape == self.tensor.shape else state
+
+
+@dataclass(slots=True)
+class Owners:
+    """To which registered module (its path, "" for a bare tensor) each parameter belongs, and its name within it."""
+
+    of: dict[int, tuple[str, str]] = field(default_factory=dict)
+    shards: dict[int, Shard] = field(default_factory=dict)
+
+    def add_module(self, path: str, root: nn.Module) -> None:
+        for site in names.sites(root):
+            self.of.setdefault(id(site.tensor), (path, site.name))
+
+    def add_tensors(self, found: Sequence[Named]) -> None:
+        for named in found:
+            tensor = named.tensor
+            if isinstance(tensor, Shard):
+                self.shards[id(tensor.tensor)] = tensor
+                tensor = tensor.tensor
+            self.of.setdefault(id(tensor), ("", named.name))
+
+
+@dataclass(slots=True)
+class OptimizerView:
+    """An optimizer as it is. `params`: by group.
+
+    `skeletons`: the distinct shapes of per-parameter state, each {"value": the tree without its tensors, "tensors":
+    their paths}; `state`: by parameter, in order, the number of its skeleton, -1 for none. `plain`: the state dicts
+    that hold tensors only. `mixed`: whether there are others, whose values may change at each step."""
+
+    path: str
+    optimizer: torch.optim.Optimizer
+    params: list[list[Param]]
+    tensors: list[Named] = field(default_factory=list)
+    skeletons: list[dict[str, Any]] = field(default_factory=list)
+    state: list[int] = field(default_factory=list)
+    plain: list[dict[Any, Any]] = field(default_factory=list)
+    mixed: bool = False
+
+    def again(self) -> OptimizerView:
+        return read(self.path, self.optimizer, self.params)
+
+    def payload(self) -> dict[str, Any]:
+        """Hyper-parameters are read afresh; so are the values of mixed state."""
+        now = self.again() if self.mixed else self
+        groups = []
+        for index, params in enumerate(self.params):
+            bare, found = trees.split(hyper(self.optimizer.param_groups[index]), self.path)
+            tensors = [(path, name) for path, name, _ in trees.named(group_path(self.path, index), found)]
+            groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
+        return {"kind": "optimizer", "groups": groups, "skeletons": now.skeletons, "state": now.state}
+
+
+def hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def state_path(path: str, parameter: str) -> str:
+    return f"{path}.state.{parameter}"
+
+
+def group_path(path: str, index: int) -> str:
+    return f"{path}.param_groups.{index}"
+
+
+def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
+    """Errors: UsageError names a parameter that belongs to nothing registered, or state of no parameter."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise UsageError(
+            f"state[{path!r}] is a ZeroRedundancyOptimizer, whose state is spread over ranks by whole parameters; "
+            "use FSDP2 (torch.distributed.fsdp.fully_shard), which shards it"
+        )
+    params = _named(path, optimizer, owners)
+    known = {id(p.tensor) for line in params for p in line}
+    for key in optimizer.state:
+        if id(key) not in known:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            raise UsageError(f"state[{path!r}] has state for {what}, which is no parameter of its groups; remove it")
+    return read(path, optimizer, params)
+
+
+def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[list[Param]]:
+    homes: list[list[tuple[str, str]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        homes.append([])
+        for index, param in enumerate(group["params"]):
+            home = owners.of.get(id(param))
+            if home is None:
+                raise UsageError(
+                    f"state[{path!r}]: parameter {index} of group {number}, of shape {tuple(param.shape)}, belongs to "
+                    'no module in the state, so that it has no name; register its module too: state={"model": model}'
+                )
+            homes[-1].append(home)
+    one = len({module for line in homes for module, _ in line}) == 1
+    return [
+        [
+            Param(name if one else join(module, name), join(module, name), p, owners.shards.get(id(p)))
+            for (module, name), p in zip(line, group["params"], strict=True)
+        ]
+        for line, group in zip(homes, optimizer.param_groups, strict=True)
+    ]
+
+
+def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
+    """The optimizer as it is now, of parameters that were named before."""
+    found = OptimizerView(path, optimizer, params)
+    for index, group in enumerate(optimizer.param_groups):
+        tensors = trees.split(hyper(group), path)[1]
+        found.tensors += [Named(name, tensor) for _, name, tensor in trees.named(group_path(path, index), tensors)]
+        found.mixed = found.mixed or any(len(inner) > 1 for inner, _ in tensors)
+    numbers: dict[Any, int] = {}
+    for param in (p for line in params for p in line):
+        held = optimizer.state.get(param.tensor)
+        found.state.append(_read_state(found, param, held, numbers) if held else -1)
+    return found
+
+
+def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], numbers: dict[Any, int]) -> int:
+    """Adds one parameter's state; the number of its skeleton."""
+    prefix, trained = state_path(found.path, param.name), param.tensor.requires_grad
+    tensors: list[tuple[Path, Tensor]]
+    if all(map(isinstance, held.values(), repeat(torch.Tensor))):
+        found.plain.append(held)
+        bare: Any = dict.fromkeys(held)
+        tensors = [((key,), tensor) for key, tensor in held.items()]
+        same: Any = tuple(held)
+    else:
+        found.mixed = True
+        bare, tensors = trees.split(held, prefix)
+        same = prefix
+    for path, tensor in tensors:
+        found.tensors.append(Named(join(prefix, *path), param.like(tensor), trained))
+    if same not in numbers:
+        numbers[same] = len(found.skeletons)
+        found.skeletons.append({"value": bare, "tensors": [path for path, _ in tensors]})
+    return numbers[same]

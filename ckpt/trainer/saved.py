@@ -1,0 +1,195 @@
+"""The value trees of a checkpoint, checked: what a walk's `values()` gave, as it comes back.
+
+Every access to them goes through here, so that a damaged or hostile tree gives one clear error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckpt.errors import DamagedData
+from ckpt.trainer.coords import Axis
+
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Values, and the paths in them at which named tensors stood."""
+
+    value: Any
+    tensors: tuple[tuple[Path, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    params: tuple[str, ...]
+    hyper: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    value: Any
+    tensors: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTree:
+    """By parameter name: `state`, what its state is made of, None where it had none; `home`, its group's number."""
+
+    groups: tuple[Group, ...]
+    state: Mapping[str, Skeleton | None]
+    home: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
+    state of `modules`. `aliases`: other names of tensors, and the name that each was saved under."""
+
+    data: Mapping[str, Tree] = field(default_factory=dict)
+    objects: Mapping[str, Tree] = field(default_factory=dict)
+    optimizers: Mapping[str, OptimizerTree] = field(default_factory=dict)
+    modules: Mapping[str, Mapping[str, Tree]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(tree: Any) -> Shared:
+        """Errors: DamagedData."""
+        data: dict[str, Tree] = {}
+        objects: dict[str, Tree] = {}
+        optimizers: dict[str, OptimizerTree] = {}
+        modules: dict[str, dict[str, Tree]] = {}
+        for path, body in _get(tree, "objects", dict).items():
+            kind = _get(body, "kind", str)
+            if kind == "data":
+                data[path] = _tree(body)
+            elif kind == "object":
+                objects[path] = _tree(body)
+            elif kind == "optimizer":
+                optimizers[path] = _optimizer(body)
+            elif kind == "module":
+                modules[path] = {key: _tree(extra) for key, extra in _get(body, "extra", dict).items()}
+            else:
+                raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
+        return Shared(data, objects, optimizers, modules, _get(tree, "aliases", dict))
+
+    def kind_of(self, path: str) -> str | None:
+        kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
+        return next((kind for kind, held in kinds.items() if path in held), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What one rank saved as its own. `generators`: {"state": .., "seed": ..} by name. `loaders`: embedded trees."""
+
+    axes: tuple[Axis, ...]
+    data: str
+    data_rank: int
+    data_world: int
+    generators: Mapping[str, Mapping[str, Any]]
+    loaders: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def parse(tree: Any) -> Own:
+        """Errors: DamagedData."""
+        coordinate = _get(tree, "coordinate", str)
+        indices = dict(part.partition("=")[::2] for part in coordinate.split(","))
+        try:
+            axes = tuple(Axis(str(n), int(indices[n]), int(size)) for n, size in _get(tree, "mesh", (tuple, list)))
+        except (KeyError, ValueError, TypeError) as exc:
+            raise DamagedData(
+                f"the stored coordinate {coordinate[:80]!r} does not fit the mesh stored with it"
+            ) from exc
+        generators = _get(tree, "generators", dict)
+        for stored in generators.values():
+            _get(stored, "state", object)
+        loaders = _get(tree, "loaders", dict)
+        for stored in loaders.values():
+            _get(stored, "value", object)
+            _get(stored, "tensors", (tuple, list))
+        numbers = _get(tree, "data_rank", int), _get(tree, "data_world", int)
+        return Own(axes, _get(tree, "data", str), *numbers, generators, loaders)
+
+
+def merge_shared(trees: Sequence[Any]) -> Any:
+    """One tree of several ranks' shared values that differ (pipeline stages hold different parameters, and so different
+    optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined by number.
+    Errors: DamagedData."""
+    if not trees:
+        raise DamagedData("the checkpoint has no values")
+    objects: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for tree in trees:
+        aliases = {**_get(tree, "aliases", dict), **aliases}
+        for path, body in _get(tree, "objects", dict).items():
+            if path not in objects:
+                objects[path] = body
+            elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
+                extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
+                objects[path] = {"kind": "module", "extra": extra}
+            elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
+                objects[path] = _join_optimizers(objects[path], body)
+    return {"objects": objects, "aliases": aliases}
+
+
+def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
+    held = set(_optimizer(first).state)
+    skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
+    shift = len(_get(first, "skeletons", list))
+    _optimizer(second)
+    states: list[list[int]] = []
+    groups: list[dict[str, Any]] = []
+    for body, offset in ((first, 0), (second, shift)):
+        numbers = iter(body["state"])
+        for index, group in enumerate(body["groups"]):
+            if index == len(groups):
+                groups.append({**group, "params": ()})
+                states.append([])
+            for name in group["params"]:
+                number = next(numbers)
+                if offset == 0 or name not in held:
+                    groups[index]["params"] = (*groups[index]["params"], name)
+                    states[index].append(number + offset if number >= 0 else number)
+    flat = [number for line in states for number in line]
+    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat}
+
+
+def _optimizer(body: Any) -> OptimizerTree:
+    skeletons = [
+        Skeleton(_get(item, "value", object), tuple(map(_path, _get(item, "tensors", (list, tuple)))))
+        for item in _get(body, "skeletons", (list, tuple))
+    ]
+    groups = tuple(
+        Group(tuple(_get(item, "params", (list, tuple))), _tree(item)) for item in _get(body, "groups", (list, tuple))
+    )
+    numbers, names = _get(body, "state", (list, tuple)), [name for group in groups for name in group.params]
+    if len(numbers) != len(names) or not all(isinstance(n, int) and -1 <= n < len(skeletons) for n in numbers):
+        raise DamagedData("the stored values of an optimizer do not fit its parameters")
+    state = {name: None if n < 0 else skeletons[n] for name, n in zip(names, numbers, strict=True)}
+    home = {name: number for number, group in enumerate(groups) for name in group.params}
+    return OptimizerTree(groups, state, home)
+
+
+def _tree(body: Any) -> Tree:
+    pairs = []
+    for item in _get(body, "tensors", (list, tuple)):
+        if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[1], str):
+            raise DamagedData("the stored values name their tensors in a way that is not known")
+        pairs.append((_path(item[0]), item[1]))
+    return Tree(_get(body, "value", object), tuple(pairs))
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, (list, tuple)):
+        raise DamagedData("the stored values name a place in a way that is not known")
+    return tuple(path)
+
+
+def _get(tree: Any, key: str, kind: type[T] | tuple[type[Any], ...]) -> Any:
+    if not isinstance(tree, dict) or key not in tree or not isinstance(tree[key], kind):
+        raise DamagedData(f"the stored values are not those of a state: no proper {key!r} where one is expected")
+    return tree[key]

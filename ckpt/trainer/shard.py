@@ -1,0 +1,251 @@
+"""Which boxes of a tensor this rank holds, and the local tensors that hold them.
+
+Guarantees: a tensor whose boxes are not certain is refused by name; none is guessed. Nothing is copied: the local
+tensors are views of the live memory, and keep it alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import UsageError
+from ckpt.types import ITEMSIZE, Box
+
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, n): n for n in ITEMSIZE if hasattr(torch, n)}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+Runs = tuple[tuple[int, int], ...]  # (start, length) along one dimension, in the order in which they lie locally
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A hand-made shard: `tensor` holds the box at `offset` of a tensor of `global_shape`, in elements.
+
+    Put one in the state where the tensor would stand. A module's parameter that is declared with a Shard anywhere in
+    the state is saved as that shard, and so is optimizer state of the parameter's local shape. Errors: UsageError.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor) or is_dtensor(self.tensor):
+            raise UsageError(f"ckpt.Shard takes a plain tensor, not {type(self.tensor).__name__}; a DTensor needs none")
+        for name in ("global_shape", "offset"):
+            try:
+                numbers = tuple(int(n) for n in getattr(self, name))
+            except (TypeError, ValueError) as exc:
+                raise UsageError(f"ckpt.Shard: {name} is a sequence of whole numbers") from exc
+            object.__setattr__(self, name, numbers)
+        if not Box(self.offset, tuple(self.tensor.shape)).within(self.global_shape):
+            raise UsageError(
+                f"ckpt.Shard: a part of shape {tuple(self.tensor.shape)} at offset {self.offset} does not lie inside "
+                f"a tensor of global shape {self.global_shape}; give offset and shape in elements of the whole tensor"
+            )
+
+    def like(self, tensor: torch.Tensor) -> Shard:
+        """`tensor`, of the same local shape, as the same part of another whole."""
+        return Shard(tensor, self.global_shape, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One tensor as this rank holds it. `locals[i]` is a view of the live memory of `boxes[i]`, detached, maybe not
+    contiguous. `live`: the tensors whose addresses and strides must stay for the views to be current.
+    `replica`: other ranks may hold the same boxes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    locals: tuple[torch.Tensor, ...]
+    live: tuple[torch.Tensor, ...]
+    replica: bool
+
+
+@dataclass(slots=True)
+class Cutter:
+    """Makes Pieces; remembers the boxes of placements seen before. `world`: how many ranks there are."""
+
+    world: int = 1
+    _seen: dict[Any, tuple[tuple[Box, ...], tuple[Runs, ...]]] = field(default_factory=dict)
+
+    def pieces(self, tensor: torch.Tensor | Shard, name: str) -> Pieces:
+        """Errors: UsageError names the tensor, what it is, and what to do."""
+        if isinstance(tensor, Shard):
+            box = Box(tensor.offset, tuple(tensor.tensor.shape))
+            local = plain(tensor.tensor, name)
+            held = box.size > 0 or math.prod(tensor.global_shape) == 0
+            boxes, views = ((box,), (local,)) if held else ((), ())
+            return Pieces(DTYPE_NAMES[local.dtype], tensor.global_shape, boxes, views, (tensor.tensor,), True)
+        if is_dtensor(tensor):
+            return self._distributed(tensor, name)
+        local = plain(tensor, name)
+        shape = tuple(local.shape)
+        return Pieces(DTYPE_NAMES[local.dtype], shape, (Box.whole(shape),), (local,), (tensor,), True)
+
+    def _distributed(self, tensor: Any, name: str) -> Pieces:
+        shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+        if any(p.is_partial() for p in placements):
+            raise UsageError(
+                f"{name} is a DTensor with a Partial placement ({placements}): its value is spread over ranks as "
+                "unreduced sums; redistribute it to Shard or Replicate before it is saved"
+            )
+        local = tensor._local_tensor
+        if hasattr(local, "__create_chunk_list__") and hasattr(local, "local_shards"):
+            return self._listed(tensor, local, name)
+        view = plain(local, name)
+        dtype = DTYPE_NAMES[view.dtype]
+        replica = mesh.size() < self.world or any(p.is_replicate() for p in placements)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return Pieces(dtype, shape, (), (), (local,), replica)
+        if math.prod(shape) == 0:  # no bytes anywhere: every rank declares the whole of it
+            return Pieces(dtype, shape, (Box.whole(shape),), (view.new_empty(shape),), (local,), True)
+        key = (shape, mesh, placements)
+        if key not in self._seen:
+            self._seen[key] = _boxes(shape, tuple(mesh.shape), tuple(coordinate), placements, name)
+        boxes, runs = self._seen[key]
+        held = tuple(sum(n for _, n in r) for r in runs)
+        if held != tuple(view.shape):
+            raise UsageError(
+                f"{name} is a DTensor whose local part has shape {tuple(view.shape)}, where its placements "
+                f"{placements} give {held}; declare such a part with ckpt.Shard(tensor, global_shape, offset)"
+            )
+        views = (view,) if len(boxes) == 1 else tuple(_views(view, runs)) if boxes else ()
+        return Pieces(dtype, shape, boxes, views, (local,), replica)
+
+    def _listed(self, tensor: Any, local: Any, name: str) -> Pieces:
+        """A local part that lists its own boxes (several shards of one rank), by torch's checkpointing protocol."""
+        shape = tuple(tensor.shape)
+        shards = [
+            (chunk, part) for chunk, part in zip(local.__create_chunk_list__(), local.local_shards(), strict=False)
+        ]
+        boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk, part in shards if part.numel())
+        views = tuple(plain(part, name) for _, part in shards if part.numel())
+        if any(not b.within(shape) or b.shape != tuple(v.shape) for b, v in zip(boxes, views, strict=True)):
+            raise UsageError(f"{name}: the boxes that its local part lists do not lie inside its shape {shape}")
+        dtype = DTYPE_NAMES[views[0].dtype if views else tensor.dtype]
+        return Pieces(dtype, shape, boxes, views, tuple(part for _, part in shards), True)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Without importing torch.distributed.tensor where nothing else has."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
+    """The objects that hold the bytes: their addresses say whether a view of them is current."""
+    if isinstance(tensor, Shard):
+        return (tensor.tensor,)
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tuple(local.local_shards()) if hasattr(local, "local_shards") else (local,)
+
+
+def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A detached view of a tensor whose bytes are all that there is to it. Errors: UsageError, by name, for any other
+    kind."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        _refuse_subclass(tensor, name)
+    trouble = _trouble(tensor)
+    if trouble is not None:
+        raise UsageError(f"{name} {trouble}")
+    with torch._C.DisableTorchFunctionSubclass():
+        view = tensor.detach()
+        return view if type(view) is torch.Tensor else view.as_subclass(torch.Tensor)
+
+
+def _trouble(tensor: torch.Tensor) -> str | None:
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"has dtype {tensor.dtype}, which cannot be stored; convert it to one of {', '.join(DTYPES)}"
+    if tensor.layout is not torch.strided:
+        return f"is a {tensor.layout} tensor; store its indices and values as tensors, or call .to_dense()"
+    if tensor.is_meta:
+        return "is on the meta device and holds no data; materialise it (module.to_empty(device=...)) before the block"
+    if tensor.is_nested:
+        return "is a nested tensor; store its values and offsets as tensors"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazily conjugated or negated view; call .resolve_conj() and .resolve_neg() on it"
+    return None
+
+
+def _refuse_subclass(tensor: torch.Tensor, name: str) -> None:
+    kind = type(tensor).__name__
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        raise UsageError(f"{name} is not initialised yet ({kind}); run one forward pass before the Checkpointer")
+    if kind == "FlatParameter" or hasattr(tensor, "_is_flat_param"):
+        raise UsageError(f"{name} is a flat parameter of FSDP1; use torch.distributed.fsdp.fully_shard (FSDP2)")
+    if type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
+        raise UsageError(
+            f"{name} is a {kind}, a tensor subclass that is not known to be made of plain bytes; keep its parts "
+            "(such as integer data and scales) as plain tensors in the state, or give its owner state_dict() and "
+            "load_state_dict() that do"
+        )
+
+
+def _boxes(
+    shape: tuple[int, ...], sizes: tuple[int, ...], at: tuple[int, ...], placements: Sequence[Any], name: str
+) -> tuple[tuple[Box, ...], tuple[Runs, ...]]:
+    """The boxes at one mesh coordinate, in the order of the product of the runs of each dimension."""
+    runs: list[Runs] = [((0, n),) for n in shape]
+    for size, index, placement in zip(sizes, at, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ not in ("Shard", "_StridedShard") or not 0 <= placement.dim < len(shape):
+            raise UsageError(f"{name} is a DTensor with the placement {placement}, which is not known; use Shard")
+        parts = int(getattr(placement, "split_factor", 1))
+        runs[placement.dim] = _cut(runs[placement.dim], parts, size, index)
+    if not all(sum(n for _, n in r) for r in runs):
+        return (), tuple(runs)
+    corners = itertools.product(*runs)
+    return tuple(Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in corners), tuple(runs)
+
+
+def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:
+    """The index-th of `chunks` (as torch.chunk cuts) of each of `parts` equal parts, one after the other: what a
+    strided shard is; parts = 1 is a plain one."""
+    total = sum(n for _, n in runs)
+    part = -(-total // parts)
+    found: list[tuple[int, int]] = []
+    for start in range(0, total, part) if part else ():
+        length = min(part, total - start)
+        chunk = -(-length // chunks)
+        found += _slice(runs, start + min(length, chunk * index), start + min(length, chunk * (index + 1)))
+    return _joined(found) or ((0, 0),)
+
+
+def _slice(runs: Runs, low: int, high: int) -> list[tuple[int, int]]:
+    """The runs that positions [low, high) of the concatenated runs are."""
+    found = []
+    for start, length in runs:
+        a, b = max(low, 0), min(high, length)
+        if a < b:
+            found.append((start + a, b - a))
+        low, high = low - length, high - length
+    return found
+
+
+def _joined(runs: list[tuple[int, int]]) -> Runs:
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _views(local: torch.Tensor, runs: tuple[Runs, ...]) -> list[torch.Tensor]:
+    """The local tensor's parts, in the order of the boxes."""
+    spans = []
+    for lengths in ([n for _, n in r] for r in runs):
+        ends = list(itertools.accumulate(lengths))
+        spans.append([slice(end - n, end) for n, end in zip(lengths, ends, strict=True)])
+    return [local[corner] for corner in itertools.product(*spans)]

@@ -1,0 +1,385 @@
+"""One rank's snapshots: what is copied at the boundary, and what under the next step.
+
+Guarantees:
+- The bytes of a snapshot that is done and not abandoned are those that the tensors held when `take` was called.
+- A tensor is copied after `take` returned only if that is proven (ckpt/trainer/lazy.py), and then the next optimizer
+  step waits for it. Whether it really stayed unchanged is looked at when the wait ends: at the optimizer step, at
+  `fence` or `poll`, or at the end of the step. Only then is such a snapshot done; a change abandons it.
+- Failing to copy fails no training: the snapshot is abandoned, with an event.
+
+The training thread calls `take`, `boundary`, `poll` and `fence`; `bind` may run on another thread. Whoever waits for a
+snapshot on the training thread uses `Snapshot.wait`, which is a `poll`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from ckpt.errors import CkptError, UsageError
+from ckpt.events import Events
+from ckpt.plan.layout import Staging
+from ckpt.tasks import Tasks
+from ckpt.trainer.copier import Copier, Job, Ticket
+from ckpt.trainer.lazy import (
+    LATE_BYTES_MIN,
+    Key,
+    Spot,
+    StepHook,
+    Trust,
+    Watch,
+    owns_any,
+    storages,
+)
+from ckpt.trainer.pieces import Piece, Walked, cut, where
+
+
+class Snapshot:
+    """One rank's state in one arena, as of one call of `take`.
+
+    `done`: resolved once nothing more will be written and the bytes were checked; never an exception. `abandoned`: why
+    the content must not be used, or None. `stall_s`: how long training stood still for it, complete once done.
+    `lazy`: whether anything was copied after `take`."""
+
+    def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
+        self.slot = slot
+        self.done: Future[None] = Future()
+        self.abandoned: str | None = None
+        self.stall_s = 0.0
+        self.lazy = False
+        self._settle = settle
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns once it is done. On the training thread this ends a copy that still runs; on any other it waits for
+        the training thread to do so, at the latest at the end of the step. Errors: TimeoutError."""
+        self._settle(self)
+        self.done.result(timeout_s)
+
+
+class Cause(Enum):
+    """What ended the wait for a late copy."""
+
+    HOOK = auto()  # an optimizer that owns a late tensor is about to step
+    FENCE = auto()  # the user is about to change things by hand
+    POLL = auto()  # nothing is about to change; proves nothing
+    BOUNDARY = auto()  # a step ended, and none of the above happened in it
+
+
+class Snapshotter:
+    """Takes the snapshots of one rank, one at a time. Owns the copier, its own threads, and one optimizer hook.
+
+    `lazy=False`: everything is copied at the boundary. Leaving (`close`) ends what still runs, in order."""
+
+    def __init__(self, copier: Copier, lazy: bool, events: Events) -> None:
+        self._copier = copier
+        self._events = events
+        self._trust = Trust(events, lazy)
+        self._bound: dict[int, _Binding] = {}
+        self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
+        self._pending: _Pending | None = None
+        self._taken = 0
+        self._trainer: int | None = None  # the thread that takes
+        self._binding = threading.Lock()
+        self._settling = threading.RLock()  # the hook may run on a thread of autograd
+        self._tasks = Tasks("snapshot", pool_size=1)
+        self._hook = StepHook(lambda: self._pending is not None, self._on_step) if lazy else None
+
+    def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
+        """Prepares copies of `walk` into `data`, the data region of that slot's arena. Binding the same again costs
+        nothing; bindings of other walks are dropped, since they hold memory that the state has left.
+
+        Errors: CkptError when the staging does not fit."""
+        with self._binding, _plain():
+            known, old = self._regions.get(slot), self._bound.get(slot)
+            moved = known is None or where(known) != where(data)
+            if not moved and old is not None and old.walk is walk and old.staging is staging:
+                return
+            binding = _Binding(walk, staging, cut(walk, staging, data))
+            if moved:
+                self._unpin(slot)
+                self._regions[slot] = data
+                try:
+                    self._copier.pin(data)
+                except CkptError as exc:
+                    self._events.emit("snapshot.unpinned", f"snapshots into slot {slot} are slow: {exc}", loud=True)
+            self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
+            self._trust.forget_all_but(binding.candidates.keys())
+
+    def unbind(self, slot: int) -> None:
+        """Drops all views of that slot's arena; before the arena is unmapped."""
+        with self._binding:
+            self._bound = {n: b for n, b in self._bound.items() if n != slot}
+            self._unpin(slot)
+
+    def take(self, slot: int) -> Snapshot:
+        """Takes a snapshot of what is bound to `slot`, at a boundary. A former one that still runs is ended first.
+
+        Errors: UsageError if nothing is bound to the slot."""
+        self.boundary()
+        started_s = time.perf_counter()
+        binding = self._bound.get(slot)
+        if binding is None:
+            raise UsageError(f"nothing is bound to slot {slot}: bind the present walk to it before a snapshot")
+        self._trainer = threading.get_ident()
+        snapshot = Snapshot(slot, self._settle_for_waiter)
+        try:
+            with self._settling, _plain():
+                self._copy(binding, snapshot, started_s)
+        except Exception as exc:  # whatever torch raised: the save has failed, training has not, and both are said
+            self._abandon(snapshot, f"it could not be copied: {exc}")
+        return snapshot
+
+    def boundary(self) -> None:
+        """A step has ended. Cheap when nothing is pending."""
+        if self._pending is not None:
+            self._settle(Cause.BOUNDARY)
+
+    def fence(self) -> None:
+        """Returns when tensors may be changed by hand; counts as the optimizer's own announcement of a step."""
+        if self._pending is not None:
+            self._settle(Cause.FENCE)
+
+    def poll(self) -> None:
+        """Ends a copy that still runs, between steps or in the middle of one. Unlike `fence` it proves nothing."""
+        if self._pending is not None:
+            self._settle(Cause.POLL)
+
+    def proven(self) -> list[str]:
+        """What was relied on because this run showed it, in words."""
+        return self._trust.proven()
+
+    def fell_back(self) -> list[str]:
+        """What was found not to hold, and so is copied at the boundary, in words."""
+        return self._trust.fell_back()
+
+    def close(self) -> None:
+        """Ends what still runs, removes the hook, drops all views. A second call does nothing."""
+        self.poll()
+        if self._hook is not None:
+            self._hook.remove()
+        if not self._tasks.stopping.is_set():
+            self._tasks.submit(lambda: None).result()  # after all that a device still works on
+        self._tasks.close()
+        with self._binding:
+            self._bound = {}
+            for slot in list(self._regions):
+                self._unpin(slot)
+        self._copier.close()
+
+    def _unpin(self, slot: int) -> None:
+        region = self._regions.pop(slot, None)
+        if region is not None:
+            self._copier.unpin(region)
+
+    # -- taking
+
+    def _copy(self, binding: _Binding, snapshot: Snapshot, started_s: float) -> None:
+        if binding.last is not None:
+            binding.last.done.result()  # its buffers are used again now
+        binding.last = snapshot
+        plan = binding.plan(self._trust, self._copier)
+        spot = None
+        if plan.watch is not None:
+            plan.watch.remember()
+            spot = plan.spot.remember(self._taken) if plan.spot is not None else None
+        eager = plan.eager.eager()
+        late = plan.late.late() if plan.late_keys else None
+        self._taken += 1
+        snapshot.lazy = late is not None
+        pending = _Pending(snapshot, plan, eager, late, spot)
+        if plan.watch is not None:
+            self._pending = pending
+        snapshot.stall_s += time.perf_counter() - started_s
+        if late is None:
+            self._when_there(pending, lambda: self._finish(pending))
+
+    # -- the end of a late copy, and the proof
+
+    def _on_step(self, optimizer: Optimizer) -> None:
+        pending = self._pending
+        if pending is not None and owns_any(optimizer, pending.plan.storages):
+            self._settle(Cause.HOOK)
+
+    def _settle_for_waiter(self, snapshot: Snapshot) -> None:
+        pending = self._pending
+        runs = pending is not None and pending.snapshot is snapshot and pending.late is not None
+        if runs and threading.get_ident() == self._trainer:
+            self.poll()
+
+    def _settle(self, cause: Cause) -> None:
+        with self._settling, _plain():
+            pending = self._pending
+            if pending is None:
+                return  # another thread was first
+            self._pending = None
+            try:
+                self._look(pending, cause)
+            except Exception as exc:  # as in `take`
+                self._fail(pending, exc)
+
+    def _look(self, pending: _Pending, cause: Cause) -> None:
+        """Asks all questions on the training thread; the answers may come later, where a device works on them."""
+        started_s = time.perf_counter()
+        plan = pending.plan
+        assert plan.watch is not None
+        if pending.late is not None:
+            pending.late.fence()
+        moved = plan.watch.look()
+        asked: list[Callable[[], set[Key]]] = [moved]
+        proving = cause in (Cause.HOOK, Cause.FENCE)
+        if proving and plan.unproven_pieces:
+            asked.append(_keys(plan, plan.unproven_pieces, self._copier.same(plan.unproven_pieces)))
+        if pending.spot is not None:
+            asked.append(_keys(plan, [pending.spot], self._copier.same([pending.spot])))
+        pending.snapshot.stall_s += time.perf_counter() - started_s
+        self._when_there(pending, lambda: self._judge(pending, cause, set().union(*(answer() for answer in asked))))
+
+    def _judge(self, pending: _Pending, cause: Cause, changed: set[Key]) -> None:
+        plan = pending.plan
+        if cause is Cause.BOUNDARY and changed:
+            names = ", ".join(sorted({key[0] for key in changed})[:3])
+            self._trust.turn_off(f"{names} changed in a step in which no optimizer announced itself")
+        elif changed:
+            self._trust.distrust(changed)
+        if cause in (Cause.HOOK, Cause.FENCE):
+            self._trust.prove(plan.unproven_keys - changed)
+        if pending.late is None:
+            return
+        torn = sorted({key[0] for key in changed & plan.late_keys})
+        if torn:
+            more = f" and {len(torn) - 3} more" if len(torn) > 3 else ""
+            self._abandon(pending.snapshot, f"{', '.join(torn[:3])}{more} changed while the copy was under way")
+        else:
+            self._finish(pending)
+
+    def _when_there(self, pending: _Pending, then: Callable[[], None]) -> None:
+        """Runs it now, or on a thread of ours where the device is still at work."""
+
+        def guarded() -> None:
+            try:
+                then()
+            except Exception as exc:  # as in `take`
+                self._fail(pending, exc)
+
+        if self._copier.blocking:
+            guarded()
+        else:
+            self._tasks.submit(guarded)
+
+    def _finish(self, pending: _Pending) -> None:
+        snapshot = pending.snapshot
+        for ticket in (pending.eager, pending.late):
+            if ticket is not None:
+                ticket.wait()
+                snapshot.stall_s += ticket.stall_s()
+        if not snapshot.done.done():
+            snapshot.done.set_result(None)
+
+    def _fail(self, pending: _Pending, error: Exception) -> None:
+        if pending.snapshot.done.done():
+            self._trust.turn_off(f"the comparison failed: {error}")
+        else:
+            self._abandon(pending.snapshot, f"it could not be copied: {error}")
+
+    def _abandon(self, snapshot: Snapshot, why: str) -> None:
+        snapshot.abandoned = why
+        self._events.emit("snapshot.abandoned", f"a snapshot was abandoned: {why}", loud=True, reason=why)
+        if not snapshot.done.done():
+            snapshot.done.set_result(None)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A snapshot whose late copy runs (`late`), or whose eager copy is kept to be compared (`late` is None)."""
+
+    snapshot: Snapshot
+    plan: _Plan
+    eager: Ticket
+    late: Ticket | None
+    spot: Piece | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a binding is copied while trust is what it was at `version`."""
+
+    version: int
+    eager: Job
+    late: Job
+    late_keys: set[Key]
+    unproven_pieces: list[Piece]
+    unproven_keys: set[Key]
+    key_of: dict[tuple[int, int], Key]
+    watch: Watch | None  # None: nothing may be late, now or later
+    spot: Spot | None
+    storages: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Binding:
+    """A walk cut to one arena. `candidates`: what may be copied late once it is proven, with the indices of its
+    pieces. `last`: the newest snapshot of this binding."""
+
+    walk: Walked
+    staging: Staging
+    pieces: tuple[Piece, ...]
+    candidates: dict[Key, list[int]] = field(init=False)
+    last: Snapshot | None = None
+    _plan: _Plan | None = None
+
+    def __post_init__(self) -> None:
+        of_tensor: dict[tuple[int, int], list[int]] = {}
+        for n, piece in enumerate(self.pieces):
+            if self.walk.late[piece.entry]:
+                of_tensor.setdefault((piece.entry, piece.box), []).append(n)
+        self.candidates = {}
+        for (entry, box), pieces in of_tensor.items():
+            live = self.walk.tensors[entry][box]
+            if live.nbytes >= LATE_BYTES_MIN and live.dim() > 0 and not live.is_inference():
+                named = self.walk.layout.entries[entry]
+                self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
+
+    def plan(self, trust: Trust, copier: Copier) -> _Plan:
+        if self._plan is None or self._plan.version != trust.version:
+            self._plan = self._make(trust, copier)
+        return self._plan
+
+    def _make(self, trust: Trust, copier: Copier) -> _Plan:
+        version = trust.version
+        watched = {key: pieces for key, pieces in self.candidates.items() if trust.is_candidate(key)}
+        late_keys = {key for key in watched if trust.is_proven(key)}
+        late = {n for key in late_keys for n in watched[key]}
+        unproven = [n for key, pieces in watched.items() if key not in late_keys for n in pieces]
+        parts = [[self.pieces[n] for n in pieces] for pieces in watched.values()]
+        live = [self.walk.tensors[of_one[0].entry][of_one[0].box] for of_one in parts]
+        return _Plan(
+            version=version,
+            eager=copier.prepare([p for n, p in enumerate(self.pieces) if n not in late]),
+            late=copier.prepare([self.pieces[n] for n in sorted(late)]),
+            late_keys=late_keys,
+            unproven_pieces=[self.pieces[n] for n in unproven],
+            unproven_keys=set(watched) - late_keys,
+            key_of={(p[0].entry, p[0].box): key for key, p in zip(watched, parts, strict=True)},
+            watch=Watch(list(watched), live, parts) if watched else None,
+            spot=Spot([self.pieces[n] for n in sorted(late)], copier) if late else None,
+            storages=storages(live),
+        )
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Whatever mode the user is in: our views and buffers are ordinary tensors without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _keys(plan: _Plan, pieces: list[Piece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
+    return lambda: {plan.key_of[pieces[n].entry, pieces[n].box] for n in differing()}

@@ -1,0 +1,336 @@
+"""The way back: what a state wants of a checkpoint, where it goes, and what is applied once all ranks agreed.
+
+Guarantees:
+- Tensors that exist are filled in place, whatever their strides, device or placement. What does not exist yet (the
+  optimizer state of a fresh process) is filled in new tensors, which `finish()` installs.
+- Nothing but tensor contents changes before `finish()`. Nothing given to the user aliases a buffer it came from.
+- Every difference between state and checkpoint is in `mismatch`, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import UsageError
+from ckpt.format.manifest import Manifest
+from ckpt.plan.reshard import Mismatch, Want
+from ckpt.trainer import generators, names, trees
+from ckpt.trainer.fill import copy_cut
+from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
+from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
+from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared
+from ckpt.trainer.walk import Scan, StateWalker
+from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
+
+__all__ = ["Targets", "copy_cut", "plan_targets"]
+
+# State that torch's optimizers keep on the host, unless they are capturable or fused.
+HOST_STATE = frozenset({"step", "mu_product"})
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see copy_cut). `mismatch`: what
+    does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
+    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out."""
+
+    wants: list[Want]
+    tensors: list[torch.Tensor]
+    mismatch: Mismatch
+    extra: tuple[str, ...]
+    _installs: list[Callable[[], None]]
+
+    def finish(self) -> None:
+        """Applies everything that is not a tensor's content, in the order of the state, generators last. Call it once,
+        after all wants were filled on all ranks. Errors: those of the user's own load_state_dict."""
+        with torch.no_grad():
+            for install in self._installs:
+                install()
+
+
+def plan_targets(
+    walker: StateWalker,
+    manifest: Manifest,
+    shared: Any,
+    own: Any | None,
+    others: Sequence[Any],
+    strict: bool,
+    step: int,
+) -> Targets:
+    """What this rank needs of a checkpoint of step `step`.
+
+    `shared`: the tree of shared values (saved.merge_shared, where ranks have several). `own`: what this coordinate
+    saved, if the checkpoint is of the same mesh (Coordinate.is_on), else None, and `others`: what every rank saved.
+    `strict` matters here only for a loader that cannot be resharded: UsageError, or its data starts anew, which
+    `mismatch` then says.
+    Errors: UsageError; DamagedData for trees that are not those of a state.
+    """
+    scan, saved = walker.scan(), Shared.parse(shared)
+    wants = Wants.of(manifest, walker.coordinate.text, scan.aliases, saved.aliases)
+    plan = _Plan(walker, scan, saved, wants)
+    mine = None if own is None else Own.parse(own)
+    everyone = [Own.parse(tree) for tree in others]
+    for node in scan.nodes:
+        if isinstance(node, ModuleNode):
+            plan.module(node)
+        elif isinstance(node, OptimizerNode):
+            plan.optimizer(scan.views[node.path])
+        elif isinstance(node, ObjectNode):
+            plan.object(node)
+        elif isinstance(node, DataNode):
+            plan.data(node)
+        elif isinstance(node, LoaderNode):
+            plan.loader(node, mine, everyone, strict)
+    streams = walker.streams(scan.nodes)
+    wants.installs.append(lambda: generators.restore(streams, mine, everyone, walker.coordinate, step))
+    extra = plan.extra(mine or next(iter(everyone), None))
+    alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
+    return Targets(wants.wants, wants.tensors, wants.mismatch(extra if alone else ()), extra, wants.installs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    walker: StateWalker
+    scan: Scan
+    saved: Shared
+    wants: Wants
+
+    def module(self, node: ModuleNode) -> None:
+        root: torch.nn.Module = node.value
+        saved, live = self.saved.modules.get(node.path, {}), node.payload()["extra"]
+        loads: dict[str, Callable[[], Any]] = {}
+        for key in live:
+            if key in saved:
+                loads[key] = self.wants.tree(saved[key], {})
+            else:
+                self.wants.missing(names.join(node.path, key))
+        if names.is_custom(root):
+            self.custom_module(node, loads)
+            return
+        inner = {name for body in live.values() for _, name in body["tensors"]}
+        for named in self.scan.found[node.path]:
+            if named.name in self.scan.tensors and named.name not in inner:
+                self.wants.fill(named.name, self.scan.tensors[named.name][1])
+        owners = {names.join(path, "_extra_state"): module for path, module in names.extras(root)}
+        for key, load in loads.items():
+            self.wants.installs.append(_call(owners[key].set_extra_state, load))
+
+    def custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
+        """A module with its own way of loading gets all of its state in new tensors, by load_state_dict."""
+        root = names.unwrap(node.value)
+        state: dict[str, Callable[[], Any]] = {}
+        for name, key, value in names.state_dict_items(root):
+            full = names.join(node.path, name)
+            if not isinstance(value, torch.Tensor):
+                if name in loads:
+                    state[key] = loads[name]
+                continue
+            new = empty_like(value)
+            if self.wants.fill(full, self.wants.cutter.pieces(new, full)):
+                state[key] = lambda new=new: new  # type: ignore[misc]
+
+        def install() -> None:
+            root.load_state_dict({key: value() for key, value in state.items()}, strict=False)
+
+        self.wants.installs.append(install)
+
+    def object(self, node: ObjectNode) -> None:
+        saved = self.saved.objects.get(node.path)
+        if saved is None:
+            self.other_kind(node.path, "object")
+            return
+        load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
+        self.wants.installs.append(_call(node.value.load_state_dict, load))
+
+    def other_kind(self, path: str, kind: str) -> None:
+        saved = self.saved.kind_of(path)
+        if saved is None:
+            self.wants.missing(path)
+        else:
+            self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
+
+    def data(self, node: DataNode) -> None:
+        """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
+        objects."""
+        saved = self.saved.data.get(node.path)
+        if saved is None:
+            self.other_kind(node.path, "value")
+            return
+        live = {name: (path, t) for path, name, t in trees.named(node.path, trees.split(node.value, node.path)[1])}
+        made: list[tuple[trees.Path, Any]] = []
+        for path, name in saved.tensors:
+            if name in live:
+                first = self.scan.aliases.get(name, name)
+                self.wants.fill(name, self.scan.tensors[first][1])
+                made.append((path, live.pop(name)[1]))
+            else:
+                made.append((path, self.wants.fresh(name)))
+        for name, (path, tensor) in live.items():
+            self.wants.missing(name)
+            made.append((path, tensor))
+
+        def install() -> None:
+            value = saved.value
+            for path, tensor in made:
+                if tensor is not None and trees.has(value, path):
+                    value = trees.merge(value, [(path, tensor)])
+            node.put(trees.settle(node.value, value))
+
+        self.wants.installs.append(install)
+
+    def loader(self, node: LoaderNode, own: Own | None, others: Sequence[Own], strict: bool) -> None:
+        here, loader, path = self.walker.coordinate, node.value, node.path
+        saved = {rank.data_rank: rank for rank in (*others, *([own] if own else [])) if path in rank.loaders}
+        world = max((rank.data_world for rank in saved.values()), default=0)
+        if not (here.data_rank in saved if own or world == here.data_world else len(saved) == world > 0):
+            self.wants.missing(path, " (the position of a loader)")
+            return
+        if own or world == here.data_world:
+            state = trees.extract(saved[here.data_rank].loaders[path], path)
+            self.wants.installs.append(lambda: loader.load_state_dict(state))
+            return
+        if hasattr(loader, "reshard"):
+            states = [trees.extract(saved[rank].loaders[path], path) for rank in sorted(saved)]
+            self.wants.installs.append(lambda: loader.reshard(states, here.data_rank, here.data_world))
+            return
+        line = (
+            f"{path} was saved by {world} data-parallel ranks and there are {here.data_world} now; "
+            f"{type(loader).__name__} has no reshard(states, rank, world) that would divide the positions anew"
+        )
+        if strict:
+            raise UsageError(
+                f"{line}. Start with {world} data-parallel ranks, give the loader that method, or pass strict=False: "
+                "its data then starts from the beginning, and what was trained on already repeats"
+            )
+        self.wants.differ("missing", path, f"{line}: its data starts from the beginning and repeats")
+
+    # --------------------------------------------------------------------------------------------------- optimizers
+
+    def optimizer(self, view: OptimizerView) -> None:
+        saved = self.saved.optimizers.get(view.path)
+        if saved is None:
+            self.other_kind(view.path, "optimizer")
+            return
+        for number, params in enumerate(view.params):
+            held = {saved.home[param.name] for param in params if param.name in saved.home}
+            if not params and number < len(saved.groups):
+                held = {number}
+            if len(held) > 1:
+                name = group_path(view.path, number)
+                line = f"{name} holds parameters that the checkpoint has in the groups {sorted(held)}"
+                self.wants.differ("reshaped", name, line)
+            for home in held if len(held) == 1 else ():
+                self.group(view, number, saved.groups[home])
+            for param in params:
+                self.parameter(view, param, saved)
+
+    def group(self, view: OptimizerView, number: int, saved: Group) -> None:
+        group = view.optimizer.param_groups[number]
+        live = dict(trees.split(hyper(group), view.path)[1])
+        load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
+
+        def install() -> None:
+            for key, value in load().items():
+                group[key] = _as_before(group.get(key), value)
+
+        self.wants.installs.append(install)
+
+    def parameter(self, view: OptimizerView, param: Param, saved: OptimizerTree) -> None:
+        """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
+        prefix, state = state_path(view.path, param.name), view.optimizer.state
+        if param.name not in saved.state:
+            self.wants.missing(prefix)
+            return
+        skeleton = saved.state[param.name]
+        found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
+        if ("reshaped", param.full) in self.wants.lines:
+            self.wants.used.update(found.values())  # the parameter is named already; its state does not fit either
+            return
+        live = dict(trees.split(state.get(param.tensor, {}), prefix)[1])
+        made: list[tuple[trees.Path, Any]] = []
+        for path, name in found.items():
+            tensor = self.state_tensor(name, path, param, saved, live.get(path))
+            if tensor is None:
+                return
+            made.append((path, tensor))
+
+        def install() -> None:
+            if skeleton is None:
+                state.pop(param.tensor, None)
+                return
+            value = trees.merge(copy.deepcopy(skeleton.value), made)
+            state[param.tensor] = trees.settle(state.get(param.tensor), value)
+
+        self.wants.installs.append(install)
+
+    def state_tensor(self, name: str, path: trees.Path, param: Param, saved: OptimizerTree, live: Any) -> Any:
+        pieces = self.scan.tensors[self.scan.aliases.get(param.full, param.full)][1]
+        found = self.wants.find(name, pieces.boxes)
+        if found is None:
+            self.wants.missing(name)
+            return None
+        tensor = live
+        if not isinstance(live, torch.Tensor) or not self.fits(param.like(live), found):
+            flags = saved.groups[saved.home[param.name]].hyper.value
+            tensor = _new_state(found, path, param, flags, pieces.shape)
+        self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
+        return tensor
+
+    def fits(self, tensor: Any, found: Found) -> bool:
+        pieces = self.wants.cutter.pieces(tensor, found.name)
+        return pieces.dtype == found.dtype and found.shape in (None, pieces.shape)
+
+    # -------------------------------------------------------------------------------------------------------- extra
+
+    def extra(self, own: Own | None) -> tuple[str, ...]:
+        """What the checkpoint has and this state has no place for."""
+        paths = {node.path for node in self.scan.nodes}
+        found = set(self.wants.unused())
+        for held in (self.saved.data, self.saved.objects, self.saved.optimizers, self.saved.modules):
+            found |= {path for path in held if path not in paths}
+        for path, keys in self.saved.modules.items():
+            node = next((node for node in self.scan.nodes if node.path == path), None)
+            live = node.payload()["extra"] if isinstance(node, ModuleNode) else keys
+            found |= {names.join(path, key) for key in keys if key not in live}
+        if own is not None:
+            found |= {path for path in own.loaders if path not in paths}
+            found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in paths}
+        return tuple(sorted(found))
+
+
+def _call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:
+    def call() -> None:
+        function(argument())
+
+    return call
+
+
+def _as_before(live: Any, value: Any) -> Any:
+    """A hyper-parameter as the live optimizer keeps it: in the same tensor (a compiled step looks there), or as a
+    number."""
+    if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
+        if isinstance(value, torch.Tensor):
+            live.copy_(value)
+        else:
+            live.fill_(value)
+        return live
+    if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+        return value.item()
+    return value
+
+
+def _new_state(found: Found, path: trees.Path, param: Param, flags: Any, whole: tuple[int, ...]) -> torch.Tensor:
+    """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
+    dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
+    on_device = isinstance(flags, dict) and (flags.get("capturable") or flags.get("fused"))
+    if not shape and path[-1] in HOST_STATE and not on_device:
+        return torch.empty((), dtype=dtype)
+    if shape == whole and path[-1] not in HOST_STATE:
+        return empty_like(param.tensor, dtype)
+    return replicated_like(param.tensor, shape, dtype)

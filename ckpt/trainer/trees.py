@@ -1,0 +1,141 @@
+"""Trees of values with tensors in them: taking the tensors out, and putting tensors back.
+
+A tree is what `state_dict()` of an object gives, or what a user puts into the state: dicts, lists and tuples of plain
+values and tensors. A path is the tuple of keys and indices that leads to a tensor; its place in the tree holds None.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.trainer.names import join
+from ckpt.trainer.shard import DTYPES, Shard, is_dtensor, plain
+
+Path = tuple[Any, ...]
+Tensor = torch.Tensor | Shard
+
+DEPTH_MAX = 100
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
+    """(the tree with None in the place of each tensor, the tensors with their paths, in order). Parts without a
+    tensor are not copied. Errors: UsageError for a tree that contains itself; `what` names it."""
+    found: list[tuple[Path, Tensor]] = []
+    return _split(tree, (), found, what), found
+
+
+def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -> Any:
+    if type(tree) in PLAIN:
+        return tree
+    if isinstance(tree, (torch.Tensor, Shard)):
+        found.append((path, tree))
+        return None
+    if len(path) > DEPTH_MAX:
+        raise UsageError(f"{what} is nested more than {DEPTH_MAX} deep, or contains itself; store less of it")
+    before = len(found)
+    if isinstance(tree, dict):
+        if set(map(type, tree.values())) <= PLAIN:
+            return tree
+        children = {key: _split(value, (*path, key), found, what) for key, value in tree.items()}
+        return tree if len(found) == before else _like(tree, children)
+    if isinstance(tree, (list, tuple)):
+        if set(map(type, tree)) <= PLAIN:
+            return tree
+        items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
+        if len(found) == before:
+            return tree
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:
+    if isinstance(tree, defaultdict):
+        return defaultdict(tree.default_factory, children)
+    return OrderedDict(children) if isinstance(tree, OrderedDict) else children
+
+
+def merge(tree: Any, tensors: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+    """`tree` with what `tensors` gives put in its places: split, backwards. Containers on the way are changed in
+    place, except tuples. Errors: DamagedData for a path that leads nowhere."""
+    for path, value in tensors:
+        tree = _put(tree, tuple(path), value)
+    return tree
+
+
+def _put(tree: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    try:
+        child = _put(tree[key], rest, value)
+    except (KeyError, IndexError, TypeError) as exc:
+        raise DamagedData(f"stored values and their tensors do not fit: nothing at {key!r}") from exc
+    if isinstance(tree, tuple):
+        return (*tree[:key], child, *tree[key + 1 :])
+    tree[key] = child
+    return tree
+
+
+def has(tree: Any, path: Path) -> bool:
+    """Whether the path leads to a place in the tree."""
+    for key in path:
+        if not isinstance(tree, (dict, list, tuple)) or (isinstance(tree, dict) and key not in tree):
+            return False
+        if not isinstance(tree, dict) and not (isinstance(key, int) and 0 <= key < len(tree)):
+            return False
+        tree = tree[key]
+    return True
+
+
+def settle(live: Any, new: Any) -> Any:
+    """`new`, in the containers that `live` consists of where they are of the same type, so that whoever holds them
+    sees the new content."""
+    if type(live) is not type(new) or live is new or not isinstance(new, (dict, list)):
+        return new
+    if isinstance(new, dict):
+        items = {key: settle(live.get(key), value) for key, value in new.items()}
+        live.clear()
+        for key, value in items.items():
+            live[key] = value
+        return live
+    was = list(live) + [None] * (len(new) - len(live))
+    live[:] = [settle(old, value) for old, value in zip(was, new, strict=False)]
+    return live
+
+
+def named(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:
+    """The tensors with their canonical names below `prefix`."""
+    return [(path, join(prefix, *path), tensor) for path, tensor in found]
+
+
+def embed(tree: Any, what: str) -> dict[str, Any]:
+    """A tree with its tensors as bytes: for what belongs to one rank and is small (a loader's position). Only values
+    that can be stored. Errors: UsageError for tensors that are not plain."""
+    bare, found = split(tree, what)
+    packed = []
+    for path, tensor in found:
+        if isinstance(tensor, Shard) or is_dtensor(tensor):
+            raise UsageError(f"{join(what, *path)} is sharded, but belongs to one rank's own state; gather it there")
+        local = plain(tensor, join(what, *path)).contiguous().cpu()
+        raw = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+        packed.append((path, str(local.dtype).removeprefix("torch."), tuple(local.shape), raw))
+    return {"value": bare, "tensors": packed}
+
+
+def extract(stored: Mapping[str, Any], what: str) -> Any:
+    """The tree that `embed` was given; tensors are new ones on the CPU. Errors: DamagedData."""
+    tensors = []
+    for item in stored["tensors"]:
+        try:
+            path, dtype, shape, raw = item
+            flat = torch.frombuffer(bytearray(raw) or bytearray(1), dtype=torch.uint8)[: len(raw)]
+            tensors.append((path, flat.view(DTYPES[dtype]).reshape(shape)))
+        except (TypeError, ValueError, KeyError, RuntimeError) as exc:
+            raise DamagedData(f"{what}: a tensor stored among its values is none: {exc}") from exc
+    return merge(stored["value"], tensors)

@@ -1,0 +1,190 @@
+"""Which of a checkpoint's tensors go where: one want per box, each with the local tensor that it is filled into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import UsageError
+from ckpt.format.manifest import Manifest, TensorSpec
+from ckpt.plan.assemble import part_owner
+from ckpt.plan.reshard import Mismatch, Want
+from ckpt.trainer import trees
+from ckpt.trainer.saved import Tree
+from ckpt.trainer.shard import DTYPES, Cutter, Pieces, is_dtensor
+from ckpt.types import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of the checkpoint as this rank may have it: all of it, or `parts`, one for each of its boxes.
+    `shape`: the global one; None where it is not recorded (parts). `owner`: whom to ask for."""
+
+    name: str
+    owner: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    parts: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(slots=True)
+class Wants:
+    """Collects wants for the rank at `coordinate`. `live_aliases`: other names of the state's tensors (name -> first
+    name), and `also` the same backwards; `saved_aliases`: those of the checkpoint's."""
+
+    coordinate: str
+    specs: Mapping[tuple[str, str], TensorSpec]
+    names: frozenset[str]
+    live_aliases: Mapping[str, str]
+    also: Mapping[str, Sequence[str]]
+    saved_aliases: Mapping[str, str]
+    wants: list[Want] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    installs: list[Callable[[], None]] = field(default_factory=list)
+    lines: dict[tuple[str, str], str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    cutter: Cutter = field(default_factory=Cutter)
+
+    @staticmethod
+    def of(manifest: Manifest, coordinate: str, live: Mapping[str, str], saved: Mapping[str, str]) -> Wants:
+        specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
+        also: dict[str, list[str]] = {}
+        for alias, first in live.items():
+            also.setdefault(first, []).append(alias)
+        return Wants(coordinate, specs, frozenset(name for name, _ in specs), live, also, saved)
+
+    # ------------------------------------------------------------------------------------------------- differences
+
+    def differ(self, kind: str, name: str, line: str) -> None:
+        self.lines.setdefault((kind, name), line)
+
+    def missing(self, name: str, why: str = "") -> None:
+        if not why and name in self.names:
+            why = f", where it is other ranks' own and none of it that of {self.coordinate}"
+        self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
+
+    def unused(self) -> list[str]:
+        """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted."""
+        mine = ("", self.coordinate)
+        names = {name for name, owner in self.specs if owner.partition("@")[0] in mine}
+        return sorted(names - self.used)
+
+    def mismatch(self, extra: Sequence[str]) -> Mismatch:
+        for name in extra:
+            self.differ("extra", name, f"{name} is only in the checkpoint")
+        kinds: dict[str, list[str]] = {"missing": [], "extra": [], "reshaped": [], "retyped": []}
+        for kind, name in sorted(self.lines):
+            kinds[kind].append(name)
+        missing, extra_names, reshaped, retyped = (tuple(found) for found in kinds.values())
+        lines = tuple(line for _, line in sorted(self.lines.items()))
+        return Mismatch(missing, extra_names, reshaped, retyped, lines)
+
+    # ------------------------------------------------------------------------------------------------------ tensors
+
+    def find(self, name: str, boxes: Sequence[Box] = ()) -> Found | None:
+        """The checkpoint's tensor for one of the state: under its name, or another name of a tied one; the job's, or
+        this rank's own, whole or in the parts that these boxes are."""
+        first = self.live_aliases.get(name, name)
+        others = self.also.get(first, ())
+        for candidate in (name, self.saved_aliases.get(name), first, self.saved_aliases.get(first), *others):
+            if candidate is None:
+                continue
+            for owner in ("", self.coordinate):
+                spec = self.specs.get((candidate, owner))
+                if spec is not None:
+                    return Found(candidate, owner, spec.dtype, spec.shape)
+            parts = [self.specs.get((candidate, part_owner(self.coordinate, box))) for box in boxes]
+            held = tuple(spec for spec in parts if spec is not None)
+            if held and len(held) == len(parts):
+                return Found(candidate, self.coordinate, held[0].dtype, None, held)
+        return None
+
+    def fill(self, name: str, pieces: Pieces) -> bool:
+        """Wants a tensor into these pieces. False where the checkpoint has none that fits, which is noted."""
+        found = self.find(name, pieces.boxes)
+        if found is None:
+            if pieces.boxes or name not in self.names:
+                self.missing(name)
+            return False
+        self.used.add(found.name)
+        shapes = [(pieces.shape, found.shape)] if found.shape is not None else []
+        shapes += [(box.shape, part.shape) for box, part in zip(pieces.boxes, found.parts, strict=False)]
+        for shape, saved in shapes:
+            if shape != saved:
+                self.differ("reshaped", name, f"{name} has the shape {shape}, in the checkpoint {saved}")
+                return False
+        for saved_dtype in {found.dtype, *(part.dtype for part in found.parts)}:
+            if saved_dtype != pieces.dtype:
+                self.differ("retyped", name, f"{name} is {pieces.dtype}, in the checkpoint {saved_dtype}")
+                return False
+        for box, local in zip(pieces.boxes, pieces.locals, strict=True):
+            self.wants.append(Want(found.name, found.owner, pieces.dtype, pieces.shape, box))
+            self.tensors.append(self._destination(local))
+        return True
+
+    def fresh(self, name: str, like: Any = None) -> torch.Tensor | None:
+        """A new tensor that will be filled with what the checkpoint has under this name: placed as `like` is, if that
+        has the same global shape, else whole and on the CPU. None where the checkpoint has none, which is noted."""
+        found = self.find(name)
+        if found is None or found.shape is None:
+            self.missing(name)
+            return None
+        same = isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape
+        new = empty_like(like, dtype_of(found)) if same else torch.empty(found.shape, dtype=dtype_of(found))
+        self.fill(name, self.cutter.pieces(new, name))
+        return new
+
+    def tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
+        """What gives, once all is filled, the saved values with new tensors in their places; these are placed as the
+        `live` ones of the same name are."""
+        made = [(path, self.fresh(name, live.get(name))) for path, name in saved.tensors]
+        return lambda: trees.merge(saved.value, [(path, tensor) for path, tensor in made if tensor is not None])
+
+    def _destination(self, local: torch.Tensor) -> torch.Tensor:
+        """The local tensor itself; for one whose elements share memory (expanded) a new one, copied back later."""
+        if all(stride or size < 2 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            return local
+        whole = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        distinct = tuple(slice(None) if stride else slice(0, 1) for stride in local.stride())
+
+        def copy_back() -> None:
+            local[distinct].copy_(whole[distinct])
+
+        self.installs.append(copy_back)
+        return whole
+
+
+def dtype_of(found: Found) -> torch.dtype:
+    """Errors: UsageError for a dtype that this torch does not have."""
+    if found.dtype not in DTYPES:
+        raise UsageError(f"{found.name} is {found.dtype} in the checkpoint, which torch {torch.__version__} has not")
+    return DTYPES[found.dtype]
+
+
+def empty_like(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new tensor of the same shape, strides, device and placement, without gradient."""
+    if not is_dtensor(tensor):
+        return torch.empty_like(tensor.detach(), dtype=dtype)
+    return _distributed(torch.empty_like(tensor._local_tensor.detach(), dtype=dtype), tensor, tensor.placements)
+
+
+def replicated_like(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor of that shape on the device of `tensor`; on every rank of its mesh if it is a DTensor."""
+    local = torch.empty(shape, dtype=dtype, device=tensor.device)
+    if not is_dtensor(tensor) or not shape:
+        return local
+    from torch.distributed.tensor import Replicate
+
+    return _distributed(local, local, [Replicate()] * tensor.device_mesh.ndim, tensor.device_mesh)
+
+
+def _distributed(local: torch.Tensor, like: Any, placements: Sequence[Any], mesh: Any = None) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    new: torch.Tensor = DTensor.from_local(
+        local, mesh or like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return new

@@ -1,0 +1,90 @@
+"""Whether the structure of a state is still the one that was walked: compared at each save, in C loops over lists.
+
+What is compared: which containers hold which objects under which keys, by identity; of every tensor its address,
+strides, shape and dtype; of every DTensor its local part and placements. So it is noticed when `opt.load_state_dict`,
+`p.data =`, a reassigned buffer or a replaced module moved the storage that the cached views look at. All that is
+compared is kept alive, so that no new object can take an old one's identity, and no new storage an old one's address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, eq, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+_PARTS = itemgetter("_parameters", "_buffers", "_modules")
+_PLACES = attrgetter("_local_tensor", "_spec")
+
+
+class Watch:
+    """`modules`: every module; their parameters, buffers and children are watched. `optimizers`: their groups and
+    which parameters have state. `dicts`: of tensors, by name. `distributed`: the DTensors. `live`: the local tensors
+    that hold the bytes."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        dicts: Sequence[dict[Any, Any]],
+        distributed: Sequence[Any],
+        live: Sequence[torch.Tensor],
+    ) -> None:
+        self._homes = [vars(module) for module in modules]
+        self._optimizers = optimizers
+        self._dicts = [*chain.from_iterable(map(_PARTS, self._homes)), *dicts]
+        self._distributed = distributed
+        self._live = live
+        self._objects = self._held()
+        self._keys = self._names()
+        self._geometry = geometry(live)
+
+    def stale(self) -> bool:
+        objects = self._held()
+        return (
+            len(objects) != len(self._objects)
+            or not all(map(is_, objects, self._objects))
+            or self._names() != self._keys
+            or not same_geometry(self._live, self._geometry)
+        )
+
+    def _held(self) -> list[Any]:
+        """Every object that is held where one was found."""
+        found = [
+            *chain.from_iterable(map(_PARTS, self._homes)),
+            *chain.from_iterable(map(dict.values, self._dicts)),
+            *chain.from_iterable(map(_PLACES, self._distributed)),
+        ]
+        for optimizer in self._optimizers:
+            found += (optimizer.state, *optimizer.state, *optimizer.state.values(), optimizer.param_groups)
+            for group in optimizer.param_groups:
+                found += (group, group["params"], *group["params"])
+                found += (value for value in group.values() if isinstance(value, torch.Tensor))
+        return found
+
+    def _names(self) -> list[Any]:
+        """The keys of every container, and where each container begins."""
+        return [*map(len, self._dicts), *chain.from_iterable(self._dicts)]
+
+
+_OF: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+)
+
+
+def geometry(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """Addresses, strides, shapes and dtypes of plain local tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(list(map(of, tensors)) for of in _OF)
+
+
+def same_geometry(tensors: Sequence[torch.Tensor], before: tuple[list[Any], ...]) -> bool:
+    """geometry(tensors) == before, without making the lists: 80,000 objects more would wake the garbage collector."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(all(map(eq, map(of, tensors), was)) for of, was in zip(_OF, before, strict=True))

@@ -1,0 +1,121 @@
+"""The words of the design as values: who (Epoch, Tick, Identity), what (Box, dtypes), how much.
+
+Nothing here does I/O or imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Bytes per element by dtype name (torch's names without "torch."). The position in this table is the dtype's
+# code in the durable format: append only.
+ITEMSIZE: dict[str, int] = {
+    "uint8": 1, "int8": 1, "bool": 1,
+    "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+    "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
+DTYPE_CODE: dict[str, int] = {name: code for code, name in enumerate(DTYPES)}
+
+FRAME_BYTES = 4 << 20  # a frame's usual size; larger only where a checkpoint would exceed FRAMES_MAX
+FRAME_BYTES_MAX = 1 << 30
+FRAMES_MAX = 1 << 18
+SMALL_BYTES = 1 << 20  # tensors below this are packed together into frames
+
+PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # what may stand in a key or file name
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Epoch:
+    """The branch of training that one (re)start begins: a number, and a nonce that keeps two starts apart
+    that took the same number without seeing each other. Written `00000007-0123456789abcdef`."""
+
+    number: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.number:08d}-{self.nonce}"
+
+    @staticmethod
+    def parse(text: str) -> Epoch:
+        match = re.fullmatch(r"(\d{8})-([0-9a-f]{16})", text)
+        if match is None:
+            raise ValueError(f"not an epoch: {text[:80]!r}")
+        return Epoch(int(match[1]), match[2])
+
+    @staticmethod
+    def new(number: int) -> Epoch:
+        return Epoch(number, secrets.token_hex(8))
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Tick:
+    """(step, sub): the last ended step, and a count of polls, saves and exit within it.
+    Written `000000001200.0000`."""
+
+    step: int
+    sub: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.step:012d}.{self.sub:04d}"
+
+    @staticmethod
+    def parse(text: str) -> Tick:
+        match = re.fullmatch(r"(\d{12})\.(\d{4,9})", text)
+        if match is None:
+            raise ValueError(f"not a tick: {text[:80]!r}")
+        return Tick(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Identity:
+    """Names one checkpoint, at every level. Written `<epoch>-<tick>`, fit for a key."""
+
+    epoch: Epoch
+    tick: Tick
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.tick}"
+
+    @staticmethod
+    def parse(text: str) -> Identity:
+        return Identity(Epoch.parse(text[:25]), Tick.parse(text[26:]))
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Box:
+    """A rectangular part of one tensor in its global coordinates, in elements. A 0-d tensor's box is ((), ())."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, in global coordinates; None where there is none (empty boxes meet nothing)."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        high = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(b - a for a, b in zip(low, high, strict=True))
+        return Box(low, shape) if all(n > 0 for n in shape) else None
+
+    def within(self, shape: Sequence[int]) -> bool:
+        """Whether it lies inside a tensor of that global shape, with the same number of dimensions."""
+        return len(self.offset) == len(self.shape) == len(shape) and all(
+            o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
+        )

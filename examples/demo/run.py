@@ -1,0 +1,195 @@
+"""The demo: train, kill everything in the middle of a save, twice, and see that nothing was lost.
+
+1. A run of train.py (two ranks under torchrun) that nobody disturbs.
+2. The same run, but torchrun and its workers get SIGKILL while a save is on its way to the store. Started again, it
+   goes on from this host's memory, which the agent kept.
+3. Again, and this time the agent is killed as well, as when a machine dies: the next start goes on from the store.
+4. Every loss of every rank is compared bit for bit with the undisturbed run.
+
+    python examples/demo/run.py [--store s3://bucket/demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckpt import storage
+from ckpt.store import keys
+
+HERE = Path(__file__).parent
+STEPS, EVERY, RANKS = 160, 20, 2
+BANDWIDTH = 30e6  # bytes per second to the store, so that a save takes long enough to be hit
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was killed, when, and what the next start made of it."""
+
+    what: str
+    last_step: int
+    saving: int
+    committed: tuple[int, ...]
+
+
+class Job:
+    """One training run, started as often as it takes."""
+
+    def __init__(self, name: str, url: str, folder: Path, runtime: str) -> None:
+        self.name, self.url, self.log = name, url, folder / name
+        self.log.mkdir(parents=True)
+        self.runtime = runtime
+        self.starts = 0
+
+    def start(self, *, steps: int = STEPS) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        script = [str(HERE / "train.py"), self.url, "--folder", str(self.log), "--steps", str(steps)]
+        script += ["--every", str(EVERY), "--bandwidth", str(BANDWIDTH), "--launch", str(self.starts)]
+        # The launch id says that these starts are one job; a scheduler's job id would do as well.
+        ours = {
+            "CKPT_LAUNCH": f"demo-{self.name}",
+            "CKPT_RUNTIME_DIR": self.runtime,
+            "OMP_NUM_THREADS": "1",
+        }
+        print(f"$ torchrun --nproc-per-node={RANKS} train.py {self.url}", flush=True)
+        return subprocess.Popen([*torchrun, *script], env=os.environ | ours)
+
+    def losses(self) -> dict[tuple[int, int], str]:
+        """(rank, step) -> the loss as written. Errors: SystemExit where one step was run twice with other losses."""
+        found: dict[tuple[int, int], str] = {}
+        for rank in range(RANKS):
+            for line in (self.log / f"losses-{rank}.txt").read_text().splitlines():
+                step, loss = line.split()
+                if found.setdefault((rank, int(step)), loss) != loss:
+                    raise SystemExit(f"{self.name}: step {step} of rank {rank} was repeated with another loss")
+        return found
+
+    def last_step(self) -> int:
+        path = self.log / "losses-0.txt"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(lines[-1].split()[0]) if lines else 0
+
+    def read(self, what: str, start: int) -> dict[str, Any]:
+        return json.loads((self.log / f"{what}-{start}.json").read_text())
+
+    def committed(self) -> tuple[int, ...]:
+        backend = storage.open(self.url)
+        try:
+            records = [keys.parse_record(info.key) for info in backend.list(keys.COMMITS)]
+        finally:
+            backend.close()
+        return tuple(sorted({found[0].tick.step for found in records if found}))
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    if process.wait() != 0:
+        raise SystemExit(f"training failed with exit status {process.returncode}")
+
+
+def kill_during_save(job: Job, step: int, *, agent_too: bool) -> Kill:
+    """Starts the job and kills it right after `step`, whose checkpoint is then on its way to the store."""
+    torchrun = job.start()
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while job.last_step() <= step:
+        if torchrun.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"training did not get to step {step} (exit status {torchrun.poll()})")
+        time.sleep(0.003)
+    victims = [psutil.Process(torchrun.pid), *psutil.Process(torchrun.pid).children(recursive=True)]
+    agents = [p for p in psutil.process_iter(["cmdline"]) if is_agent(p, job.runtime)]
+    victims = [p for p in victims if p not in agents] + (agents if agent_too else [])
+    for process in victims:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    committed = job.committed()
+    torchrun.wait()
+    psutil.wait_procs(victims, timeout=10)
+    what = f"torchrun, {RANKS} workers" + (", agent" if agent_too else "")
+    print(f"\n*** SIGKILL to {what} after step {job.last_step()}\n", flush=True)
+    return Kill(what, job.last_step(), step, committed)
+
+
+def is_agent(process: psutil.Process, runtime: str) -> bool:
+    try:
+        return "ckpt.agent" in " ".join(process.info["cmdline"] or ()) and (
+            process.environ().get("CKPT_RUNTIME_DIR") == runtime
+        )
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def report(kills: list[Kill], job: Job, straight: Job) -> None:
+    print()
+    row = "{:<28} {:<13} {:<13} {:<13} {:<8} {}"
+    print(row.format("killed", "while saving", "in the store", "came back at", "from", "steps done again"))
+    for number, kill in enumerate(kills, 2):
+        came = job.read("restored", number)
+        level = {"local": "memory", "store": "store", "none": "nothing"}[came["level"]]
+        stored = f"step {max(kill.committed)}" if kill.committed else "nothing"
+        again = kill.last_step - came["step"]
+        print(row.format(kill.what, f"step {kill.saving}", stored, f"step {came['step']}", level, again))
+    for run in (straight, job):
+        receipt = run.read("receipt", run.starts)
+        stalls = f"{receipt.get('stall_ms_median')} ms each, at most {receipt.get('stall_ms_max')} ms"
+        print(f"{run.name}: the last start took {receipt.get('snapshots')} snapshots; training stood still {stalls}")
+
+
+def compare(straight: Job, killed: Job) -> None:
+    expected, found = straight.losses(), killed.losses()
+    if expected.keys() != found.keys():
+        raise SystemExit(f"other steps were run: {sorted(expected.keys() ^ found.keys())[:10]}")
+    differ = sorted(step for step, loss in expected.items() if found[step] != loss)
+    if differ:
+        raise SystemExit(f"losses differ, first at (rank, step) {differ[0]}")
+    print(f"\n{len(expected)} losses ({RANKS} ranks x {STEPS} steps): equal bit for bit to the undisturbed run\n")
+
+
+def command(*words: str) -> None:
+    print(f"$ ckpt {' '.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, "-c", "from ckpt.cli.main import main; main()", *words], check=False)
+    if done.returncode != 0:
+        raise SystemExit(done.returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", help="save below this URL instead of a local folder, such as s3://bucket/demo")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="local files; emptied first")
+    args = parser.parse_args()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    store = f"{args.store.rstrip('/')}/{uuid.uuid4().hex[:8]}" if args.store else f"{args.folder}/store"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ckpt-demo-", dir="/tmp") as runtime:
+        straight = Job("undisturbed", f"{store}/undisturbed", args.folder / "logs", runtime)
+        killed = Job("killed", f"{store}/killed", args.folder / "logs", runtime)
+        finish(straight.start())
+        kills = [
+            kill_during_save(killed, 3 * EVERY, agent_too=False),
+            kill_during_save(killed, 5 * EVERY, agent_too=True),
+        ]
+        finish(killed.start())
+    report(kills, killed, straight)
+    compare(straight, killed)
+    command("ls", killed.url)
+    command("verify", killed.url)
+    print(f"\nThe demo took {time.monotonic() - began:.0f} s. What it made is in {store}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""A trainer without torch: one rank that speaks the whole protocol, with arrays whose bytes follow from the step.
+
+As a class it is a rank on a thread of the test; as a program (`python -m tests.agent.fake JSON`) one in a process of
+its own, which can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.agent import client, wire
+from ckpt.agent.arena import Arena
+from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.errors import AgentError, CkptError
+from ckpt.format import values
+from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
+from ckpt.format.frames import frame_hash
+from ckpt.format.manifest import VALUES, Manifest
+from ckpt.format.record import decode_manifest
+from ckpt.plan.layout import Declaration, Entry, Layout
+from ckpt.plan.reshard import Want, cuts
+from ckpt.plan.staging import stage
+from ckpt.settings import Settings, read
+from ckpt.tasks import Tasks
+from ckpt.types import Box, Epoch, Identity, Tick
+
+ROWS = 512
+OPTIONS = {
+    "policy": {"steps": 5, "seconds": None},
+    "keep": {"last": None, "every": None, "best": None},
+    "limits": {"memory": None, "bandwidth": None},
+    "codec": "raw",
+}
+
+
+def full(name: str, step: int) -> np.ndarray[Any, Any]:
+    """What the tensor of that name holds after `step`: a replicated one, or the whole of a sharded one."""
+    base = np.arange(ROWS * 300, dtype=np.float32).reshape(ROWS, 300)
+    return base * (1 if name == "replicated" else -1) + np.float32(step)
+
+
+@dataclass
+class Plan:
+    declaration: Declaration
+    encoded: bytes
+
+
+class FakeRank:
+    """`start` begins or joins an epoch and restores; `steps` trains; `save`, `leave` as a Checkpointer would."""
+
+    def __init__(self, url: str, rank: int, world: int, launch: str = "test", settings: Settings | None = None) -> None:
+        self.url, self.rank, self.world, self.launch = url, rank, world, launch
+        self.settings = settings or read()
+        self.tasks = Tasks(f"fake-{rank}")
+        self.rows = ROWS // world
+        self.step = 0
+        self.epoch = ""
+        self.tensors = {name: self.mine(name, 0) for name in ("replicated", "sharded")}
+        self.extra = 0  # a further tensor of this many elements: another layout
+        self.layout_step = 0
+        self.plan: Plan | None = None
+        self.slots: dict[int, Arena] = {}
+        self.warm: dict[int, str] = {}
+        self.declared: dict[int, tuple[int, int]] = {}
+        self.inbox: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
+        self.levels: dict[tuple[str, str], tuple[bool, str]] = {}
+        self.changed = threading.Condition()
+        self.events: list[dict[str, Any]] = []
+        self.superseded: str | None = None
+        self.lost = threading.Event()
+        self.page: ControlPage | None = None
+        self.connection: client.Connection | None = None
+        self.answered = 0
+        self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
+        self.fetched: dict[str, int] = {}
+        self.taken: list[int] = []
+        self.options: dict[str, Any] = OPTIONS
+        self.parent: str | None = None
+        self.ancestors: list[Any] = []
+
+    # -- what it holds
+
+    def mine(self, name: str, step: int) -> np.ndarray[Any, Any]:
+        whole = full(name, step)
+        return whole if name == "replicated" else whole[self.rank * self.rows : (self.rank + 1) * self.rows].copy()
+
+    def box(self, name: str) -> Box:
+        return Box.whole((ROWS, 300)) if name == "replicated" else Box((self.rank * self.rows, 0), (self.rows, 300))
+
+    def layout(self) -> Layout:
+        entries = [Entry(name, "float32", (ROWS, 300), (self.box(name),)) for name in self.tensors]
+        if self.extra:
+            entries.append(Entry("extra", "float32", (self.extra,), (Box.whole((self.extra,)),)))
+        return Layout(tuple(sorted(entries, key=lambda e: e.name)))
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        return np.full(self.extra, self.step, np.float32) if name == "extra" else self.tensors[name]
+
+    def hashes(self) -> bytes:
+        rows = [frame_hash(np.ascontiguousarray(self.array(e.name)).data.cast("B")) for e in self.layout().entries]
+        return np.array(rows, "<u8").tobytes()
+
+    def train(self, step: int) -> None:
+        self.step = step
+        for name in self.tensors:
+            self.tensors[name] = self.mine(name, step)
+
+    def check(self, step: int) -> None:
+        for name, array in self.tensors.items():
+            np.testing.assert_array_equal(array, self.mine(name, step))
+
+    # -- entering
+
+    def connect(self) -> None:
+        self.lost = threading.Event()
+        lost = self.lost
+        sock = client.connect(self.url, self.settings)
+        self.connection = client.Connection(sock, self.tasks, self.on_message, lambda *_: self.on_lost(lost))
+
+    def begin(self, take_over: bool = False) -> wire.Message:
+        fields = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
+        return self.request("begin", fields)
+
+    def join(self, epoch: str, resume: bool = False) -> None:
+        self.epoch = epoch
+        slots = sorted(self.slots) if resume else []
+        fields = {
+            "epoch": epoch,
+            "rank": self.rank,
+            "world": self.world,
+            "coordinate": f"rank={self.rank}",
+            "options": self.options,
+            "launch": self.launch,
+            "parent": self.parent,
+            "ancestors": self.ancestors,
+            "tick": str(Tick(self.layout_step)),
+            "values_bytes": 100,
+            "resume": resume,
+            "arenas": slots,
+        }
+        fds = [self.slots[slot].fd for slot in slots]
+        answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes()])
+        page, self.page = self.page, ControlPage(answer.fds.pop())
+        if page is not None:
+            page.close()
+
+    def restore(self, decision: wire.Message) -> Identity | None:
+        """Fetches the candidate into the tensors. Errors: AgentError; CkptError when no source has a frame."""
+        candidate = decision.fields["candidate"]
+        self.parent, self.ancestors = decision.fields["parent"], list(decision.fields["ancestors"])
+        if candidate is None:
+            return None
+        identity = Identity.parse(candidate["identity"])
+        manifest = decode_manifest(decision.blobs[0])
+        self.step = int(values.decode(self.fetch_shared(identity, manifest))["step"])
+        for name in self.tensors:
+            self.tensors[name] = np.zeros_like(self.tensors[name])
+        wants = [Want(name, "", "float32", (ROWS, 300), self.box(name)) for name in self.tensors]
+        wanted: dict[int, list[Any]] = {}
+        for cut in cuts(manifest, wants):
+            wanted.setdefault(cut.frame, []).append(cut)
+
+        def deliver(frame: int, raw: memoryview) -> bool:
+            if frame_hash(raw) != (int(manifest.frames["hash_hi"][frame]), int(manifest.frames["hash_lo"][frame])):
+                return False
+            for cut in wanted[frame]:
+                source = np.frombuffer(raw, np.float32, offset=cut.offset)
+                part = np.lib.stride_tricks.as_strided(source, cut.shape, [4 * stride for stride in cut.strides])
+                at = tuple(slice(o, o + n) for o, n in zip(cut.at, cut.shape, strict=True))
+                self.tensors[wants[cut.want].name][at] = part
+            return True
+
+        self.fetch(identity, set(wanted), deliver)
+        return identity
+
+    def fetch_shared(self, identity: Identity, manifest: Manifest) -> bytes:
+        found: dict[int, bytes] = {}
+        boxes = [b for b, (t, _) in enumerate(manifest.boxes) if manifest.tensors[t].name == VALUES]
+        frames = {int(e["frame"]) for e in manifest.extents if int(e["box"]) in boxes}
+
+        def deliver(frame: int, raw: memoryview) -> bool:
+            found[frame] = bytes(raw)
+            return frame_hash(raw) == (int(manifest.frames["hash_hi"][frame]), int(manifest.frames["hash_lo"][frame]))
+
+        self.fetch(identity, frames, deliver)
+        return found[min(frames)]
+
+    def fetch(self, identity: Identity, frames: set[int], deliver: Callable[[int, memoryview], bool]) -> None:
+        blob = np.array(sorted(frames), "<u4").tobytes()
+        self.request("fetch", {"identity": str(identity)}, blobs=[blob])
+        regions: dict[int, Arena] = {}
+        try:
+            while True:
+                message = self.inbox.get(timeout=60)
+                if message is None:
+                    raise AgentError("lost")
+                if message.kind == "region":
+                    regions[message.fields["region"]] = Arena.adopt(message.fds.pop())
+                elif message.kind == "frames":
+                    good, bad = [], []
+                    for frame, region, offset, length in message.fields["at"]:
+                        raw = regions[region].view[offset : offset + length]
+                        right = not self.spoil(frame, raw) and deliver(frame, raw)
+                        (good if right else bad).append(frame)
+                    self.notify("got", {"ok": good, "bad": bad})
+                else:
+                    for level, count in message.fields["sources"].items():
+                        self.fetched[level] = self.fetched.get(level, 0) + count
+                    if not message.fields["ok"]:
+                        raise CkptError(message.fields["message"])
+                    return
+        finally:
+            for arena in regions.values():
+                arena.close()
+
+    # -- training
+
+    def await_word(self, kind: Kind = Kind.TAKE, timeout_s: float = 60) -> int:
+        """The step beyond this one that is appointed, once one is. It comes through shared memory, which wakes nobody.
+        Which one it is depends on how fast the ranks were so far."""
+        assert self.page is not None
+        deadline = time.monotonic() + timeout_s
+        while (word := self.page.word()) is None or word.step <= self.step or word.kind is not kind:
+            assert time.monotonic() < deadline, "nothing is appointed"
+            threading.Event().wait(0.005)
+        return word.step
+
+    def enter(self, step: int) -> None:
+        assert self.page is not None
+        self.page.enter(self.rank, step)
+
+    def boundary(self) -> bool:
+        """After a step: serves the word; whether to leave."""
+        assert self.page is not None
+        word: Word | None = self.page.word()
+        if word is None or word.round == self.answered or word.step > self.step:
+            return False
+        self.answered = word.round
+        if word.step < self.step:
+            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+            return False
+        self.take(word.round, word.slot, Tick(self.step))
+        if word.kind is Kind.HOLD:
+            return bool(self.request("held", {"round": word.round}, timeout_s=60).fields["leave"])
+        return False
+
+    def take(self, number: int, slot: int, tick: Tick) -> None:
+        with self.changed:
+            plan = self.plan
+            warm = plan is not None and self.warm.get(slot) == plan.declaration.division
+        if plan is None or not warm:
+            self.notify("missed", {"round": number, "tick": str(tick), "why": "not granted"})
+            return
+        arena, declaration = self.slots[slot], plan.declaration
+        arena.begin_fill()
+        for segment in declaration.staging.segments:
+            entry = declaration.layout.entries[int(segment["entry"])]
+            raw = np.ascontiguousarray(self.array(entry.name)).data.cast("B")
+            start, length = int(segment["start"]), int(segment["length"])
+            arena.data(int(segment["offset"]), length)[:] = raw[start : start + length]
+        shared, own = values.encode({"step": self.step}), values.encode({"rank": self.rank})
+        about = values.encode({"metrics": {"loss": 1.0 / (1 + self.step)}, "ancestors": self.ancestors})
+        identity = Identity(Epoch.parse(self.epoch), tick)
+        data_bytes = declaration.staging.data_bytes
+        arena.seal(identity, self.rank, self.world, data_bytes, self.declared[slot], shared, own, about)
+        self.taken.append(tick.step)
+        fields = {"round": number, "tick": str(tick), "slot": slot, "division": declaration.division}
+        self.notify("staged", {**fields, "stall_s": 0.001, "lazy": False, "why": ""})
+
+    def save(self, tick: Tick, why: str = "save", timeout_s: float = 60) -> dict[str, Any]:
+        fields = {"tick": str(tick), "why": why, "metrics": {"loss": 0.5}, "values_bytes": 0}
+        answer = self.request("save", fields, timeout_s=timeout_s).fields
+        if not answer["saved"]:
+            self.take(answer["round"], answer["slot"], tick)
+        return answer
+
+    def wait_level(self, tick: Tick, level: str, timeout_s: float = 60) -> bool:
+        with self.changed:
+            assert self.changed.wait_for(lambda: (str(tick), level) in self.levels, timeout_s), (tick, level)
+            return self.levels[str(tick), level][0]
+
+    def leave(self, outcome: str = "normal") -> dict[str, Any]:
+        return self.request("leave", {"outcome": outcome}).fields
+
+    def relayout(self, extra: int) -> None:
+        self.extra, self.layout_step = extra, self.step
+        with self.changed:
+            self.warm.clear()
+            self.plan = None
+        blobs = [encode_layout(self.layout()), self.hashes()]
+        self.notify("layout", {"tick": str(Tick(self.step)), "values_bytes": 100}, blobs=blobs)
+
+    def wait_warm(self, timeout_s: float = 60) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.warm), timeout_s)
+
+    # -- messages
+
+    def request(self, kind: str, fields: dict[str, Any], fds: Any = (), blobs: Any = (), timeout_s: float = 60) -> Any:
+        assert self.connection is not None
+        return self.connection.request(kind, fields, fds, blobs, timeout_s)
+
+    def notify(self, kind: str, fields: dict[str, Any], blobs: Any = ()) -> None:
+        assert self.connection is not None
+        self.connection.notify(kind, fields, blobs=blobs)
+
+    def on_lost(self, lost: threading.Event) -> None:
+        self.inbox.put(None)
+        lost.set()
+
+    def on_message(self, message: wire.Message) -> None:
+        fields = message.fields
+        if message.kind in ("region", "frames", "fetched"):
+            self.inbox.put(message)
+            return
+        with self.changed:
+            if message.kind == "plan":
+                layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
+                if len(layout.entries) == len(self.layout().entries):
+                    staging = stage(layout, share, fields["frame_bytes"])
+                    coordinate = f"rank={self.rank}"
+                    told = Declaration(self.rank, self.world, coordinate, fields["division"], layout, staging)
+                    self.plan = Plan(told, encode(told))
+            elif message.kind == "arena":
+                self.on_arena(fields, message)
+            elif message.kind == "level":
+                self.levels[fields["tick"], fields["level"]] = bool(fields["ok"]), fields["message"]
+            elif message.kind == "superseded":
+                self.superseded = fields["by"]
+            elif message.kind == "event":
+                self.events.append(fields)
+            self.changed.notify_all()
+        message.close()
+
+    def on_arena(self, fields: dict[str, Any], message: wire.Message) -> None:
+        slot = fields["slot"]
+        if message.fds:
+            if slot in self.slots:
+                self.slots[slot].close()
+            self.slots[slot] = Arena.adopt(message.fds.pop())
+        plan = self.plan
+        if plan is None or plan.declaration.division != fields["division"]:
+            return
+        self.slots[slot].begin_fill()
+        data_bytes = plan.declaration.staging.data_bytes
+        self.declared[slot] = self.slots[slot].write_declaration(data_bytes, plan.encoded)
+        self.warm[slot] = fields["division"]
+        self.notify("warm", {"slot": slot, "division": fields["division"]})
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        for arena in self.slots.values():
+            arena.close()
+        if self.page is not None:
+            self.page.close()
+        self.tasks.close()
+
+
+def run(given: dict[str, Any]) -> None:
+    """One rank in a process of its own: trains until it is told to stop, saying each step; dies at `die_at`."""
+    rank = FakeRank(given["url"], given["rank"], given["world"], given.get("launch", "test"))
+    rank.connect()
+    said = lambda **what: print(json.dumps(what), flush=True)  # noqa: E731
+    if rank.rank == 0:
+        decision = rank.begin()
+        said(epoch=decision.fields["epoch"])
+    else:
+        decision = None
+    rank.join(given.get("epoch") or decision.fields["epoch"])
+    if decision is not None:
+        identity = rank.restore(decision)
+        rank.request("restored", {"epoch": rank.epoch, "identity": str(identity) if identity else None})
+        said(restored=str(identity) if identity else None, sources=rank.fetched)
+    rank.wait_warm()
+    for line in sys.stdin:  # one line a step, so that ranks go in step with one another and with the test
+        asked = json.loads(line)
+        if asked["do"] == "await":
+            said(step=rank.await_word())
+        elif asked["do"] == "step":
+            rank.enter(rank.step + 1)
+            rank.train(rank.step + 1)
+            rank.boundary()
+            said(step=rank.step, taken=rank.taken[-1:])
+        elif asked["do"] == "wait":
+            said(ok=rank.wait_level(Tick(asked["step"]), asked["level"]))
+        elif asked["do"] == "die":
+            os.kill(os.getpid(), 9)
+        elif asked["do"] == "leave":
+            said(left=rank.leave())
+            break
+    rank.close()
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))

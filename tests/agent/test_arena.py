@@ -1,0 +1,109 @@
+"""An arena says what it holds, only once it holds it; a header that is not sound is no snapshot."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ckpt.agent.arena import DATA_AT, PAGE, Arena, arena_bytes
+from ckpt.agent.control import ROUND_MAX, STEP_MAX, ControlPage, Kind, Word
+from ckpt.errors import AgentError, DamagedData
+from ckpt.types import Epoch, Identity, Tick
+
+IDENTITY = Identity(Epoch(7, "0123456789abcdef"), Tick(1200, 3))
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(arena_bytes(data_bytes=10_000, frames=3, declaration_bytes=500, values_bytes=100))
+    yield made
+    made.close()
+
+
+def fill(arena: Arena) -> None:
+    arena.begin_fill()
+    arena.data(0, 10_000)[:] = bytes(range(250)) * 40
+    place = arena.write_declaration(10_000, b"d" * 500)
+    arena.seal(IDENTITY, 2, 4, 10_000, place, b"shared", b"own", b"")
+
+
+def test_what_is_sealed_is_read_back_by_another_mapping(arena: Arena) -> None:
+    fill(arena)
+    other = Arena.adopt(os.dup(arena.fd))
+    header = other.header()
+    assert (header.identity, header.rank, header.world, header.data_bytes) == (IDENTITY, 2, 4, 10_000)
+    assert bytes(other.part(header.declaration)) == b"d" * 500
+    assert (bytes(other.part(header.shared)), bytes(other.part(header.own))) == (b"shared", b"own")
+    assert other.hashes() is None
+    hashes = np.arange(6, dtype=np.uint64).reshape(3, 2)
+    other.write_hashes(header, hashes)
+    assert np.array_equal(arena.hashes(), hashes)  # type: ignore[arg-type]
+    assert bytes(arena.data(0, 10_000)) == bytes(range(250)) * 40
+    other.close()
+
+
+def test_a_fill_that_has_begun_and_not_ended_holds_nothing(arena: Arena) -> None:
+    fill(arena)
+    arena.write_hashes(arena.header(), np.zeros((3, 2), dtype=np.uint64))
+    arena.begin_fill()
+    with pytest.raises(DamagedData):
+        arena.header()
+    assert arena.hashes() is None
+
+
+def test_every_flipped_bit_of_a_header_is_noticed(arena: Arena) -> None:
+    fill(arena)
+    size = struct.calcsize("<8sQ16sQIIIQ8Q") + 16
+    for at in range(size):
+        arena.view[at] ^= 1 << at % 8
+        with pytest.raises(DamagedData):
+            arena.header()
+        arena.view[at] ^= 1 << at % 8
+    assert arena.header().identity == IDENTITY
+
+
+def test_warming_keeps_the_content(arena: Arena) -> None:
+    fill(arena)
+    before = bytes(arena.view)
+    arena.warm()
+    assert bytes(arena.view) == before
+
+
+def test_an_arena_cannot_be_shrunk_and_only_such_a_one_is_adopted(arena: Arena) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, PAGE)
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    with pytest.raises(AgentError, match="sealed"):
+        Arena.adopt(loose)
+    os.close(loose)
+
+
+def test_values_that_do_not_fit_are_refused_and_leave_it_unsealed(arena: Arena) -> None:
+    arena.begin_fill()
+    place = arena.write_declaration(10_000, b"d")
+    room = arena.values_room(place, frames=3)
+    with pytest.raises(AgentError, match="no room"):
+        arena.seal(IDENTITY, 0, 1, 10_000, place, bytes(room + PAGE), b"", b"")
+    with pytest.raises(DamagedData):
+        arena.header()
+    arena.seal(IDENTITY, 0, 1, 10_000, place, bytes(room - 64), b"", b"")
+    assert arena.header().data_bytes == 10_000
+    assert DATA_AT == PAGE
+
+
+def test_a_word_survives_the_control_page() -> None:
+    page = ControlPage.create(3)
+    other = ControlPage(os.dup(page.fd))
+    for word in (Word(1, 0, Kind.TAKE, 0), Word(ROUND_MAX, 15, Kind.HOLD, STEP_MAX), None):
+        page.announce(word)
+        assert other.word() == word
+    other.enter(2, 77)
+    assert [page.entered(rank) for rank in range(3)] == [0, 0, 77]
+    with pytest.raises(AgentError):
+        page.announce(Word(0, 0, Kind.TAKE, 1))
+    page.close()
+    other.close()

@@ -1,0 +1,574 @@
+"""The rules of the job's state machine, one by one. What they come to together is in test_group_sim.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ckpt.agent import actions as do
+from ckpt.agent.control import Kind
+from ckpt.agent.facts import State, Store, Why
+from ckpt.agent.group import Group
+from ckpt.policy.every import Every
+from ckpt.types import Tick
+
+
+class Driver:
+    """A group whose ranks are ready, and what it has said so far."""
+
+    def __init__(self, world: int = 2, policy: Every | None = None, slots: int = 3) -> None:
+        self.group = Group(world, policy or Every(steps=10))
+        self.world = world
+        self.now_s = 0.0
+        self.steps = [0] * world
+        self.said: list[do.Action] = []
+        for rank in range(world):
+            self.group.joined(rank)
+            self.group.layout(rank)
+        self.group.started(0, 0.0)
+        self.decide()
+        assert self.group.planned(world, "d", (100,) * world, slots)
+        self.make_ready()
+
+    def decide(self) -> list[do.Action]:
+        new = self.group.decide(self.now_s, self.steps)
+        self.said += new
+        return new
+
+    def make_ready(self) -> None:
+        """Arenas are made, and every rank is warm for what is offered."""
+        while found := [a for a in self.decide() if isinstance(a, do.MakeArenas | do.Offer)]:
+            for action in found:
+                if isinstance(action, do.MakeArenas):
+                    self.group.made(action.slot, action.bytes)
+                else:
+                    for rank in range(self.world):
+                        self.group.warm(rank, action.slot, self.group.division)
+
+    def word(self) -> Any:
+        words = [action.word for action in self.said if isinstance(action, do.SetWord)]
+        return words[-1] if words else None
+
+    def stage(self, number: int, tick: Tick, slot: int, ranks: range | None = None) -> None:
+        for rank in ranks or range(self.world):
+            self.group.staged(rank, number, tick, slot, self.group.division, 0.0)
+        self.decide()
+
+    def complete(self, error: str = "") -> Tick:
+        """Takes the appointed snapshot on all ranks."""
+        word = self.word()
+        self.steps = [word.step] * self.world
+        self.stage(word.round, Tick(word.step), word.slot)
+        self.group.assembled(word.slot, word.round, error)
+        self.decide()
+        return Tick(word.step)
+
+    def commit(self, error: str = "") -> None:
+        assert self.group.committing is not None
+        self.group.committed(self.group.committing, error, self.now_s)
+        self.decide()
+
+    def save(self, tick: Tick, why: Why = Why.SAVE, ranks: range | None = None) -> None:
+        for rank in ranks or range(self.world):
+            self.group.save(rank, tick, why, {"loss": float(rank)}, ("save", rank))
+        self.decide()
+
+    def answers(self, what: str) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for action in self.said:
+            if isinstance(action, do.Answer) and action.request[0] == what:
+                found[action.request[1]] = action.body
+            elif isinstance(action, do.Refuse) and action.request[0] == what:
+                found[action.request[1]] = action.kind
+        return found
+
+    def levels(self, level: str) -> dict[str, bool]:
+        bodies = [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "level"]
+        return {body["tick"]: body["ok"] for body in bodies if body["level"] == level}
+
+
+def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> None:
+    driver = Driver()
+    assert driver.word().step == 10
+    assert driver.complete() == Tick(10)
+    assert driver.word().step == 20
+
+
+def test_a_step_too_near_to_be_heard_of_in_time_is_not_appointed() -> None:
+    driver = Driver()
+    driver.complete()
+    driver.steps = [19, 19]
+    driver.group.missed(0, driver.word().round, "late")
+    driver.decide()
+    assert driver.word().step == 30
+
+
+def test_seconds_are_appointed_when_due_beyond_the_fastest_rank() -> None:
+    driver = Driver(policy=Every(seconds=60))
+    assert driver.word() is None
+    assert driver.group.next_wake_s(0.0) == 60
+    driver.now_s, driver.steps = 60.0, [600, 603]
+    driver.decide()
+    assert driver.word().step >= 605
+    assert driver.word().kind is Kind.TAKE
+
+
+def test_an_interval_whose_tick_was_missed_is_tried_again_soon_and_then_less_often() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.now_s, driver.steps = 600.0, [6, 6]
+    tries = []
+    while driver.now_s < 800:
+        driver.decide()
+        word = driver.word()
+        if word is not None:
+            tries.append(driver.now_s)
+            driver.group.missed(1, word.round, "layout")
+            driver.decide()
+        driver.now_s += 1
+    assert len(tries) > 4
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] <= 2
+    assert 16 <= gaps[-1] <= 61
+
+
+def test_late_ranks_are_told_earlier_the_next_time() -> None:
+    driver = Driver(world=1, policy=Every(seconds=1))
+    leads = []
+    for _ in range(6):
+        driver.now_s += 5
+        driver.steps = [int(driver.now_s * 100)]
+        driver.decide()
+        leads.append(driver.word().step - driver.steps[0])
+        driver.group.missed(0, driver.word().round, "late")
+        driver.decide()
+    assert leads == sorted(leads)
+    assert leads[-1] > 8 * leads[0]
+
+
+def test_one_missed_rank_abandons_the_tick_for_all_at_once() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.stage(word.round, Tick(10), word.slot, range(1))
+    driver.group.missed(1, word.round, "not granted")
+    driver.decide()
+    assert driver.levels("local") == {str(Tick(10)): False}
+    driver.group.staged(1, word.round, Tick(10), word.slot, "d", 0.0)
+    driver.decide()
+    assert not any(isinstance(action, do.Assemble) for action in driver.said)
+
+
+def test_who_staged_what_had_just_been_withdrawn_is_told_so() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.group.lost(1, 0.0)
+    driver.decide()
+    assert driver.levels("local") == {}
+    driver.group.staged(0, word.round, Tick(10), word.slot, "d", 0.0)
+    driver.decide()
+    assert driver.levels("local") == {str(Tick(10)): False}
+
+
+def test_a_snapshot_under_another_division_is_not_mixed_in() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.group.staged(0, word.round, Tick(10), word.slot, "d", 0.0)
+    driver.group.staged(1, word.round, Tick(10), word.slot, "another", 0.0)
+    driver.decide()
+    assert driver.levels("local") == {str(Tick(10)): False}
+
+
+def test_a_rank_that_is_past_a_tick_and_silent_does_not_block_the_next() -> None:
+    driver = Driver()
+    first = driver.word()
+    driver.stage(first.round, Tick(10), first.slot, range(1))
+    driver.steps = [14, 14]
+    driver.decide()
+    assert driver.word() == first
+    driver.now_s = 6.0
+    assert driver.group.next_wake_s(0.0) is not None
+    driver.decide()
+    assert driver.word().step == 20
+
+
+def test_a_rank_that_hangs_before_a_tick_is_waited_for_however_long() -> None:
+    driver = Driver()
+    first = driver.word()
+    driver.stage(first.round, Tick(10), first.slot, range(1))
+    driver.now_s, driver.steps = 1e6, [10, 10]
+    driver.decide()
+    assert driver.word() == first
+
+
+def test_what_somebody_reads_is_not_freed_and_not_given_again() -> None:
+    driver = Driver(slots=2)
+    driver.complete()
+    driver.commit()
+    slot = driver.group.newest
+    assert slot is not None
+    driver.group.lease(slot.number)
+    driver.complete()
+    driver.commit()
+    assert slot.state is State.COMPLETE
+    assert driver.word() is None, "no slot is left to appoint"
+    driver.group.release(slot.number)
+    driver.decide()
+    assert driver.word() is not None
+
+
+def test_newer_ones_skip_the_store_while_a_commit_runs_and_say_so() -> None:
+    driver = Driver()
+    first = driver.complete()
+    second = driver.complete()
+    assert driver.group.committing is not None
+    driver.commit()
+    assert driver.group.committing is None
+    assert driver.levels("store") == {str(first): True}
+    driver.complete()
+    assert driver.levels("store") == {str(first): True, str(second): False}
+
+
+def test_a_failed_commit_is_told_and_the_next_one_tried() -> None:
+    driver = Driver()
+    first = driver.complete()
+    driver.commit("no space")
+    assert driver.levels("store") == {str(first): False}
+    second = driver.complete()
+    driver.commit()
+    assert driver.levels("store")[str(second)]
+    assert driver.group.last_error == ""
+
+
+def test_with_one_slot_the_next_snapshot_waits_for_the_store() -> None:
+    driver = Driver(slots=1)
+    driver.complete()
+    assert driver.word() is None
+    driver.commit("down")
+    assert driver.word() is None
+    driver.now_s = 120.0
+    driver.decide()
+    driver.commit()
+    driver.make_ready()
+    assert driver.word() is not None
+
+
+def test_a_save_takes_the_place_of_an_appointment_that_nobody_has_reached() -> None:
+    driver = Driver(slots=1)
+    appointed = driver.word()
+    driver.steps = [4, 4]
+    driver.save(Tick(3, 1))
+    assert driver.word() is None
+    assert {rank: body["saved"] for rank, body in driver.answers("save").items()} == {0: False, 1: False}
+    assert driver.answers("save")[0]["round"] != appointed.round
+    assert [a.metrics for a in driver.said if isinstance(a, do.Commit)] == []
+
+
+def test_metrics_go_with_the_commit_and_the_lowest_rank_wins() -> None:
+    driver = Driver()
+    driver.save(Tick(3, 1))
+    answer = driver.answers("save")[0]
+    driver.stage(answer["round"], Tick(3, 1), answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.decide()
+    assert [a.metrics for a in driver.said if isinstance(a, do.Commit)] == [{"loss": 0.0}]
+
+
+def test_a_save_waits_until_the_one_before_it_is_on_its_way_to_the_store() -> None:
+    driver = Driver()
+    driver.complete()  # its commit runs
+    driver.save(Tick(11, 1))
+    answer = driver.answers("save")[0]
+    driver.stage(answer["round"], Tick(11, 1), answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.said.clear()
+    driver.steps = [13, 13]
+    driver.save(Tick(12, 1))
+    assert driver.answers("save") == {}
+    driver.commit()
+    assert set(driver.answers("save")) == {0, 1}
+
+
+def test_nothing_is_appointed_while_a_rank_waits_in_a_save() -> None:
+    driver = Driver(policy=Every(seconds=5))
+    driver.save(Tick(0, 1), ranks=range(1))
+    driver.now_s, driver.steps = 5.0, [1, 1]
+    driver.decide()
+    assert driver.word() is None
+
+
+def test_a_rank_that_goes_past_a_save_is_named_to_the_others() -> None:
+    driver = Driver()
+    driver.save(Tick(3, 1), ranks=range(1))
+    driver.steps = [4, 5]
+    assert driver.group.next_wake_s(0.0) is not None
+    driver.decide()
+    assert driver.answers("save") == {0: "usage"}
+    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("save", 1))
+    driver.decide()
+    assert driver.answers("save") == {0: "usage", 1: "usage"}
+
+
+def test_a_save_that_is_asked_for_again_gets_the_same_answer() -> None:
+    driver = Driver()
+    driver.save(Tick(3, 1))
+    first = driver.answers("save")[1]
+    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("again", 1))
+    driver.decide()
+    assert driver.answers("again") == {1: first}
+    driver.stage(first["round"], Tick(3, 1), first["slot"])
+    driver.group.save(1, Tick(3, 1), Why.SAVE, {}, ("late", 1))
+    driver.decide()
+    assert driver.answers("late")[1]["saved"]
+
+
+def test_an_exit_at_an_appointed_step_takes_no_second_snapshot_and_is_committed() -> None:
+    driver = Driver()
+    driver.complete()
+    second = driver.complete()  # skips the store
+    driver.save(second, Why.EXIT)
+    assert all(body["saved"] for body in driver.answers("save").values())
+    driver.commit()
+    driver.commit()
+    assert driver.levels("store")[str(second)]
+
+
+def test_an_exit_at_a_step_whose_snapshot_is_on_its_way_waits_for_it() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.steps = [10, 10]
+    driver.stage(word.round, Tick(10), word.slot, range(1))
+    driver.save(Tick(10), Why.EXIT)
+    assert driver.answers("save") == {}
+    driver.stage(word.round, Tick(10), word.slot)
+    assert all(body["saved"] for body in driver.answers("save").values())
+
+
+def test_an_exit_does_not_wait_for_a_report_that_was_lost() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.steps = [10, 10]
+    driver.stage(word.round, Tick(10), word.slot, range(1))
+    driver.save(Tick(10), Why.EXIT)
+    for _ in range(4):
+        driver.now_s += 3.0
+        driver.decide()
+    assert {body["saved"] for body in driver.answers("save").values()} == {False}
+    assert driver.answers("save")[0]["round"] != word.round
+
+
+def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
+    driver = Driver()
+    word = driver.word()
+    driver.stage(word.round, Tick(10), word.slot)
+    driver.save(Tick(11, 1), ranks=range(1))
+    driver.group.died(1)
+    driver.decide()
+    assert driver.answers("save") == {0: "save-failed"}
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    driver.commit()
+    assert driver.levels("store") == {str(Tick(10)): True}
+
+
+def test_the_epoch_is_closed_after_the_last_commit_when_all_are_dead() -> None:
+    driver = Driver()
+    driver.complete()
+    driver.complete()
+    for rank in range(2):
+        driver.group.died(rank)
+    driver.decide()
+    driver.commit()
+    assert not any(isinstance(action, do.Close) for action in driver.said)
+    driver.commit()
+    assert [a for a in driver.said if isinstance(a, do.Close)]
+    assert driver.group.committed_tick == Tick(20)
+
+
+def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
+    driver = Driver()
+    driver.complete()
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    assert driver.answers("leave") == {}
+    driver.commit()
+    assert driver.answers("leave") == {}
+    driver.group.closed()
+    driver.decide()
+    assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
+
+
+def hold(driver: Driver) -> Any:
+    driver.group.preempt(driver.now_s + 30)
+    driver.decide()
+    assert driver.word().kind is Kind.HOLD
+    return driver.word()
+
+
+def test_all_held_is_leave_for_all_and_for_who_asks_again() -> None:
+    driver = Driver()
+    word = hold(driver)
+    driver.steps = [word.step] * 2
+    driver.stage(word.round, Tick(word.step), word.slot)
+    for rank in range(2):
+        assert driver.answers("held") == {}
+        driver.group.held(rank, word.round, ("held", rank))
+        driver.decide()
+    assert driver.answers("held") == {0: {"leave": True}, 1: {"leave": True}}
+    driver.group.held(0, word.round, ("again", 0))
+    driver.decide()
+    assert driver.answers("again") == {0: {"leave": True}}
+
+
+def test_any_missed_is_go_on_for_all_and_for_who_comes_later() -> None:
+    driver = Driver()
+    word = hold(driver)
+    driver.steps = [word.step] * 2
+    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    driver.group.held(0, word.round, ("held", 0))
+    driver.group.missed(1, word.round, "late")
+    driver.decide()
+    assert driver.answers("held") == {0: {"leave": False}}
+    driver.group.held(1, word.round, ("held", 1))
+    driver.decide()
+    assert driver.answers("held")[1] == {"leave": False}
+    assert driver.word().round != word.round, "the deadline allows for another"
+
+
+def test_the_end_of_the_deadline_is_go_on_for_ever() -> None:
+    driver = Driver()
+    word = hold(driver)
+    driver.steps = [word.step] * 2
+    driver.stage(word.round, Tick(word.step), word.slot)
+    driver.group.held(0, word.round, ("held", 0))
+    driver.decide()
+    driver.now_s = 31.0
+    driver.decide()
+    assert driver.answers("held") == {0: {"leave": False}}
+    driver.group.held(1, word.round, ("held", 1))
+    driver.decide()
+    assert driver.answers("held")[1] == {"leave": False}
+
+
+def test_a_round_nobody_knows_is_missed() -> None:
+    driver = Driver()
+    driver.group.held(0, 4242, ("held", 0))
+    driver.decide()
+    assert driver.answers("held") == {0: {"leave": False}}
+
+
+def test_a_dead_rank_lets_the_held_ones_leave() -> None:
+    driver = Driver()
+    word = hold(driver)
+    driver.steps = [word.step] * 2
+    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    driver.group.held(0, word.round, ("held", 0))
+    driver.group.died(1)
+    driver.decide()
+    assert driver.answers("held") == {0: {"leave": True}}
+    driver.group.held(0, word.round, ("again", 0))
+    driver.decide()
+    assert driver.answers("again") == {0: {"leave": True}}
+
+
+def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
+    driver = Driver(slots=1)
+    word = hold(driver)
+    driver.steps = [word.step] * 2
+    driver.stage(word.round, Tick(word.step), word.slot)
+    driver.group.held(0, word.round, ("held", 0))
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    driver.commit()
+    driver.group.layout(1)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "d", (100, 100), 1)
+    driver.decide()
+    driver.group.held(1, word.round, ("held", 1))
+    driver.decide()
+    assert driver.answers("held") == {0: {"leave": True}, 1: {"leave": True}}
+
+
+def test_a_superseded_job_decides_nothing_more() -> None:
+    driver = Driver()
+    driver.save(Tick(3, 1), ranks=range(1))
+    driver.group.supersede("00000002-x")
+    driver.decide()
+    assert driver.answers("save") == {0: "superseded"}
+    assert driver.word() is None
+    driver.now_s, driver.steps = 1e6, [99, 99]
+    driver.decide()
+    assert driver.word() is None
+
+
+def test_an_outdated_plan_is_not_used() -> None:
+    driver = Driver()
+    driver.group.layout(0)
+    driver.group.layout(1)
+    driver.decide()
+    assert not driver.group.planned(3, "old", (100, 100), 3)
+    assert driver.group.division == "d"
+    assert isinstance(driver.decide()[-1], do.Divide)
+
+
+def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> None:
+    driver = Driver()
+    before = driver.word()
+    driver.group.layout(1)
+    driver.decide()
+    assert driver.group.planned(3, "e", (100, 200), 3)
+    driver.make_ready()
+    assert driver.word().step == before.step
+    assert driver.word().round != before.round
+    assert driver.group.slots[driver.word().slot].bytes == (100, 200)
+
+
+def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> None:
+    driver = Driver()
+    group = driver.group = Group(2, Every(steps=10))
+    driver.said.clear()
+    for rank in range(2):
+        group.joined(rank)
+        group.layout(rank)
+    group.made(0, (100, 100))
+    group.holds(0, Tick(40), False)
+    group.resumed(0.0)
+    driver.decide()
+    assert group.planned(2, "d", (100, 100), 3)
+    driver.make_ready()
+    assert group.newest is group.slots[0]
+    assert group.newest.round is not None
+    assert group.newest.round.store is Store.RUNNING, "what is not known to be committed is committed"
+    assert driver.word() is None
+    driver.steps = [44, 0]
+    driver.decide()
+    assert driver.word() is None
+    driver.steps = [44, 44]
+    driver.decide()
+    assert driver.word().step == 50
+
+
+def test_no_memory_at_all_fails_saves_and_nothing_else() -> None:
+    driver = Driver()
+    driver.group.layout(0)
+    driver.decide()
+    assert driver.group.planned(3, "d", (1 << 50, 1 << 50), 0)
+    driver.decide()
+    driver.save(Tick(1, 1))
+    assert set(driver.answers("save").values()) == {"save-failed"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
+    driver = Driver()
+    driver.group.lost(rank, 0.0)
+    driver.decide()
+    driver.group.joined(rank)
+    driver.group.layout(rank)
+    assert driver.word() is None, "nothing is appointed while it is away"
+    driver.decide()
+    assert driver.group.planned(3, "d", (100, 100), 3)
+    offered = [action.slot for action in driver.decide() if isinstance(action, do.Offer)]
+    assert offered == [0, 1, 2]

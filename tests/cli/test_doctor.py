@@ -1,0 +1,42 @@
+"""ckpt doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli.exits import Exit
+from tests.cli.stores import ckpt
+
+
+def test_doctor_tries_the_store_and_leaves_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ckpt(monkeypatch, "doctor", tmp_path / "run", "--json")
+    assert said.code == 0, said.out
+    assert said.json["problems"] == []
+    assert said.json["store"]["put if absent"] is True
+    assert "GB/s" in said.json["store"]["put, one object"]
+    assert "GB/s" in said.json["machine"]["memcpy, one thread"]
+    assert said.json["environment"]["multilevel-ckpt"]
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == []
+
+
+def test_doctor_never_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
+    said = ckpt(monkeypatch, "doctor")
+    assert "AWS_SECRET_ACCESS_KEY" in said.out
+    assert "hush" not in said.out + said.err
+
+
+def test_a_store_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said = ckpt(monkeypatch, "doctor", tmp_path / "file" / "run", "--json")
+    assert said.code == Exit.STORAGE
+    assert "file" in said.json["problems"][0]
+
+
+def test_a_socket_folder_that_others_may_read_is_a_problem(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime_dir.chmod(0o755)
+    said = ckpt(monkeypatch, "doctor")
+    assert said.code == Exit.FAILED
+    assert f"problem: {runtime_dir}" in said.out

@@ -1,0 +1,85 @@
+"""Every error of ckpt is one line and a documented exit code, never a traceback."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt import errors
+from ckpt.cli.exits import MEANING, Exit, exit_of
+from tests.cli.stores import ckpt
+
+COMMANDS = Path(__file__).parents[2] / "docs/commands.md"
+
+
+def _tree(cls: type[errors.CkptError]) -> list[type[errors.CkptError]]:
+    return [cls, *(each for sub in cls.__subclasses__() for each in _tree(sub))]
+
+
+def test_every_error_has_an_exit_code() -> None:
+    codes = {cls.kind: exit_of(cls("x")) for cls in _tree(errors.CkptError)}
+    assert codes["not-found"] == codes["access-denied"] == codes["transient"] == Exit.STORAGE
+    assert codes["no-checkpoint"] == Exit.NO_CHECKPOINT
+    assert codes["usage"] == Exit.USAGE
+    assert codes["damaged"] == codes["state-mismatch"] == Exit.DIFFERENT
+    assert codes["in-use"] == codes["superseded"] == Exit.IN_USE
+    assert codes["agent"] == Exit.AGENT
+    assert Exit.OK not in codes.values()
+
+
+def test_the_documented_exit_codes_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", COMMANDS.read_text(), re.MULTILINE)
+    assert rows == [(str(code.value), text) for code, text in MEANING.items()]
+
+
+def test_every_command_is_documented_with_its_options() -> None:
+    text = COMMANDS.read_text()
+    listed = subprocess.run([sys.executable, "-m", "ckpt.cli.main", "--help"], capture_output=True, text=True)
+    commands = re.findall(r"^  ([a-z]+)  ", listed.stdout.split("Commands:")[1], re.MULTILINE)
+    assert len(commands) == 11
+    for command in commands:
+        assert f"## ckpt {command}" in text
+        said = subprocess.run(
+            [sys.executable, "-m", "ckpt.cli.main", command, "--help"], capture_output=True, text=True
+        )
+        section = text.split(f"## ckpt {command}")[1].split("\n## ")[0]
+        for option in set(re.findall(r"^  (?:[*] )?(?:-[a-z], )?(--[a-z-]+)", said.stdout, re.MULTILINE)) - {
+            "--help",
+            "--json",
+        }:
+            assert option in section, f"ckpt {command} {option} is not in docs/commands.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["ls", "/nowhere/run"], Exit.NO_CHECKPOINT),
+        (["ls", "s3:/bucket"], Exit.USAGE),
+        (["show", "memory://empty"], Exit.NO_CHECKPOINT),
+        (["verify", "/nowhere/run"], Exit.NO_CHECKPOINT),
+        (["watch", "/nowhere/run", "--once"], Exit.AGENT),
+        (["preempt", "/nowhere/run"], Exit.AGENT),
+        (["ls"], Exit.USAGE),
+        (["ls", "--no-such-option", "x"], Exit.USAGE),
+        (["prune", "/nowhere/run", "--best", "val_loss"], Exit.USAGE),
+        (["prune", "/nowhere/run", "--last", "0"], Exit.USAGE),
+    ],
+)
+def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ckpt(monkeypatch, *words)
+    assert said.code == code
+    assert "Traceback" not in said.err
+    assert said.out == ""
+    assert "rror" in said.err or "Usage" in said.err
+
+
+def test_no_permission_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    said = ckpt(monkeypatch, "ls", blocked / "run")
+    assert said.code in (Exit.STORAGE, Exit.NO_CHECKPOINT)
+    assert "Traceback" not in said.err

@@ -1,0 +1,59 @@
+"""ckpt ls and ckpt show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import a_run, arrays, begin, ckpt, save
+
+
+def test_ls_lists_the_line_and_says_that_there_are_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    said = ckpt(monkeypatch, "ls", tmp_path)
+    assert said.code == 0
+    assert [line.split()[0] for line in said.out.splitlines() if line.split()[0].isdecimal()] == ["10", "20", "40", "1"]
+    assert "1 more on branches" in said.out
+
+
+def test_ls_all_shows_branches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    found = ckpt(monkeypatch, "ls", tmp_path, "--all", "--json").json["checkpoints"]
+    assert [(row["step"], row["where"]) for row in found] == [(10, "line"), (20, "line"), (30, "branch"), (40, "line")]
+
+
+def test_ls_long_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = begin(tmp_path)
+    save(tmp_path, epoch, 1, metrics={"val_loss": 0.5})
+    row = ckpt(monkeypatch, "ls", tmp_path, "--long", "--json").json["checkpoints"][0]
+    assert row["metrics"] == {"val_loss": 0.5}
+    assert row["bytes"] >= sum(array.nbytes for array in arrays(1).values())
+    assert 0 < row["stored"] <= row["bytes"]
+    assert row["referred"] == 0
+    assert "val_loss=0.5" in ckpt(monkeypatch, "ls", tmp_path, "-l").out
+
+
+def test_show_names_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    body = ckpt(monkeypatch, "show", tmp_path, "--step", "20", "--only", "*.weight", "--json").json
+    assert body["step"] == 20
+    assert body["ranks"] == ["rank=0"]
+    weight = {"name": "model.weight", "owner": "", "dtype": "float32", "shape": [10, 100], "parts": 1, "bytes": 4000}
+    assert body["tensors"] == [weight]
+    assert "model.weight" in ckpt(monkeypatch, "show", tmp_path, "-t").out
+
+
+def test_show_finds_a_checkpoint_on_a_branch_by_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_branch = a_run(tmp_path)[2]
+    assert ckpt(monkeypatch, "show", tmp_path, "--step", "30").code == 3
+    assert ckpt(monkeypatch, "show", tmp_path, "--step", on_branch, "--json").json["step"] == 30
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    said = ckpt(monkeypatch, "show", tmp_path, "--step", "11", "--json")
+    assert said.code == 3
+    assert said.err.startswith("error: ")
+    assert "10, 20, 40" in said.err
+    assert said.json["error"]["kind"] == "no-checkpoint"

@@ -1,0 +1,129 @@
+"""ckpt watch, preempt and prune while a job runs: they ask its agent and decide nothing themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent import wire
+from ckpt.agent.client import VERSION, places
+from ckpt.errors import CkptError, RunInUse
+from ckpt.settings import read
+from ckpt.tasks import Tasks
+from tests.cli.stores import a_run, begin, ckpt, save
+
+
+@contextlib.contextmanager
+def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Iterator[list[dict[str, Any]]]:
+    """Stands in for the agent of `url`: gives each request its answer, and collects what it was asked."""
+    asked: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listening.bind(str(places(str(url), read()).socket))
+        listening.listen()
+        tasks = stack.enter_context(Tasks("fake-agent"))
+
+        def serve() -> None:
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    if not _serve_one(connection):
+                        return
+
+        def _serve_one(connection: socket.socket) -> bool:
+            while (message := wire.receive(connection)) is not None:
+                if message.kind == "end":
+                    return False
+                asked.append(message.fields)
+                hello = {"version": VERSION, "incarnation": "x", "pid": 1}
+                answer = hello if message.kind == "hello" else answers[message.kind]
+                if isinstance(answer, CkptError):
+                    body = {"t": "error", "kind": answer.kind, "message": str(answer)}
+                else:
+                    body = {"t": "reply", **answer}
+                wire.send(connection, {**body, "id": message.fields["id"]})
+            return True
+
+        tasks.start("serve", serve)
+        try:
+            yield asked
+        finally:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
+                ending.connect(listening.getsockname())
+                wire.send(ending, {"t": "end"})
+
+
+def test_watch_shows_what_the_agent_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"memory": {"arenas": 3, "bytes": 4096}, "ranks": [{"rank": 0, "step": 7}]}
+    with an_agent(tmp_path, {"status": status}) as asked:
+        assert ckpt(monkeypatch, "watch", tmp_path, "--once", "--json").json == status
+        said = ckpt(monkeypatch, "watch", tmp_path, "--once")
+    assert [each["t"] for each in asked] == ["hello", "status"] * 2
+    assert asked[0]["role"] == "tool"
+    words = said.out.split()
+    assert dict(zip(words[::2], words[1::2], strict=True)) == {
+        "memory.arenas": "3",
+        "memory.bytes": "4096",
+        "ranks[0].rank": "0",
+        "ranks[0].step": "7",
+    }
+
+
+def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with an_agent(tmp_path, {"preempt": {}}) as asked:
+        said = ckpt(monkeypatch, "preempt", tmp_path, "--deadline-s", "12")
+    assert said.code == 0
+    assert asked[1]["deadline_s"] == 12
+    assert asked[1]["source"]
+
+
+def test_prune_of_a_running_job_is_left_to_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    plan = {"retire": ["x"], "deleted_bytes": 5, "freed_later_bytes": 6}
+    with an_agent(tmp_path, {"prune": plan}) as asked:
+        said = ckpt(
+            monkeypatch, "prune", tmp_path, "--last", "1", "--best", "loss:min", "--also", "10", "--yes", "--json"
+        )
+    assert said.json == {"url": str(tmp_path), "done": True, **plan}
+    keep = {"last": 1, "every": None, "best": ["loss", "min"]}
+    assert {k: asked[1][k] for k in ("yes", "keep", "also")} == {"yes": True, "keep": keep, "also": [str(saved[0])]}
+    assert not (tmp_path / "retired").exists()
+
+
+def test_an_agent_that_refuses_is_not_worked_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    with an_agent(tmp_path, {"prune": RunInUse("not now")}):
+        said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+    assert said.code == 5
+    assert "not now" in said.err
+    assert not (tmp_path / "retired").exists()
+
+
+def test_a_run_that_another_host_keeps_alive_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckpt.store.run import Run
+    from tests.cli.stores import opened
+
+    epoch = begin(tmp_path, closed=False)
+    save(tmp_path, epoch, 10)
+    save(tmp_path, epoch, 20)
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
+    with Tasks("heart") as tasks, opened(tmp_path) as store:
+
+        def beat() -> None:
+            count = 0
+            while not tasks.stopping.wait(0.001):
+                count += 1
+                Run(store).heartbeat(epoch, count, 0.05)
+
+        tasks.start("beat", beat)
+        for words in (["prune", tmp_path, "--last", "1", "--yes"], ["branch", tmp_path, "--at", "10"]):
+            said = ckpt(monkeypatch, *words)
+            assert said.code == 5
+            assert "in use" in said.err
+        assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1").code == 0  # only looking disturbs nobody
+        assert ckpt(monkeypatch, "branch", tmp_path, "--at", "10", "--take-over").code == 0

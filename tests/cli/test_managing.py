@@ -1,0 +1,88 @@
+"""ckpt branch and ckpt prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import a_run, begin, ckpt, save
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _steps(monkeypatch: pytest.MonkeyPatch, url: Path) -> list[int]:
+    return [row["step"] for row in ckpt(monkeypatch, "ls", url, "--json").json["checkpoints"]]
+
+
+def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    before = _files(tmp_path)
+    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1")
+    assert said.code == 0
+    assert said.out.count("would be retired") == 2
+    assert "nothing was changed" in said.out
+    assert _files(tmp_path) == before
+
+
+def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    body = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--every", "20", "--yes", "--json").json
+    assert body["retire"] == [str(saved[0])]
+    assert body["done"] is True
+    assert _steps(monkeypatch, tmp_path) == [20, 40]
+    assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+
+
+def test_prune_keeps_the_best_and_takes_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = begin(tmp_path)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
+        save(tmp_path, epoch, step, metrics={"val_loss": loss})
+    ckpt(monkeypatch, "prune", tmp_path, "--last", "2", "--best", "val_loss:min", "--yes")
+    assert _steps(monkeypatch, tmp_path) == [2, 3, 4]
+    ckpt(monkeypatch, "prune", tmp_path, "--also", "3", "--yes")
+    assert _steps(monkeypatch, tmp_path) == [2, 4]
+
+
+def test_the_newest_never_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    assert ckpt(monkeypatch, "prune", tmp_path, "--also", "40", "--yes").code == 2
+    assert _steps(monkeypatch, tmp_path)[-1] == 40
+
+
+def test_prune_without_a_rule_lets_no_checkpoint_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    assert "nothing to do" in ckpt(monkeypatch, "prune", tmp_path, "--yes").out
+    assert _steps(monkeypatch, tmp_path) == [10, 20, 40]
+
+
+def test_a_branch_moves_the_line_and_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    before = _files(tmp_path)
+    said = ckpt(monkeypatch, "branch", tmp_path, "--at", "20", "--json")
+    assert said.code == 0
+    assert said.json["parent"] == str(saved[1])
+    assert _steps(monkeypatch, tmp_path) == [10, 20]
+    assert _files(tmp_path) >= before
+    found = ckpt(monkeypatch, "ls", tmp_path, "--all", "--json").json["checkpoints"]
+    assert [(row["step"], row["where"]) for row in found] == [
+        (10, "line"),
+        (20, "line"),
+        (30, "branch"),
+        (40, "branch"),
+    ]
+    assert "step 30" in ckpt(monkeypatch, "branch", tmp_path, "--at", saved[2]).out  # from a branch, by its identity
+    assert _steps(monkeypatch, tmp_path) == [10, 20, 30]
+
+
+@pytest.mark.parametrize("words", [["branch", "--at", "10"], ["prune", "--last", "1", "--yes"]])
+def test_an_unclosed_run_that_is_dead_is_waited_for_and_then_changed(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
+    epoch = begin(tmp_path, closed=False)
+    save(tmp_path, epoch, 10)
+    save(tmp_path, epoch, 20)
+    assert ckpt(monkeypatch, words[0], tmp_path, *words[1:]).code == 0

@@ -1,0 +1,121 @@
+"""ckpt rehearse: an exact script is found exact, and what an inexact one loses is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli.rehearse import Run
+from tests.cli.stores import Said, ckpt
+
+ROOT = Path(__file__).parents[2]
+
+
+def _rehearse(
+    monkeypatch: pytest.MonkeyPatch,
+    url: Path,
+    how: str,
+    *options: str,
+    url_in_command: str | None = None,
+    steps: int = 4,
+) -> Said:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = [sys.executable, "-m", "tests.cli.fake_train", url_in_command or str(url), str(steps), how]
+    at = [] if "--at" in options else ["--at", "2"]
+    return ckpt(monkeypatch, "rehearse", url, *at, *options, "--", *script)
+
+
+def test_a_script_that_restarts_exactly_is_found_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "exact", "--json")
+    assert said.code == 0, said.err
+    assert said.json["equal"] is True
+    assert said.json["step"] == 4
+    assert said.json["killed_after"] == 2
+    assert list(tmp_path.iterdir()) == []  # the real run is not touched, and the scratch ones are gone
+
+
+def test_a_tensor_that_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "loses a tensor")
+    assert said.code == 1
+    assert "tensor model.bias: 1 of 10 elements differ" in said.out
+
+
+def test_a_loader_that_skips_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "skips data", "--json")
+    assert said.code == 1
+    assert said.json["differences"] == ["value rank=0['loader']['position']"]
+
+
+def test_the_url_may_be_a_placeholder_and_both_runs_may_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(
+        monkeypatch, tmp_path / "run", "exact", "--keep", "--lose-memory", "--json", url_in_command="{url}"
+    )
+    assert said.code == 0, said.err
+    kept = Path(said.json["kept"])
+    assert sorted(path.name for path in kept.iterdir()) == ["killed", "undisturbed"]
+    assert ckpt(monkeypatch, "diff", kept / "killed", "4", "--other", kept / "undisturbed").code == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "code", "says"),
+    [
+        ("fails", [], 7, "exit status 9"),
+        ("ends early", ["--at", "5"], 7, "before it could be killed"),
+        ("exact", ["--timeout-s", "0"], 7, "--timeout-s"),
+    ],
+)
+def test_a_script_that_cannot_be_rehearsed_says_why(
+    how: str, options: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", how, *options)
+    assert said.code == code
+    assert says in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_that_saves_elsewhere_is_told_how_to_name_the_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "exact", url_in_command=str(tmp_path / "elsewhere"))
+    assert said.code == 2
+    assert "{url}" in said.err
+
+
+def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ckpt(monkeypatch, "rehearse", tmp_path / "run", "--", "no-such-program-here")
+    assert said.code == 2
+    assert "no-such-program-here" in said.err
+
+
+def test_only_the_url_itself_is_replaced_in_the_command() -> None:
+    words = ["runs/a", "--url=runs/a", "runs/ab", "/x/runs/a", "runs/a/sub", "runs/a.txt", "{url}", "x runs/a y"]
+    replaced = ["/s", "--url=/s", "runs/ab", "/x/runs/a", "/s/sub", "runs/a.txt", "/s", "x /s y"]
+    assert Run("runs/a", "/s", words).command == replaced
+
+
+def test_a_generator_that_nobody_seeded_or_used_is_not_held_against_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "unseeded and unused", "--json")
+    assert said.code == 0, said.err
+    assert said.json["unused"] == ["rank=0['generators']['python']"]
+    assert "not compared" in _rehearse(monkeypatch, tmp_path / "run", "unseeded and unused").out
+
+
+def test_a_script_that_is_not_the_same_twice_is_told_apart_from_a_bad_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "unseeded")
+    assert said.code == 1
+    assert "already before the kill" in said.out
+    assert "tensor model.bias" in said.out
+
+
+def test_a_kill_that_came_too_late_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "exact", steps=2)
+    assert said.code == 7
+    assert "last step" in said.err

@@ -1,0 +1,88 @@
+"""ckpt restore."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cli.stores import a_run, arrays, ckpt
+
+
+def test_a_safetensors_file_holds_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors", "--step", "20")
+    assert said.code == 0
+    assert "3 tensors" in said.out
+    found = load_file(tmp_path / "x.safetensors")
+    assert {name: (a.dtype, a.tobytes()) for name, a in found.items()} == {
+        name: (a.dtype, a.tobytes()) for name, a in arrays(20).items()
+    }
+    assert not list((tmp_path / "run" / "leases").glob("*"))  # the lease is given back
+
+
+def test_only_and_dtype_choose_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    to = tmp_path / "x.safetensors"
+    words = ["restore", tmp_path / "run", "--to", to, "--only", "*.bias", "--only", "*.table", "--dtype", "float64"]
+    said = ckpt(monkeypatch, *words, "--json")
+    assert said.json["tensors"] == 2
+    assert said.json["files"] == [str(to)]
+    found = load_file(to)
+    assert found["model.bias"].dtype == np.float64
+    assert found["model.table"].dtype == np.int32
+
+
+def test_another_name_gives_a_folder_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "model", "--shard-bytes", "100000")
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(arrays(40))
+    assert len(set(index["weight_map"].values())) == 3
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(tmp_path / "model" / file)[name], arrays(40)[name])
+
+
+def test_a_pt_file_is_read_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    a_run(tmp_path / "run")
+    assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.pt").code == 0
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert {name: tensor.numpy().tobytes() for name, tensor in found.items()} == {
+        name: a.tobytes() for name, a in arrays(40).items()
+    }
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    to = tmp_path / "out" / "x.safetensors"
+    to.parent.mkdir()
+    to.write_text("mine")
+    assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", to).code == 2
+    assert to.read_text() == "mine"
+    to.unlink()
+    pack = sorted((tmp_path / "run").rglob("*.pack"))[-1]
+    pack.write_bytes(pack.read_bytes()[:100])
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", to)
+    assert said.code == 1
+    assert pack.name in said.err
+    assert list(to.parent.iterdir()) == []
+
+
+def test_no_tensor_of_that_name_is_a_wrong_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors", "--only", "nothing.*")
+    assert said.code == 2
+    assert "nothing.*" in said.err
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    (tmp_path / "file").write_text("in the way")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "file" / "x.safetensors")
+    assert said.code == 4
+    assert "x.safetensors" in said.err

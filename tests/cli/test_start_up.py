@@ -1,0 +1,46 @@
+"""Start-up is part of the interface: nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import stores
+
+PROBE = """
+import sys
+sys.argv = ["ckpt", *sys.argv[1:]]
+from ckpt.cli.main import main
+try:
+    main()
+except SystemExit as exc:
+    assert not exc.code, exc.code
+print("HEAVY", *sorted({"torch", "numpy", "fsspec", "obstore", "s3fs", "rich"} & set(sys.modules)))
+"""
+
+
+def _heavy(*words: object) -> set[str]:
+    command = [sys.executable, "-c", PROBE, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls", "--help"], ["rehearse", "--help"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    assert _heavy(*words) == set()
+
+
+def test_listing_a_local_run_imports_neither_torch_nor_a_storage_library(tmp_path: Path) -> None:
+    stores.a_run(tmp_path)
+    assert _heavy("ls", tmp_path, "--json") == set()
+    assert _heavy("ls", tmp_path) == {"rich"}
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_reading_a_checkpoint_imports_no_torch(command: str, tmp_path: Path) -> None:
+    stores.a_run(tmp_path)
+    assert "torch" not in _heavy(command, tmp_path)

@@ -1,0 +1,178 @@
+"""What every test gets: a runtime folder of its own, a seed that is printed, and a check that nothing is left behind.
+
+Leaked threads, descriptors and processes fail the test that leaked them. In CI (CI=true) a skip whose reason is not
+in SKIPS_ALLOWED fails as well: a silent skip means that nothing was tested.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+# Parts of skip reasons that CI accepts. Everything else must run there.
+SKIPS_ALLOWED = (
+    "needs a CUDA device",
+    "needs network namespaces",  # a container without CAP_NET_ADMIN
+    "needs a file system that can fill up",  # mounting one needs CAP_SYS_ADMIN
+    "not as root",  # root passes every permission check
+)
+
+# Threads that libraries start once and keep for the life of the process, by the beginning of their name.
+LIBRARY_THREADS = (
+    "fsspecIO",  # fsspec: one event loop for all its file systems
+    "asyncio_",  # the executor of that loop
+    "pin_memory",  # torch
+    "pydevd",  # a debugger
+    "tqdm",
+    "execnet",  # pytest-xdist
+    "Thread-auto-grad",  # torch
+)
+
+# Descriptors that a test must not leave: the others (epoll, eventfd, socket pairs, TCP pools) belong to the event
+# loops of obstore and fsspec, which live as long as the process.
+OURS = ("/", "anon_inode:[pidfd]", "pipe:")  # files and memfds; pidfds; pipes
+NOT_OURS = ("/dev/", "/proc/", "/sys/", "/usr/", "/opt/", "/lib")
+
+SETTLE_S = 15.0  # how long what was closed may take to be gone; only a failing test waits for it
+
+hypothesis.settings.register_profile("ckpt", deadline=None, print_blob=True, max_examples=100)
+hypothesis.settings.load_profile("ckpt")
+
+SEED = int(os.environ.get("CKPT_TEST_SEED") or random.SystemRandom().getrandbits(31))
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED} (CKPT_TEST_SEED={SEED} replays it)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if report.skipped:
+        _refuse_skip(report)
+    return report
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+    if os.environ.get("CI") == "true" and not any(allowed in reason for allowed in SKIPS_ALLOWED):
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\nA skip fails in CI unless tests/conftest.py allows its reason."
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for this test: the same for one CKPT_TEST_SEED, and printed when the test fails."""
+    value = random.Random(f"{SEED} {request.node.nodeid}").getrandbits(31)
+    print(f"seed of this test: {value} (CKPT_TEST_SEED={SEED})")
+    return value
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for sockets and locks that no other test shares; agents do not linger. Short: it holds a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-t", dir="/tmp"))
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", os.fspath(folder))
+    monkeypatch.setenv("CKPT_LINGER_S", "0")
+    for name in ("CKPT_LAUNCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(runtime_dir: Path) -> Iterator[None]:
+    """Threads, descriptors, child processes and agents that the test began are gone after it."""
+    threads = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    descriptors = _descriptors()
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    left = [
+        *_threads_left(threads, deadline),
+        *_processes_left(children, runtime_dir, deadline),
+        *_descriptors_left(descriptors),
+    ]
+    assert not left, "the test left behind: " + "; ".join(left)
+
+
+def _threads_left(before: set[threading.Thread], deadline: float) -> list[str]:
+    left = []
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(LIBRARY_THREADS):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(f"thread {thread.name}")
+    return left
+
+
+def _processes_left(before: set[int], runtime_dir: Path, deadline: float) -> list[str]:
+    """Children of this process, and everything that was started with this test's runtime folder (an agent lives in a
+    session of its own). What is left at the deadline is killed, so that it does not disturb the next test."""
+    found = {child.pid: child for child in psutil.Process().children(recursive=True) if child.pid not in before}
+    found |= {process.pid: process for process in _with_environment(f"CKPT_RUNTIME_DIR={runtime_dir}")}
+    _, alive = psutil.wait_procs(list(found.values()), timeout=max(0.0, deadline - time.monotonic()))
+    left = []
+    for process in alive:
+        try:
+            left.append(f"process {process.pid} ({' '.join(process.cmdline())[:200]})")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=5)
+    return left
+
+
+def _with_environment(entry: str) -> Iterator[psutil.Process]:
+    needle = entry.encode() + b"\0"
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if needle in (folder / "environ").read_bytes():
+                yield psutil.Process(int(folder.name))
+        except (OSError, psutil.NoSuchProcess):
+            continue
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def _descriptors_left(before: dict[str, str]) -> list[str]:
+    def leaked() -> list[str]:
+        return [
+            f"descriptor {number} -> {target}"
+            for number, target in _descriptors().items()
+            if before.get(number) != target and target.startswith(OURS) and not target.startswith(NOT_OURS)
+        ]
+
+    if leaked():
+        gc.collect()  # only then: it takes long
+    return leaked()

@@ -1,0 +1,35 @@
+"""The documents tell the truth where that can be checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_every_test_that_the_failure_model_names_is_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "docs/failure-model.md").read_text())
+    assert len(named) > 30
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (file := ROOT / "tests" / path).exists() or f"def {name}(" not in file.read_text()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = ROOT / "docs/decisions"
+    index = (folder / "README.md").read_text()
+    assert [page.name for page in sorted(folder.glob("0*.md")) if f"({page.name})" not in index] == []

@@ -1,0 +1,81 @@
+"""Starting, watching and killing the training script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+Line = dict[str, Any]
+
+
+class Script:
+    """One running script in a session of its own; its lines are read as they come."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+                start_new_session=True,
+            )
+
+    def lines(self) -> list[Line]:
+        found = []
+        for text in self.log.read_text(errors="replace").splitlines():
+            if text.startswith("{"):
+                try:
+                    found.append(json.loads(text))
+                except json.JSONDecodeError:
+                    continue  # half a line: it is being written, or was when its writer was killed
+        return found
+
+    def wait_for(self, what: Callable[[Line], bool], timeout_s: float = 90.0) -> Line:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for line in self.lines():
+                if what(line):
+                    return line
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"not seen; the script said:\n{self.log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def end(self, timeout_s: float = 120.0) -> list[Line]:
+        """Waits for a clean end."""
+        code = self.process.wait(timeout_s)
+        text = self.log.read_text(errors="replace")
+        assert code == 0, f"exit code {code}; it said:\n{text[-6000:]}"
+        return self.lines()
+
+
+def train(log: Path, url: Path | str, steps: int, *options: str, **env: str) -> Script:
+    command = [sys.executable, "-m", "tests.session.train_script", str(url), str(steps), *options]
+    return Script(command, log, env)
+
+
+def torchrun(log: Path, ranks: int, module: str, *args: str, restarts: int = 0, **env: str) -> Script:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *("--max-restarts", str(restarts), "-m", module, *args),
+    ]
+    return Script(command, log, env)
+
+
+def losses_of(lines: list[Line], rank: int = 0) -> dict[int, float]:
+    """By step; the last one said, where a step was run again."""
+    return {line["step"]: line["loss"] for line in lines if "loss" in line and line["rank"] == rank}

@@ -1,0 +1,43 @@
+"""Ranks that do not belong together are told so on entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt.errors import AgentError, UsageError
+from ckpt.trainer.entry import _check_facts
+
+FACTS: dict[str, Any] = {
+    "url": "/run",
+    "host": "boot-1",
+    "agent": "a",
+    "coordinate": "rank=0",
+    "options": "{}",
+    "state": ["model"],
+    "switches": [True],
+}
+
+
+def second(**changes: Any) -> list[dict[str, Any]]:
+    return [FACTS, {**FACTS, "coordinate": "rank=1", **changes}]
+
+
+def test_equal_facts_pass() -> None:
+    _check_facts(second())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"url": "/other"}, UsageError, "url"),
+        ({"state": ["model", "optim"]}, UsageError, "optim"),
+        ({"host": "boot-2"}, UsageError, "another machine"),
+        ({"agent": "b"}, AgentError, "CKPT_RUNTIME_DIR"),
+        ({"coordinate": "rank=0"}, UsageError, "same mesh coordinate"),
+    ],
+)
+def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        _check_facts(second(**changes))

@@ -1,0 +1,56 @@
+"""A training script for tests that kill it: python -m tests.session.train_script URL STEPS [--every N] [--pace S].
+
+Prints one JSON object a line: where it came from, each loss, the receipt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from tests.session.loops import make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--pace", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--take-over", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    distributed = dist.is_torchelastic_launched()
+    if distributed:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if distributed else 0
+    job = make(args.seed)
+
+    def say(**fields: object) -> None:
+        print(json.dumps({"rank": rank, **fields}), flush=True)
+
+    with ckpt.Checkpointer(
+        args.url,
+        job.state,
+        policy=ckpt.Every(steps=args.every),
+        take_over=args.take_over,
+        sinks=(lambda event: say(event=event.name, message=event.message),),
+    ) as ck:
+        say(restored=ck.restored.step, level=ck.restored.level)
+        for step in ck.steps(args.steps):
+            loss = job.train(step)
+            say(step=step, loss=loss)
+            time.sleep(args.pace)
+    say(receipt=ck.receipt)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

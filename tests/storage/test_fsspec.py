@@ -1,0 +1,109 @@
+"""What fsspec is trusted with: an upload that fails shows nothing, whatever the file system does about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpt.backends.any_fsspec import open_fsspec
+from ckpt.errors import AccessDenied, NotFound, StorageError, TransientError, UsageError
+from ckpt.storage.names import TEMPORARY
+
+
+class FailingFileSystem(LocalFileSystem):
+    """Local files; a write stops half way with `failure`, as a connection does, and completes what it has."""
+
+    protocol = "failing"
+    failure: BaseException | None = None
+    step = "write"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if type(self).failure is not None and type(self).step == "write":
+            super().pipe_file(path, value[: len(value) // 2], mode, **options)
+            raise type(self).failure
+        super().pipe_file(path, value, mode, **options)
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if type(self).failure is not None:
+            raise type(self).failure
+        super().mv(path1, path2, **options)
+
+
+@pytest.fixture(autouse=True)
+def failing() -> Iterator[type[FailingFileSystem]]:
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    yield FailingFileSystem
+    FailingFileSystem.failure = None
+    FailingFileSystem.step = "write"
+
+
+@pytest.mark.parametrize("step", ["write", "move"])
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (ConnectionResetError("reset"), TransientError),
+        (TimeoutError("slow"), TransientError),
+        (PermissionError("no"), AccessDenied),
+        (OSError(28, "No space left on device"), StorageError),
+        (RuntimeError("anything"), StorageError),
+    ],
+)
+def test_an_upload_that_fails_shows_nothing_and_keeps_the_old_object(
+    failing: type[FailingFileSystem], tmp_path: Path, step: str, failure: BaseException, expected: type[StorageError]
+) -> None:
+    store = open_fsspec(f"fsspec+failing://{tmp_path}")
+    store.put("a/k", [b"old object"])
+    failing.failure, failing.step = failure, step
+    for key in ("a/k", "a/new"):
+        with pytest.raises(expected) as caught:
+            store.put(key, [b"new", b"object"])
+        assert type(caught.value) is expected
+        assert caught.value.__cause__ is failure
+    failing.failure = None
+    assert [info.key for info in store.list("")] == ["a/k"]
+    assert store.get("a/k", 100) == b"old object"
+    assert os.listdir(tmp_path / "a") == ["k"]
+
+
+def test_a_file_left_by_a_dead_writer_is_no_object_and_goes_by_age(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+file://{tmp_path}")
+    store.put("a/k", [b"x"])
+    (tmp_path / "a" / f"{TEMPORARY}dead").write_text("half")
+    assert [info.key for info in store.list("")] == ["a/k"]
+    assert store.abort_uploads(3600) == 0
+    assert store.abort_uploads(-60) == 1
+    assert os.listdir(tmp_path / "a") == ["k"]
+
+
+def test_a_listing_is_current_whatever_the_file_system_caches(tmp_path: Path) -> None:
+    one, two = (open_fsspec(f"fsspec+file://{tmp_path}") for _ in range(2))
+    assert list(one.list("")) == []
+    two.put("k", [b"x"])
+    assert [info.key for info in one.list("")] == ["k"]
+    two.delete(["k"])
+    with pytest.raises(NotFound):
+        one.head("k")
+
+
+def test_a_file_system_that_cannot_be_opened_is_told() -> None:
+    with pytest.raises(UsageError, match="Protocol not known: nonsense"):
+        open_fsspec("fsspec+nonsense://x")
+    with pytest.raises(UsageError, match="install what it lacks"):
+        open_fsspec("hdfs://host/x")  # pyarrow is not installed
+
+
+@pytest.mark.parametrize("told", ["2026-01-02T03:04:05Z", 1767323045.0, 1767323045])
+def test_a_modification_time_is_read_however_it_is_told(told: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_fsspec("fsspec+memory://times")
+    store.put("k", [b"x"])
+    real = MemoryFileSystem.info
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: {**real(self, path), "created": told})
+    assert store.head("k").modified_s == 1767323045.0
+    store.delete(["k"])

@@ -1,0 +1,166 @@
+"""The one place that tries again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from ckpt.backends.memory import open_memory
+from ckpt.clock import ManualClock
+from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
+from ckpt.events import Event, Events
+from ckpt.storage import PutMode
+from ckpt.storage.retry import PAUSE_MAX_S, Retrying
+from tests.storage.faulty import Fault, FaultyBackend, Rule
+
+_NAMES = itertools.count()
+
+
+class Setting:
+    """A fresh memory store behind planned faults, behind Retrying with a manual clock."""
+
+    def __init__(self, *plan: Rule, retry_s: float = 60.0) -> None:
+        self.memory = open_memory(f"memory://retry-{next(_NAMES)}")
+        self.faulty = FaultyBackend(self.memory, plan)
+        self.clock = ManualClock()
+        self.pauses_s: list[float] = []
+        self.events: list[Event] = []
+        self.store = Retrying(
+            self.faulty, retry_s, Events(self.events.append), now_s=self.clock.now_s, pause=self._pause, seed=1
+        )
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        self.clock.sleep_s(seconds)
+
+
+@pytest.mark.parametrize("fault", [Fault.BEFORE, Fault.LOST_REPLY])
+def test_each_operation_is_tried_again_after_a_passing_fault(fault: Fault) -> None:
+    setting = Setting(*(Rule(name, fault, count=3) for name in _operations()))
+    setting.memory.put("a/k", [b"data"])
+    for name, call in _operations().items():
+        before = len(setting.faulty.log)
+        call(setting.store)
+        assert len(setting.faulty.log) - before == 4, name
+    assert list(setting.memory.list("")) == []
+    assert {event.name for event in setting.events} == {"store.retry"}
+
+
+def _operations():
+    return {
+        "put": lambda store: store.put("a/new", [b"x"]),
+        "get": lambda store: store.get("a/k", 10),
+        "get_range": lambda store: store.get_range("a/k", 1, 2),
+        "head": lambda store: store.head("a/k"),
+        "list": lambda store: list(store.list("a/")),
+        "now_s": lambda store: store.now_s(),
+        "abort_uploads": lambda store: store.abort_uploads(0),
+        "delete": lambda store: store.delete(iter(["a/k", "a/new"])),
+    }
+
+
+@pytest.mark.parametrize("error", [NotFound, AccessDenied, AlreadyExists, DamagedData])
+def test_an_error_that_stays_is_raised_at_once(error) -> None:
+    setting = Setting(Rule("*", Fault.BEFORE, count=99, error=error))
+    for call in _operations().values():
+        with pytest.raises(error, match="planned"):
+            call(setting.store)
+    assert setting.pauses_s == []
+
+
+def test_pauses_grow_are_jittered_and_end_by_the_deadline() -> None:
+    setting = Setting(Rule("get", Fault.BEFORE, count=99), retry_s=60.0)
+    with pytest.raises(TransientError, match=r"gave up to get k after 1\d tries.*planned"):
+        setting.store.get("k", 1)
+    assert 30 < sum(setting.pauses_s) <= 60
+    whole_s = [min(0.1 * 2**n, PAUSE_MAX_S) for n in range(len(setting.pauses_s))]
+    assert all(whole / 2 <= pause_s <= whole for whole, pause_s in zip(whole_s, setting.pauses_s, strict=True))
+    assert len({round(pause_s / whole, 6) for whole, pause_s in zip(whole_s, setting.pauses_s, strict=True)}) > 3
+
+
+def test_whoever_waits_is_told_why_once() -> None:
+    setting = Setting(Rule("get", Fault.BEFORE, count=99))
+    with pytest.raises(TransientError):
+        setting.store.get("k", 1)
+    told = [event for event in setting.events if event.loud]
+    assert len(told) == 1
+    assert "planned: get k failed" in told[0].message
+    assert sum(setting.pauses_s[: setting.events.index(told[0])]) < 5
+
+
+def test_a_lost_reply_to_put_if_absent_is_settled_by_reading_back() -> None:
+    setting = Setting(Rule("put", Fault.LOST_REPLY))
+    setting.store.put("k", [b"ours"], PutMode.IF_ABSENT)
+    assert setting.memory.get("k", 10) == b"ours"
+    assert setting.faulty.names() == ["put k", "put k", "get k"]
+
+
+@pytest.mark.parametrize("theirs", [b"them", b"more than ours", b""])
+def test_a_key_that_another_took_meanwhile_is_taken(theirs: bytes) -> None:
+    setting = Setting(Rule("put", Fault.BEFORE))
+    setting.memory.put("k", [theirs])
+    with pytest.raises(AlreadyExists):
+        setting.store.put("k", [b"ours"], PutMode.IF_ABSENT)
+    assert setting.memory.get("k", 100) == theirs
+
+
+def test_a_taken_key_is_not_ours_only_because_the_bytes_are_equal() -> None:
+    setting = Setting()
+    setting.memory.put("k", [b"same"])
+    with pytest.raises(AlreadyExists):
+        setting.store.put("k", [b"same"], PutMode.IF_ABSENT)
+
+
+@pytest.mark.parametrize("mode", PutMode)
+def test_a_put_without_a_reply_at_the_end_is_unsettled(mode: PutMode) -> None:
+    setting = Setting(Rule("put", Fault.LATE, count=99), retry_s=5.0)
+    with pytest.raises(Unsettled, match=r"read k back"):
+        setting.store.put("k", [b"x"], mode)
+
+
+def test_a_listing_goes_on_behind_what_it_has_given() -> None:
+    setting = Setting()
+    names = [f"k{n}" for n in range(7)]
+    for name in names:
+        setting.memory.put(name, [b"x"])
+    attempts = itertools.count(1)
+
+    class Breaking:
+        """Each attempt gets two objects further than the last, then fails."""
+
+        url = "breaking"
+
+        def list(self, prefix: str):
+            left = 2 * next(attempts)
+            for info in setting.memory.list(prefix):
+                if left == 0:
+                    raise TransientError("broke off")
+                left -= 1
+                yield info
+
+    store = Retrying(Breaking(), 60.0, now_s=setting.clock.now_s, pause=setting.clock.sleep_s)  # type: ignore[arg-type]
+    assert [info.key for info in store.list("")] == names
+    assert next(attempts) == 5
+
+
+def test_closing_ends_the_pause_of_those_that_wait() -> None:
+    faulty = FaultyBackend(open_memory("memory://closing"), [Rule("get", Fault.BEFORE, count=10**6)])
+    paused = threading.Event()
+    store = Retrying(faulty, 3600.0, Events(lambda event: event.data["pause_s"] > 1 and paused.set()))  # type: ignore[func-returns-value]
+    failed: list[Exception] = []
+
+    def read() -> None:
+        try:
+            store.get("k", 1)
+        except TransientError as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert paused.wait(60)
+    store.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "gave up" in str(failed[0])

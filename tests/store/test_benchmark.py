@@ -1,0 +1,24 @@
+"""benchmarks/commit.py still runs, and its results name the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "commit.py"
+
+
+def test_the_benchmark_of_commit_and_restore_runs_small(tmp_path: Path) -> None:
+    words = ["--small", "--server", "rclone", "--json", tmp_path / "found.json"]
+    done = subprocess.run([sys.executable, BENCHMARK, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["machine"]["name"]
+    assert [row["question"] for row in found["rows"]] == [
+        "rclone: commit",
+        "rclone: commit, CPU",
+        "rclone: commit, memory besides the state",
+    ]
+    assert found["rows"][0]["figure"] > 0

@@ -1,0 +1,301 @@
+"""A commit: what is written, what is referred to, and that a failure leaves no record and no thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.clock import ManualClock
+from ckpt.errors import SaveFailed, Superseded, UsageError
+from ckpt.storage.contract import Buffer, PutMode
+from ckpt.store import keys, packs
+from ckpt.store.commit import Committed, Committer
+from ckpt.store.lineage import Claim
+from ckpt.store.reader import newest_readable, open_record
+from ckpt.store.run import Run
+from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
+from tests.store.sim import Fault, Sim
+
+
+def commit(store: Any, step: int, snap: Snapshot, writer: str = "w", codec: Any = "raw", **options: Any) -> Committed:
+    committer = Committer(store, writer, codec, pack_bytes=options.pop("pack_bytes", 4096))
+    options.setdefault("check", lambda: None)
+    return committer.commit(identity(1, step), snap.manifest, snap.frame, **options)
+
+
+def some(seed: int = 0, **more: Tensor) -> Snapshot:
+    weight = floats(64, 48, seed=seed)
+    sharded = Tensor("float32", floats(30, 20, seed=seed + 1).bits, rows((30, 20), 4))
+    tensors = {"w": weight, "x": sharded, "0d": floats(seed=3), "empty": floats(0, 4), **more}
+    return snapshot(tensors, shared={"lr": 0.1}, own={"rank=0": {"position": seed}})
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes", "auto"])
+def test_a_commit_comes_back_bit_for_bit(codec: str) -> None:
+    store, snap = Sim(), some()
+    done = commit(store, 10, snap, codec=codec, metrics={"loss": 0.5}, about={"host": "here"}, owner="node-3")
+    found = open_record(store, done.ref)
+    assert same(read_all(store, found), snap.tensors)
+    assert (found.metrics, found.about, found.writer) == ({"loss": 0.5}, {"host": "here"}, "w")
+    assert done.packs == len(found.packs) > 2
+    assert all(key.startswith(f"data/{identity(1, 10)}/node-3/w-") for key, _ in found.packs)
+    assert done.stored_bytes == sum(size for _, size in found.packs)
+    assert done.raw_bytes == snap.manifest.frames["length"].sum()
+    assert done.referred_bytes == 0
+
+
+def test_all_packs_are_there_before_the_record_is_begun() -> None:
+    store = Sim()
+    done = commit(store, 10, some())
+    began = store.log.index(("begin", "put", keys.record_key(identity(1, 10), "w")))
+    assert {key for what, _, key in store.log[:began] if what == "end"} == {key for key, _ in done.record.packs}
+    assert began == len(store.log) - 2
+
+
+def test_frames_that_did_not_change_are_referred_to_and_not_written() -> None:
+    store, frozen = Sim(), floats(100, 40, seed=9)
+    first = commit(store, 10, some(1, frozen=frozen))
+    second = commit(store, 20, some(2, frozen=frozen), base=first.record)
+    assert 16000 <= second.referred_bytes < 17000
+    assert second.stored_bytes < first.stored_bytes - 15000
+    assert same(read_all(store, open_record(store, second.ref)), some(2, frozen=frozen).tensors)
+    third = commit(store, 30, some(2, frozen=frozen), base=second.record)
+    assert third.packs == 0
+    assert same(read_all(store, open_record(store, third.ref)), some(2, frozen=frozen).tensors)
+
+
+def test_equal_bytes_of_another_dtype_are_not_referred_to_because_codecs_depend_on_it() -> None:
+    store, bits = Sim(), floats(64, 64).bits
+    first = commit(store, 10, snapshot({"w": Tensor("float32", bits)}), codec="planes")
+    again = snapshot({"w": Tensor("bfloat16", bits.view(np.uint16))})
+    second = commit(store, 20, again, codec="planes", base=first.record)
+    assert second.referred_bytes == 0
+    assert same(read_all(store, second.record), again.tensors)
+
+
+def test_equal_frames_of_one_checkpoint_are_written_once() -> None:
+    store, zeros = Sim(), Tensor("float32", np.zeros((64, 64), np.float32))
+    snap = snapshot({"exp_avg": zeros, "exp_avg_sq": zeros})
+    done = commit(store, 10, snap)
+    assert done.stored_bytes == 1024
+    assert same(read_all(store, done.record), snap.tensors)
+
+
+def test_a_pack_of_which_little_is_still_wanted_is_not_kept_alive_by_reference() -> None:
+    store = Sim()
+    parts = {f"t{i}": floats(16, 16, seed=i) for i in range(8)}  # one frame each, four to a pack
+    first = commit(store, 10, snapshot(parts))
+    assert first.packs == 2
+    changed = snapshot(
+        {name: floats(16, 16, seed=100 + i) if i < 3 else t for i, (name, t) in enumerate(parts.items())}
+    )
+    second = commit(store, 20, changed, base=first.record)
+    assert second.referred_bytes == 4096  # all of the second pack, and not the last quarter of the first
+    assert same(read_all(store, second.record), changed.tensors)
+
+
+def test_raw_frames_that_lie_together_in_memory_are_put_as_one_slice_of_it() -> None:
+    class Keeping(Sim):
+        def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+            if key.startswith("data/"):
+                self.chunks = [*getattr(self, "chunks", []), *chunks]
+            super().put(key, chunks, mode)
+
+    store, snap = Keeping(), snapshot({"w": floats(64, 64), "v": floats(250), "u": floats(7)})
+    done = commit(store, 10, snap, pack_bytes=1 << 20)
+    assert done.packs == len(store.chunks) == 1
+    assert memoryview(store.chunks[0]).obj is snap.memory
+    assert same(read_all(store, done.record), snap.tensors)
+    store.chunks.clear()
+
+
+def test_packs_grow_when_there_would_be_more_than_the_limit() -> None:
+    store, snap = Sim(), snapshot({"w": floats(80, 64)}, frame_bytes=16)
+    done = commit(store, 10, snap, pack_bytes=16)
+    assert len(snap.at) == 1280
+    assert packs.PACKS_MAX / 2 < done.packs <= packs.PACKS_MAX
+    assert same(read_all(store, done.record), snap.tensors)
+
+
+def test_a_frame_that_changed_in_memory_since_it_was_staged_is_not_committed() -> None:
+    store, snap = Sim(), some()
+    snap.memory[snap.at[2][0]] ^= 1
+    with pytest.raises(SaveFailed, match="frame 2 has changed in memory"):
+        commit(store, 10, snap)
+    assert store.held(keys.COMMITS) == []
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_an_error_in_any_pack_leaves_no_record_and_says_which(number: int) -> None:
+    store = Sim()
+    store.fault = lambda operation, key: Fault.FAIL if key.endswith(f"-{number}.pack") else None
+    with pytest.raises(SaveFailed, match=rf"{identity(1, 10)} was not committed.*w-{number}\.pack") as error:
+        commit(store, 10, some())
+    assert error.value.__cause__ is not None
+    assert store.held(keys.COMMITS) == []
+    assert not any(thread.name.startswith("ckpt-commit") for thread in threading.enumerate())
+
+
+def test_an_error_of_any_kind_is_a_failed_save_that_holds_none_of_the_memory() -> None:
+    snap = some()
+
+    def frame(i: int) -> memoryview:
+        view = snap.frame(i)
+        if i == 5:
+            raise ZeroDivisionError("a bug")
+        return view
+
+    with pytest.raises(SaveFailed, match="a bug") as error:
+        Committer(Sim(), "w", pack_bytes=4096).commit(identity(1, 1), snap.manifest, frame, check=lambda: None)
+    snap.memory.clear()  # BufferError while any view of it is alive
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_after_a_cancel_nothing_more_is_written() -> None:
+    store, snap, cancel = Sim(), some(), threading.Event()
+    at_cancel: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        if done > 0 and not cancel.is_set():
+            cancel.set()
+            at_cancel.append(len(store.log))
+
+    with pytest.raises(SaveFailed, match="cancelled"):
+        commit(store, 10, snap, cancel=cancel, progress=progress, pack_bytes=512)
+    begun = [entry for entry in store.log[at_cancel[0] :] if entry[0] == "begin"]
+    assert len(snap.at) > 15
+    assert len(begun) < packs.PUTS_MAX  # those that had passed their last look
+    after = len(store.log)
+    assert store.held(keys.COMMITS) == []
+    assert len(store.log) == after
+
+
+def test_a_superseded_epoch_commits_nothing() -> None:
+    store = Sim()
+    run = Run(store)
+    run.claim(Claim(epoch(1), None))
+    Run(store.client()).claim(Claim(epoch(2), None))
+    with pytest.raises(Superseded):
+        commit(store, 10, some(), check=lambda: run.check(epoch(1)))
+    assert store.held(keys.COMMITS) == []
+
+
+def test_what_was_retired_meanwhile_is_not_committed_and_is_no_base() -> None:
+    store = Sim()
+    first = commit(store, 10, some(1))
+    store.put(keys.retired_key(identity(1, 10)), [b""])
+    with pytest.raises(SaveFailed, match=f"{identity(1, 10)} was retired"):
+        commit(store, 20, some(1), base=first.record)
+    commit(store, 30, some(2, other=floats(3)), base=None)
+    store.put(keys.retired_key(identity(1, 40)), [b""])
+    with pytest.raises(SaveFailed, match=f"{identity(1, 40)} was retired"):
+        commit(store, 40, some(2))
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_lost_reply_to_the_record_is_settled_by_reading_back(honest: bool) -> None:
+    store = Sim(honest=honest)
+    store.fault = lambda operation, key: Fault.LOST if key.startswith(keys.COMMITS) else None
+    done = commit(store, 10, some())
+    assert open_record(store, done.ref).identity == identity(1, 10)
+    assert sum(entry == ("begin", "put", keys.record_key(identity(1, 10), "w")) for entry in store.log) == 1
+
+
+def test_a_record_that_was_not_accepted_is_a_failed_save_and_may_still_land_whole() -> None:
+    store, snap = Sim(), some()
+    store.fault = lambda operation, key: Fault.LATE if key.startswith(keys.COMMITS) else None
+    with pytest.raises(SaveFailed, match="if it lands later, it is complete"):
+        commit(store, 10, snap)
+    assert store.held(keys.COMMITS) == []
+    store.land()
+    run = Run(store)
+    run.claim(Claim(epoch(1), None))
+    store.fault = lambda operation, key: None
+    assert newest_readable(run, lambda record: same(read_all(store, record), snap.tensors))
+
+
+def test_a_second_attempt_shares_no_key_with_the_first_whose_puts_may_still_land() -> None:
+    store, snap = Sim(), some()
+    committer = Committer(store, "w", "raw", pack_bytes=4096)
+    store.fault = lambda operation, key: Fault.LATE
+    with pytest.raises(SaveFailed):
+        committer.commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    store.fault = lambda operation, key: None
+    done = committer.commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    assert done.record.writer != "w"
+    before = {key: store.get(key, 1 << 20) for key in store.held()}
+    store.land()
+    assert all(store.get(key, 1 << 20) == data for key, data in before.items())
+
+
+def test_two_records_of_one_checkpoint_are_each_complete() -> None:
+    store, snap = Sim(), some()
+    Run(store).claim(Claim(epoch(1), None))
+    refs = [commit(store, 10, snap, writer=writer).ref for writer in ("b", "a")]
+    assert all(same(read_all(store, open_record(store, ref)), snap.tensors) for ref in refs)
+    assert [ref.writer for ref in Run(store).view().line] == ["a"]
+
+
+def test_a_commit_key_that_somebody_else_has_is_not_taken_for_our_own() -> None:
+    store = Sim()
+    store.put(keys.record_key(identity(1, 10), "w"), [b"theirs"])
+    with pytest.raises(SaveFailed, match="another writer"):
+        commit(store, 10, some())
+    assert store.get(keys.record_key(identity(1, 10), "w"), 100) == b"theirs"
+
+
+def test_a_committer_refuses_to_commit_twice_at_once() -> None:
+    store, snap = Sim(), some()
+    committer = Committer(store, "w")
+    refused: list[BaseException] = []
+
+    def check() -> None:
+        with pytest.raises(UsageError, match="one checkpoint at a time") as error:
+            committer.commit(identity(1, 20), snap.manifest, snap.frame, check=lambda: None)
+        refused.append(error.value)
+
+    committer.commit(identity(1, 10), snap.manifest, snap.frame, check=check)
+    assert len(refused) == 1
+
+
+# --- pace and progress -----------------------------------------------------------------------------------------------
+
+
+def test_the_bandwidth_limit_holds_on_average() -> None:
+    clock, store, snap = ManualClock(), Sim(), some()
+    committer = Committer(store, "w", "raw", bandwidth=1000.0, clock=clock, pack_bytes=2048)
+    done = committer.commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    largest = max(size for _, size in done.record.packs)
+    assert done.seconds >= (done.stored_bytes - largest) / 1000.0 * 0.99
+
+
+def test_a_cancel_ends_the_wait_for_bandwidth() -> None:
+    store, snap, cancel = Sim(), some(), threading.Event()
+
+    class Cancelling(ManualClock):
+        def sleep_s(self, seconds: float) -> None:
+            super().sleep_s(seconds)
+            cancel.set()
+
+    clock = Cancelling()
+    committer = Committer(store, "w", "raw", bandwidth=1.0, clock=clock, pack_bytes=2048)
+    with pytest.raises(SaveFailed, match="cancelled"):
+        committer.commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None, cancel=cancel)
+    assert clock.now_s() <= packs.PUTS_MAX  # and not half an hour for each pack
+
+
+def test_progress_counts_up_to_all_bytes() -> None:
+    store, frozen, seen = Sim(), floats(100, 40, seed=9), list[tuple[int, int]]()
+    first = commit(store, 10, some(1, frozen=frozen))
+    done = commit(
+        store, 20, some(2, frozen=frozen), base=first.record, progress=lambda a, b: seen.append((a, b)), codec="auto"
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (done.raw_bytes, done.raw_bytes)

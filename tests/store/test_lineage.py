@@ -1,0 +1,209 @@
+"""The line: what a start goes on from, whatever was claimed, lost, committed late or branched off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.errors import DamagedData, UsageError
+from ckpt.store.lineage import (
+    ANCESTORS_MAX,
+    Ancestor,
+    Claim,
+    CommitRef,
+    Lineage,
+    decode_claim,
+    encode_claim,
+    next_epoch,
+)
+from ckpt.types import Epoch, Identity, Tick
+from tests.store.build import epoch, identity
+
+
+def refs(*identities: Identity, writer: str = "w") -> list[CommitRef]:
+    return [CommitRef(each, writer, 1) for each in identities]
+
+
+def steps(line: list[CommitRef]) -> list[tuple[int, int]]:
+    return [(ref.identity.epoch.number, ref.identity.tick.step) for ref in line]
+
+
+def test_the_line_follows_each_epoch_up_to_and_including_its_fork_tick() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20)), Claim(epoch(3), identity(2, 30))])
+    commits = refs(*(identity(1, s) for s in (10, 20, 30)), *(identity(2, s) for s in (25, 30, 35)), identity(3, 32))
+    assert steps(lineage.line(commits, ())) == [(1, 10), (1, 20), (2, 25), (2, 30), (3, 32)]
+    assert steps(lineage.branches(commits, ())) == [(1, 30), (2, 35)]
+
+
+def test_a_checkpoint_that_was_never_committed_can_be_a_fork_point() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 25))])
+    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20), identity(1, 30)), ())) == [(1, 10), (1, 20)]
+
+
+def test_the_chain_goes_on_through_ancestors_that_were_never_claimed() -> None:
+    chain = (Ancestor(epoch(3), identity(2, 40)), Ancestor(epoch(2), identity(1, 20)))
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(4), identity(3, 50), chain)])
+    commits = refs(identity(1, 10), identity(1, 20), identity(1, 30), identity(2, 35))
+    assert steps(lineage.line(commits, ())) == [(1, 10), (1, 20), (2, 35)]
+    assert lineage.broken(epoch(4)) is None
+
+
+def test_an_epochs_own_claim_counts_more_than_what_others_say_of_it() -> None:
+    lineage = Lineage([
+        Claim(epoch(1), None),
+        Claim(epoch(2), identity(1, 20)),
+        Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), identity(1, 5)),)),
+    ])  # fmt: skip
+    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10), (1, 20)]
+
+
+def test_a_claim_alone_moves_the_line_so_that_a_branch_begins_without_a_commit() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
+    assert steps(lineage.line(refs(identity(1, 10), identity(1, 20)), ())) == [(1, 10)]
+
+
+def test_of_two_starts_that_took_one_number_the_larger_nonce_is_the_newer() -> None:
+    a, b = epoch(2, nonce=1), epoch(2, nonce=2)
+    lineage = Lineage([Claim(epoch(1), None), Claim(b, identity(1, 10)), Claim(a, identity(1, 10))])
+    commits = refs(identity(1, 10), identity(2, 20, nonce=1), identity(2, 15, nonce=2))
+    assert [str(r.identity.epoch) for r in lineage.line(commits, ())] == [str(epoch(1)), str(b)]
+    assert lineage.superseded_by(a) == b
+    assert lineage.superseded_by(b) is None
+
+
+def test_a_step_that_two_epochs_ran_is_taken_from_the_newer_one_and_not_mixed() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
+    line = lineage.line(refs(identity(1, 10), identity(1, 20), identity(2, 20)), ())
+    assert steps(line) == [(1, 10), (2, 20)]
+
+
+def test_what_is_retired_is_on_no_line_and_no_branch() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 20))])
+    commits = refs(identity(1, 10), identity(1, 20), identity(1, 30))
+    assert steps(lineage.line(commits, {identity(1, 20)})) == [(1, 10)]
+    assert lineage.branches(commits, {identity(1, 30)}) == []
+
+
+def test_of_several_records_of_one_checkpoint_the_lowest_writer_counts() -> None:
+    lineage = Lineage([Claim(epoch(1), None)])
+    commits = [*refs(identity(1, 10), writer="b"), *refs(identity(1, 10), writer="a")]
+    assert [ref.writer for ref in lineage.line(commits, ())] == ["a"]
+
+
+def test_polls_within_one_step_are_in_order() -> None:
+    lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10, sub=2))])
+    commits = refs(*(identity(1, 10, sub=n) for n in (0, 1, 2, 3)))
+    assert [ref.identity.tick.sub for ref in lineage.line(commits, ())] == [0, 1, 2]
+
+
+def test_a_claim_that_cannot_be_read_ends_the_line_there_and_is_named() -> None:
+    lineage = Lineage([Claim(epoch(3), identity(2, 30))], epochs=[epoch(1), epoch(2), epoch(3)])
+    commits = refs(identity(1, 10), identity(2, 30), identity(3, 40))
+    assert steps(lineage.line(commits, ())) == [(2, 30), (3, 40)]
+    assert lineage.broken(epoch(3)) == epoch(2)
+    assert lineage.newest == epoch(3)
+
+
+def test_a_new_epoch_is_above_everything_that_anyone_remembers() -> None:
+    assert next_epoch([]).number == 1
+    assert next_epoch([epoch(4), epoch(9, 5), epoch(2)]).number == 10
+    assert next_epoch([]) != next_epoch([])
+    with pytest.raises(UsageError, match="99999999"):
+        next_epoch([epoch(99_999_999)])
+
+
+# --- against a second definition -----------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Claim], list[CommitRef]]:
+    """Each epoch goes on from any tick of any earlier one; some are claimed only by their descendants."""
+    count = draw(st.integers(1, 6))
+    forks: dict[int, Identity | None] = {1: None}
+    for n in range(2, count + 1):
+        forks[n] = identity(draw(st.integers(1, n - 1)), draw(st.integers(0, 5)))
+    claimed = {1, count, *(n for n in forks if draw(st.booleans()))}
+
+    def chain(n: int) -> tuple[Ancestor, ...]:
+        found = []
+        fork = forks[n]
+        while fork is not None and fork.epoch.number not in claimed:
+            found.append(Ancestor(fork.epoch, forks[fork.epoch.number]))
+            fork = forks[fork.epoch.number]
+        return tuple(found)
+
+    claims = [Claim(epoch(n), forks[n], chain(n)) for n in sorted(claimed)]
+    ticks = st.tuples(st.integers(1, count), st.integers(0, 6))
+    return claims, refs(*sorted({identity(*each) for each in draw(st.lists(ticks, max_size=20))}))
+
+
+@given(histories())
+def test_the_line_is_what_a_walk_back_from_the_newest_epoch_passes(
+    history: tuple[list[Claim], list[CommitRef]],
+) -> None:
+    claims, commits = history
+    parents = {claim.epoch: claim.parent for claim in claims}
+    parents |= {each.epoch: each.parent for claim in claims for each in claim.ancestors if each.epoch not in parents}
+    expected: list[CommitRef] = []
+    at: Epoch | None = max(claim.epoch for claim in claims)
+    limit = Tick(10**9)
+    while at is not None:
+        expected += sorted((r for r in commits if r.identity.epoch == at and r.identity.tick <= limit), reverse=True)
+        parent = parents[at]
+        at, limit = (parent.epoch, parent.tick) if parent else (None, limit)
+    lineage = Lineage(claims)
+    assert lineage.line(commits, ()) == expected[::-1]
+    assert {*lineage.line(commits, ()), *lineage.branches(commits, ())} == set(commits)
+
+
+# --- claims as bytes -------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_comes_back_as_it_was() -> None:
+    claim = Claim(epoch(3), identity(2, 30, sub=4), (Ancestor(epoch(2), None),), "job-é", "host", 12.5)
+    assert decode_claim(encode_claim(claim), f"epochs/{epoch(3)}") == claim
+
+
+def test_a_claim_cannot_go_on_from_itself_or_from_later_so_that_no_chain_is_a_circle() -> None:
+    for parent in (identity(3, 1), identity(4, 1)):
+        with pytest.raises(UsageError, match="cannot go on from"):
+            Claim(epoch(3), parent)
+        with pytest.raises(UsageError, match="cannot go on from"):
+            Claim(epoch(9), identity(5, 1), (Ancestor(epoch(3), parent),))
+
+
+def changed(**fields: object) -> bytes:
+    body = json.loads(encode_claim(Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), None),), "l", "h", 1.0)))
+    return json.dumps({key: value for key, value in {**body, **fields}.items() if value != "absent"}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        changed(version=2),
+        changed(version="absent"),
+        changed(epoch="1"),
+        changed(epoch=str(epoch(4))),
+        changed(parent=str(identity(3, 1))),
+        changed(parent="../../etc/passwd"),
+        changed(parent=7),
+        changed(ancestors=7),
+        changed(ancestors=[[str(epoch(2))]]),
+        changed(ancestors=[[str(epoch(2)), str(identity(2, 1))]]),
+        changed(ancestors=[[str(epoch(2)), None]] * (ANCESTORS_MAX + 1)),
+        changed(launch=["x"]),
+        changed(launch="x" * 10_000),
+        changed(time="soon"),
+    ],
+)
+def test_a_hostile_claim_is_damaged_data_that_names_it(data: bytes) -> None:
+    with pytest.raises(DamagedData, match="epochs/"):
+        decode_claim(data, f"epochs/{epoch(3)}")

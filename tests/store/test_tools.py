@@ -1,0 +1,427 @@
+"""verify, diff, export and branch: what the command line does with a store."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from ckpt.backends.memory import open_memory
+from ckpt.errors import AccessDenied, DamagedData, NoCheckpoint, UsageError
+from ckpt.store import export as export_module
+from ckpt.store import keys
+from ckpt.store.branch import branch
+from ckpt.store.commit import Committed, Committer
+from ckpt.store.diff import diff
+from ckpt.store.export import INDEX, export
+from ckpt.store.lineage import Claim
+from ckpt.store.numbers import FLOATS, TARGETS, bits_dtype, converted, values_of
+from ckpt.store.reader import FrameReader, newest_readable
+from ckpt.store.run import Run
+from ckpt.store.slabs import chosen
+from ckpt.store.verify import verify
+from ckpt.types import ITEMSIZE
+from tests.storage.faulty import Fault, FaultyBackend, Rule
+from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, snapshot
+from tests.store.sim import Sim
+
+
+def save(store: Any, step: int, snap: Snapshot, base: Committed | None = None, codec: Any = "auto") -> Committed:
+    committer = Committer(store, f"w{step}", codec, pack_bytes=4096)
+    return committer.commit(
+        identity(1, step), snap.manifest, snap.frame, check=lambda: None, base=base.record if base else None
+    )
+
+
+def a_run(store: Any) -> Run:
+    run = Run(store)
+    run.claim(Claim(epoch(1), None))
+    return run
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_reads_everything_once_and_finds_it_good() -> None:
+    store = Sim()
+    run = a_run(store)
+    frozen = floats(40, 40)
+    first = save(store, 10, snapshot({"w": floats(30, seed=1), "f": frozen}, shared={"a": 1}))
+    second = save(store, 20, snapshot({"w": floats(30, seed=2), "f": frozen}, shared={"a": 1}), first)
+    seen: list[tuple[int, int]] = []
+    reports = verify(run, run.view().line, lambda done, total: seen.append((done, total)))
+    assert [report.is_good for report in reports] == [True, True]
+    assert reports[1].checked_bytes == second.raw_bytes - second.referred_bytes
+    assert reports[0].checked_bytes == first.raw_bytes
+    assert seen[-1] == (first.raw_bytes + second.raw_bytes, first.raw_bytes + second.raw_bytes)
+    assert seen == sorted(seen)
+
+
+def test_verify_names_the_damaged_object_and_the_tensors_that_have_lost_bytes() -> None:
+    store = Sim()
+    run = a_run(store)
+    done = save(store, 10, snapshot({f"t{i}": floats(32, 32, seed=i) for i in range(4)}), codec="raw")
+    store.spoil(done.record.packs[1][0], lambda data: data[:100] + b"!" + data[101:])
+    store.delete([done.record.packs[3][0]])
+    (report,) = verify(run, run.view().line)
+    assert [(p.key, p.tensors) for p in report.problems] == [
+        (done.record.packs[1][0], ("t1",)),
+        (done.record.packs[3][0], ("t3",)),
+    ]
+    assert "does not hash" in report.problems[0].what
+    assert "4 frames" not in report.problems[0].what
+    assert "3 more frames" in report.problems[1].what
+
+
+def test_verify_goes_on_after_a_record_that_does_not_parse() -> None:
+    store = Sim()
+    run = a_run(store)
+    save(store, 10, snapshot({"w": floats(30)}))
+    save(store, 20, snapshot({"w": floats(30)}))
+    store.spoil(keys.record_key(identity(1, 10), "w10"), lambda data: data[:50])
+    reports = verify(run, run.view().line)
+    assert [report.is_good for report in reports] == [False, True]
+    assert reports[0].problems[0].key == keys.record_key(identity(1, 10), "w10")
+
+
+def test_verify_does_not_call_it_damage_when_the_store_cannot_be_read() -> None:
+    store = Sim()
+    save(store, 10, snapshot({"w": floats(30)}))
+    a_run(store)
+    run = Run(FaultyBackend(store, [Rule("get_range", Fault.BEFORE, error=AccessDenied)]))
+    with pytest.raises(AccessDenied):
+        verify(run, run.view().line)
+
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+def compared(ours: Snapshot, theirs: Snapshot, **options: Any) -> tuple[Any, Sim]:
+    store = Sim()
+    first = save(store, 10, ours)
+    second = save(store, 20, theirs)
+    store.reads.clear()
+    return diff(FrameReader(store, first.record), FrameReader(store, second.record), **options), store
+
+
+def test_equal_checkpoints_are_equal_without_reading_a_tensor() -> None:
+    snap = snapshot({"w": floats(64, 64), "x": floats()})
+    found, store = compared(snap, snap)
+    assert found.is_equal
+    assert found.equal == ("w", "x")
+    assert store.reads == []
+
+
+def test_a_changed_tensor_is_named_with_how_far_it_is() -> None:
+    before, after = floats(64, 64), floats(64, 64).bits.copy()
+    after[3, 5] += 2.0
+    after[60, 7] -= 1.0
+    after[20, 1] = np.nan
+    found, _ = compared(
+        snapshot({"w": before, "same": floats(9)}), snapshot({"w": Tensor("float32", after), "same": floats(9)})
+    )
+    (change,) = found.changed
+    assert (change.name, change.elements, change.size, change.nans) == ("w", 3, 4096, (0, 1))
+    assert change.max_abs == pytest.approx(2.0, abs=1e-5)
+    assert change.rms == pytest.approx(math.sqrt(5.0 / 4096), rel=1e-4)
+    assert found.equal == ("same",)
+
+
+def test_equal_numbers_of_other_bits_are_changed() -> None:
+    minus = Tensor("float32", np.array([-0.0, 1.0], np.float32))
+    found, _ = compared(snapshot({"w": Tensor("float32", np.array([0.0, 1.0], np.float32))}), snapshot({"w": minus}))
+    assert [(c.elements, c.max_abs) for c in found.changed] == [(1, 0.0)]
+
+
+def test_tensors_are_compared_across_shardings() -> None:
+    bits = floats(40, 30).bits
+    other = bits.copy()
+    other[39, 29] = 7.0
+    ours = snapshot({"w": Tensor("float32", bits, rows((40, 30), 3)), "v": Tensor("float32", bits, rows((40, 30), 2))})
+    theirs = snapshot(
+        {"w": Tensor("float32", bits, rows((40, 30), 4, 1)), "v": Tensor("float32", other, rows((40, 30), 5, 1))}
+    )
+    found, _ = compared(ours, theirs)
+    assert found.equal == ("w",)
+    assert [(c.name, c.elements) for c in found.changed] == [("v", 1)]
+
+
+def test_added_removed_and_retyped_tensors_and_changed_values_are_named() -> None:
+    ours = snapshot(
+        [
+            ("gone", floats(3)),
+            ("shape", floats(4, 2)),
+            ("dtype", floats(4)),
+            ("own", Tensor("int64", np.arange(3), owner="rank=0")),
+        ],
+        shared={"epoch": 1, "nan": float("nan"), "list": [1, 2]},
+        own={"rank=0": {"loader": {"at": 5}}},
+    )
+    theirs = snapshot(
+        [
+            ("new", floats(3)),
+            ("shape", floats(2, 4)),
+            ("dtype", Tensor("int32", np.arange(4, dtype=np.int32))),
+            ("own", Tensor("int64", np.arange(3), owner="rank=0")),
+        ],
+        shared={"epoch": 2, "nan": float("nan"), "list": [1, 2, 3]},
+        own={"rank=0": {"loader": {"at": 6}}},
+    )
+    found, _ = compared(ours, theirs)
+    assert (found.added, found.removed, found.equal) == (("new",), ("gone",), ("own@rank=0",))
+    assert found.retyped == (("dtype", "float32[4]", "int32[4]"), ("shape", "float32[4, 2]", "float32[2, 4]"))
+    assert found.values == ("shared['epoch']", "shared['list'][2]", "rank=0['loader']['at']")
+    only, _ = compared(ours, theirs, only=["own*"])
+    assert only.is_equal
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+def test_every_dtype_can_be_compared(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 2 if dtype == "bool" else 100, (50, ITEMSIZE[dtype])).astype(np.uint8)
+    bits = raw.view(bits_dtype(dtype)).reshape(50)
+    other = bits.copy()
+    other[7] = bits[8] if bits[7] != bits[8] else bits[9]
+    found, _ = compared(snapshot({"w": Tensor(dtype, bits)}), snapshot({"w": Tensor(dtype, other)}))
+    changed = sum(a.tobytes() != b.tobytes() for a, b in zip(bits, other, strict=True))
+    assert sum(c.elements for c in found.changed) == changed
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(name for name in FLOATS if ITEMSIZE[name] <= 2))
+def test_every_pattern_of_a_narrow_float_means_what_torch_says(dtype: str) -> None:
+    size = ITEMSIZE[dtype]
+    bits = np.arange(256**size, dtype=f"u{size}")
+    expected = torch.from_numpy(bits.copy()).view(getattr(torch, dtype)).to(torch.float64).numpy()
+    found = values_of(bits.view(bits_dtype(dtype)), dtype)
+    assert found is not None
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+@pytest.mark.parametrize("target", TARGETS)
+def test_conversion_rounds_as_torch_does(dtype: str, target: str, seed: int) -> None:
+    size = ITEMSIZE[dtype]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (20_000, size)).astype(np.uint8).view(f"u{size}").reshape(-1)
+    if size == 8:  # near the middle between two bfloat16, on both sides
+        middle = (rng.integers(1 << 14, 0x7F80, 20_000).astype(np.uint32) << 16 | 0x8000).view(np.float32)
+        tiny = rng.choice([0.0, 1e-12, -1e-12, 1e-9], 20_000)
+        raw = np.concatenate([raw, (middle.astype(np.float64) * (1 + tiny)).view(np.uint64)])
+    source = torch.from_numpy(raw.copy()).view(getattr(torch, dtype))
+    if dtype == "float64" and target == "bfloat16":  # torch rounds twice; rounding once is right
+        expected_bits = _nearest_bfloat16(source.numpy())
+    else:
+        expected_bits = source.to(getattr(torch, target)).view(getattr(torch, f"int{8 * ITEMSIZE[target]}")).numpy()
+    found = converted(raw.view(bits_dtype(dtype)), dtype, target)
+    nan = torch.isnan(source).numpy()
+    assert np.array_equal(found.view(f"i{ITEMSIZE[target]}")[~nan], expected_bits.view(f"i{ITEMSIZE[target]}")[~nan])
+    back = values_of(found[nan], target)
+    assert back is not None
+    assert np.isnan(back).all()
+
+
+def _nearest_bfloat16(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """By trying the neighbours of the truncated number, in exact integers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        word = numbers.astype(np.float32).view(np.uint32).astype(np.int64) >> 16
+    best = np.empty(len(numbers), np.uint16)
+    for i, x in enumerate(numbers.tolist()):
+        if not math.isfinite(x):
+            best[i] = word[i]
+            continue
+        near = []
+        for code in range(max(0, int(word[i]) - 1), min(0xFFFF, int(word[i]) + 1) + 1):
+            if code >> 15 != int(word[i]) >> 15:
+                continue
+            value = float(np.array([code << 16], np.uint32).view(np.float32)[0])
+            if math.isinf(value):
+                value = math.copysign(2.0**128, value)
+            if not math.isnan(value):
+                near.append((abs(value - x), code & 1, code))
+        best[i] = min(near)[2]
+    return best
+
+
+def test_a_conversion_that_makes_no_sense_is_refused() -> None:
+    for dtype, target in (("int64", "float32"), ("float32", "int8"), ("complex64", "float32")):
+        with pytest.raises(UsageError, match="cannot convert"):
+            converted(np.zeros(1, bits_dtype(dtype)), dtype, target)
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def exported() -> tuple[Sim, Snapshot, FrameReader]:
+    shape = (50, 30)
+    snap = snapshot(
+        [
+            ("model.w", Tensor("float32", floats(*shape).bits, rows(shape, 3, 1))),
+            ("model.b", Tensor("bfloat16", np.arange(300, dtype=np.uint16))),
+            ("model.n", Tensor("int64", np.arange(9).reshape(3, 3))),
+            ("model.0d", Tensor("float64", np.array(3.25))),
+            ("model.empty", floats(0, 5)),
+            ("optim.m", Tensor("float16", np.arange(40, dtype=np.float16), owner="dp=0,tp=1")),
+            ("flag", Tensor("bool", np.array([1, 0, 1], np.uint8))),
+        ],
+        shared={"not": "exported"},
+    )
+    store = Sim()
+    return store, snap, FrameReader(store, save(store, 10, snap).record)
+
+
+def expected(snap: Snapshot) -> dict[str, bytes]:
+    return {f"{name}@{owner}" if owner else name: bits.tobytes() for (name, owner), bits in snap.tensors.items()}
+
+
+def test_a_safetensors_file_holds_every_tensor_bit_for_bit(tmp_path: Path) -> None:
+    _, snap, source = exported()
+    seen: list[tuple[int, int]] = []
+    done = export(source, tmp_path / "m.safetensors", progress=lambda a, b: seen.append((a, b)))
+    with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["ckpt"] == str(identity(1, 10))
+    assert {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"" for n, t in found.items()} == (
+        expected(snap)
+    )
+    assert found["model.w"].shape == (50, 30)
+    assert found["model.b"].dtype == torch.bfloat16
+    assert done.tensors == 7
+    assert done.bytes == sum(map(len, expected(snap).values()))
+    assert seen[-1][0] == seen[-1][1]
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_a_torch_file_holds_every_tensor_and_loads_without_pickled_code(tmp_path: Path) -> None:
+    _, snap, source = exported()
+    export(source, tmp_path / "m.pt")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"" for n, t in found.items()} == (
+        expected(snap)
+    )
+    assert found["model.0d"].shape == ()
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
+def test_a_folder_has_shards_and_the_index_that_hugging_face_reads(tmp_path: Path) -> None:
+    _, snap, source = exported()
+    done = export(source, tmp_path / "model", shard_bytes=3000)
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == done.bytes
+    found = {}
+    for name, file in index["weight_map"].items():
+        found[name] = safetensors.torch.load_file(tmp_path / "model" / file)[name]
+    assert {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b"" for n, t in found.items()} == (
+        expected(snap)
+    )
+    shards = sorted(set(index["weight_map"].values()))
+    assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    assert len(shards) == 3
+    assert sorted(os.listdir(tmp_path / "model")) == [*shards, INDEX]
+
+
+def test_globs_choose_tensors_and_floats_are_converted(tmp_path: Path) -> None:
+    _, snap, source = exported()
+    export(source, tmp_path / "m.safetensors", only=["model.*", "flag"], dtype="bfloat16")
+    found = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert set(found) == {"model.w", "model.b", "model.n", "model.0d", "model.empty", "flag"}
+    assert torch.equal(found["model.w"], torch.from_numpy(snap.tensors["model.w", ""]).to(torch.bfloat16))
+    assert {found[name].dtype for name in ("model.n", "flag")} == {torch.int64, torch.bool}
+    with pytest.raises(UsageError, match="matches nothing"):
+        export(source, tmp_path / "x.safetensors", only=["nothing"])
+    with pytest.raises(UsageError, match="float16, bfloat16"):
+        export(source, tmp_path / "x.safetensors", dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "folder"])
+@pytest.mark.parametrize("why", ["damaged", "unwritable dtype"])
+def test_an_export_that_fails_leaves_no_file(tmp_path: Path, name: str, why: str) -> None:
+    store = Sim()
+    weird = Tensor("complex32", np.arange(600, dtype=np.uint32))
+    snap = snapshot({"a": floats(600), "b": weird if why != "damaged" else floats(600)})
+    done = save(store, 10, snap)
+    if why == "damaged":
+        store.spoil(done.record.packs[-1][0], lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(DamagedData):
+            export(FrameReader(store, done.record), tmp_path / name)
+    elif name != "m.pt":
+        with pytest.raises(UsageError, match="complex32"):
+            export(FrameReader(store, done.record), tmp_path / name, shard_bytes=100)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+    _, _, source = exported()
+    (tmp_path / "m.safetensors").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("precious")
+    (tmp_path / "empty").mkdir()
+    for name in ("m.safetensors", "folder"):
+        with pytest.raises(UsageError, match="is there already"):
+            export(source, tmp_path / name)
+    export(source, tmp_path / "empty")
+    assert (tmp_path / "empty" / INDEX).exists()
+    assert (tmp_path / "m.safetensors").read_text() == "precious"
+
+
+def test_memory_of_an_export_is_a_few_frames_however_large_the_checkpoint(tmp_path: Path) -> None:
+    store = open_memory(f"memory://{tmp_path.name}-large")
+    big = np.zeros((192 << 20) // 4, np.float32)
+    big[::4096] = np.arange(len(big) // 4096)
+    snap = snapshot({"w": Tensor("float32", big)}, frame_bytes=4 << 20)
+    record = save(store, 10, snap, codec="raw").record
+    snap.memory.clear()
+    tracemalloc.start()
+    try:
+        export(FrameReader(store, record), tmp_path / "m.safetensors")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 150 << 20
+    assert (tmp_path / "m.safetensors").stat().st_size > 192 << 20
+    assert export_module.SHARD_BYTES > 1 << 30
+
+
+def test_a_ranks_own_tensor_is_chosen_by_its_coordinate() -> None:
+    _, _, source = exported()
+    assert [spec.name for spec in chosen(source.record.manifest, ["*@dp=0,tp=1"])] == ["optim.m"]
+
+
+# --- branch ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_branch_moves_the_line_and_keeps_what_came_after_as_a_branch() -> None:
+    store = Sim()
+    run = a_run(store)
+    for step in (10, 20, 30):
+        save(store, step, snapshot({"w": floats(30, seed=step)}))
+    claim = branch(run, identity(1, 20))
+    view = run.view()
+    assert [ref.identity.tick.step for ref in view.line] == [10, 20]
+    assert [ref.identity.tick.step for ref in view.branches] == [30]
+    assert claim.epoch in view.closed
+    assert newest_readable(run, lambda record: read_all(store, record) and record.identity) == identity(1, 20)
+    back = branch(run, identity(1, 30))  # and back again
+    assert [ref.identity.tick.step for ref in run.view().line] == [10, 20, 30]
+    assert back.epoch.number == claim.epoch.number + 1
+
+
+def test_a_branch_begins_only_at_what_is_committed() -> None:
+    store = Sim()
+    run = a_run(store)
+    save(store, 10, snapshot({"w": floats(30)}))
+    store.put(keys.retired_key(identity(1, 10)), [b""])
+    for step in (10, 99):
+        with pytest.raises(NoCheckpoint, match="is not committed"):
+            branch(run, identity(1, step))
+    assert run.view().newest_epoch == epoch(1)

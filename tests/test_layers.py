@@ -1,0 +1,206 @@
+"""The layers: each imports only what is below it, and a leaf never imports a leaf. Read from the source by ast.
+
+Every import counts, wherever it stands (in a function, too), unless it is for type checkers only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BASE = {"errors", "types", "clock", "tasks", "events", "settings"}
+LEAVES = {"format", "plan", "policy", "storage", "notices"}
+BELOW_STORE = BASE | LEAVES
+BELOW_AGENT = BELOW_STORE | {"store"}
+BELOW_TRAINER = BELOW_AGENT | {"agent"}
+BELOW_SESSION = BELOW_TRAINER | {"trainer"}
+
+# What each part may import of the others ("x.y": only that module).
+MAY_IMPORT = {
+    **dict.fromkeys(BASE, BASE),
+    "format": BASE | {"plan.layout"},
+    "plan": BASE | {"format.manifest"},
+    "policy": BASE,
+    "storage": BASE,
+    "notices": BASE,
+    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers")},  # and its helpers
+    "store": BELOW_STORE,
+    "agent": BELOW_AGENT,
+    "trainer": BELOW_TRAINER,
+    "session": BELOW_SESSION,
+    "integrations": BELOW_SESSION | {"session"},
+    "simulate": BELOW_AGENT,
+    "cli": BELOW_SESSION | {"session", "simulate", "", "backends"},
+    "": BELOW_SESSION | {"session"},  # ckpt/__init__.py; only lazily, see below
+}
+LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session"}}
+
+TORCH = {"trainer", "session", "integrations"}
+TORCH_IN_FUNCTIONS = {"ckpt/store/export.py"}  # writing .pt
+ENVIRONMENT = {
+    "ckpt/settings.py",
+    "ckpt/agent/client.py",  # hands the whole environment on to the agent
+    "ckpt/cli/doctor.py",  # says which credentials are set
+}
+UNSAFE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "jsonpickle", "joblib"}
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """By path below the repository: ckpt/ (not through its link to backends/) and backends/."""
+    files = sorted((ROOT / "ckpt").rglob("*.py")) + sorted((ROOT / "backends").rglob("*.py"))
+    paths = [file.relative_to(ROOT).as_posix() for file in files]
+    return {p: ast.parse((ROOT / p).read_text(), p) for p in paths if not p.startswith("ckpt/backends/")}
+
+
+def part(path: str) -> str:
+    """Which part a file belongs to: "plan", "session", "backends"; "" for ckpt/__init__.py."""
+    first, *rest = path.removesuffix(".py").split("/")
+    if first == "backends":
+        return first
+    return "" if rest == ["__init__"] else rest[0]
+
+
+def imports(tree: ast.Module, path: str) -> Iterator[tuple[str, bool, int]]:
+    """(module, whether it is imported in a function, line) of each import that runs.
+
+    `from a import b` gives a.b where that is a module of ours, or where a is ckpt itself (but for __version__); else a.
+    """
+    package = path.replace("backends/", "ckpt/backends/", 1).split("/")[:-1]
+
+    def walk(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[tuple[str, bool, int]]:
+        for node in nodes:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.orelse, lazy)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield alias.name, lazy, node.lineno
+            elif isinstance(node, ast.ImportFrom):
+                base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+                module = ".".join(filter(None, (base, node.module)))
+                for alias in node.names:
+                    full = f"{module}.{alias.name}"
+                    exported = module == "ckpt" and alias.name != "__version__"
+                    yield (full if exported or is_ours(full) else module), lazy, node.lineno
+            else:
+                deeper = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(ast.iter_child_nodes(node), deeper)
+
+    yield from walk(tree.body, False)
+
+
+def is_ours(module: str) -> bool:
+    if not (module == "ckpt" or module.startswith("ckpt.")):
+        return False
+    path = ROOT / module.replace("ckpt.backends", "backends").replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(sources()))
+def test_each_module_imports_only_what_is_below_it(path):
+    mine = part(path)
+    assert mine in MAY_IMPORT, f"{path} belongs to no layer: say in tests/test_layers.py which it is"
+    wrong = []
+    for module, lazy, line in imports(sources()[path], path):
+        if module.split(".")[0] == "backends":
+            wrong.append(f"line {line}: {module} under its bare name; import ckpt.backends")
+        if not module.startswith("ckpt."):  # the root itself (its place, its version) is loaded with any part
+            continue
+        inner = module.removeprefix("ckpt.")
+        theirs = inner.split(".")[0]
+        theirs = theirs if theirs in MAY_IMPORT else ""  # a name that ckpt/__init__.py exports
+        if theirs == mine and mine:
+            continue
+        allowed = MAY_IMPORT[mine]
+        if theirs not in allowed and inner not in allowed:
+            wrong.append(f"line {line}: {module} is not below {mine or 'ckpt'}")
+        elif not lazy and theirs in LAZY_ONLY.get(mine, ()):
+            wrong.append(f"line {line}: {module} may be imported only in a function")
+    assert not wrong, f"{path}: " + "; ".join(wrong)
+
+
+def test_torch_is_imported_only_where_the_trainer_runs():
+    wrong = [
+        f"{path}:{line}"
+        for path, tree in sources().items()
+        for module, lazy, line in imports(tree, path)
+        if module.split(".")[0] in {"torch", "torchdata"}
+        and part(path) not in TORCH
+        and not (lazy and path in TORCH_IN_FUNCTIONS)
+    ]
+    assert not wrong
+
+
+def test_the_environment_is_read_only_in_settings_and_by_backends():
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "getenvb"})
+        or (isinstance(node, ast.ImportFrom) and {a.name for a in node.names} & {"environ", "environb", "getenv"})
+        if ast.unparse(node).startswith(("os.", "from os")) and path not in ENVIRONMENT and part(path) != "backends"
+    ]
+    assert not wrong
+
+
+def test_threads_are_started_only_by_tasks():
+    names = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
+    wrong = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            if path != "ckpt/tasks.py" and any(ast.unparse(each).split(".")[-1] in names for each in used):
+                wrong.append(f"{path}:{node.lineno}")
+    assert not wrong
+
+
+def test_nothing_is_unpickled_anywhere():
+    wrong = []
+    for path, tree in sources().items():
+        wrong += [f"{path}:{n} {m}" for m, _, n in imports(tree, path) if m.split(".")[0] in UNSAFE]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "numpy.load"}:
+                wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                wrong.append(f"{path}:{node.value.lineno} allow_pickle")
+    assert not wrong
+
+
+def test_the_parts_have_no_import_cycle_through_their_init_files():
+    """A leaf's __init__ imports nothing of another part, so that importing one module loads one part."""
+    wrong = [
+        f"{path}:{line} {module}"
+        for path, tree in sources().items()
+        if path.endswith("__init__.py") and part(path) in BASE | LEAVES
+        for module, lazy, line in imports(tree, path)
+        if is_ours(module) and not lazy and module.split(".")[1] not in BASE | {part(path)}
+    ]
+    assert not wrong
+
+
+# --- the rules themselves are tried on made-up sources ------------------------------------------------------------
+
+
+def seen(source: str, path: str = "ckpt/plan/made_up.py") -> list[tuple[str, bool]]:
+    return [(module, lazy) for module, lazy, _ in imports(ast.parse(source), path)]
+
+
+def test_imports_are_found_wherever_they_stand():
+    assert seen("import torch.nn as nn, os") == [("torch.nn", False), ("os", False)]
+    assert seen("from ckpt.plan import layout") == [("ckpt.plan.layout", False)]
+    assert seen("from ckpt.plan.layout import Entry") == [("ckpt.plan.layout", False)]
+    assert seen("from .layout import Entry\nfrom ..types import Box") == [
+        ("ckpt.plan.layout", False),
+        ("ckpt.types", False),
+    ]
+    assert seen("def f():\n    try:\n        from ckpt import store\n    finally: pass") == [("ckpt.store", True)]
+    assert seen("from ckpt import Checkpointer, __version__") == [("ckpt.Checkpointer", False), ("ckpt", False)]
+    assert seen("class A:\n    import json") == [("json", False)]
+    assert seen("if TYPE_CHECKING:\n    import torch\nelse:\n    import os") == [("os", False)]
+    assert seen("from . import local", "backends/cloud.py") == [("ckpt.backends.local", False)]

@@ -1,0 +1,164 @@
+"""A checkpoint without agent or store: what ranks walked, assembled by the real plan, and back into another state.
+
+Frames are small, so that little states have many of them. Values go through the real format.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ckpt.format import values
+from ckpt.format.frames import frame_hash, hash_frames
+from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
+from ckpt.plan.assemble import Blob, Staged, assemble
+from ckpt.plan.division import agree, owned, undivided
+from ckpt.plan.layout import Array, Declaration
+from ckpt.plan.reshard import cuts
+from ckpt.plan.staging import stage
+from ckpt.trainer.coords import coordinate
+from ckpt.trainer.saved import merge_shared
+from ckpt.trainer.targets import Targets, copy_cut, plan_targets
+from ckpt.trainer.walk import StateWalker, Walk, hash_walk
+
+FRAME_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RankSave:
+    """What one rank gives to a checkpoint."""
+
+    declaration: Declaration
+    hashes: Any  # of its boxes
+    data: bytes
+    shared: bytes
+    own: bytes
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    manifest: Manifest
+    sources: Array
+    ranks: list[RankSave]
+    disagreed: tuple[str, ...]
+
+    def frame(self, number: int) -> bytes:
+        rank, region, frame = self.sources[number].tolist()
+        save = self.ranks[rank]
+        if region:
+            return (save.shared, save.own)[region - 1]
+        offset, length, _ = save.declaration.staging.frames[frame].tolist()
+        return save.data[offset : offset + length]
+
+    def blobs(self, name: str) -> dict[str, Any]:
+        """The value trees of that name, by owner."""
+        found = {}
+        for box, frame in zip(
+            self.manifest.extents["box"].tolist(), self.manifest.extents["frame"].tolist(), strict=True
+        ):
+            spec = self.manifest.tensors[self.manifest.boxes[box][0]]
+            if spec.values and spec.name == name:
+                found[spec.owner] = values.decode(self.frame(frame))
+        return found
+
+
+def walker_of(state: dict[str, Any], generators: bool = False, rank: int = 0, world: int = 1) -> StateWalker:
+    return StateWalker(state, coordinate(state, rank, world), generators)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, read row-major."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
+    walk = walker.walk()
+    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    data = bytearray(staging.data_bytes)
+    for segment in staging.segments:
+        box = raw(walk.tensors[segment["entry"]][segment["box"]])
+        start, length, offset = int(segment["start"]), int(segment["length"]), int(segment["offset"])
+        data[offset : offset + length] = box[start : start + length]
+    shared, own = walker.values()
+    declaration = Declaration(rank, world, walker.coordinate.text, "0" * 16, walk.layout, staging)
+    return RankSave(declaration, hash_walk(walk), bytes(data), values.encode(shared), values.encode(own))
+
+
+def assemble_ranks(ranks: list[RankSave]) -> Checkpoint:
+    """As the agent does it: tensors whose hashes differ become the ranks' own."""
+    _, differing = agree([r.declaration.layout for r in ranks], [r.hashes for r in ranks])
+    names = {name for name, _ in differing}
+    staged = []
+    for rank in ranks:
+        layout = owned(rank.declaration.layout, names, rank.declaration.coordinate)
+        hashes = hash_frames(memoryview(rank.data), rank.declaration.staging.frames)
+        staged.append(
+            Staged(replace(rank.declaration, layout=layout), hashes, _blob(rank.shared), _blob(rank.own)),
+        )
+    done = assemble(staged, lambda rank, offset, length: ranks[rank].data[offset : offset + length])
+    return Checkpoint(done.manifest, done.sources, ranks, done.disagreed)
+
+
+def _blob(data: bytes) -> Blob:
+    hi, lo = frame_hash(data)
+    return Blob(hi.to_bytes(8, "big") + lo.to_bytes(8, "big"), len(data))
+
+
+def save(state: dict[str, Any], generators: bool = False) -> Checkpoint:
+    return assemble_ranks([save_rank(walker_of(state, generators))])
+
+
+def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step: int = 1) -> Targets:
+    here = walker.coordinate
+    shared = checkpoint.blobs(VALUES)
+    mine = shared.pop(here.text, None)
+    trees = [*([mine] if mine is not None else []), *shared.values()]
+    owns = checkpoint.blobs(RANK_VALUES)
+    same = here.is_on(checkpoint.manifest.coordinates)
+    own, others = (owns[here.text], []) if same else (None, [owns[c] for c in checkpoint.manifest.coordinates])
+    return plan_targets(walker, checkpoint.manifest, merge_shared(trees), own, others, strict, step)
+
+
+def fill(targets: Targets, checkpoint: Checkpoint) -> None:
+    """Fetches every frame into a buffer that is scribbled over afterwards: nothing may alias it."""
+    wanted = cuts(checkpoint.manifest, targets.wants)
+    for number, group in itertools.groupby(wanted, key=lambda cut: cut.frame):
+        frame = torch.frombuffer(bytearray(checkpoint.frame(number)), dtype=torch.uint8)
+        for cut in group:
+            landed = copy_cut(cut, frame, targets.tensors[cut.want])
+            if landed is not None:
+                expected = checkpoint.manifest.frames[number]
+                assert frame_hash(landed) == (int(expected["hash_hi"]), int(expected["hash_lo"]))
+        frame.fill_(0xA5)
+
+
+def restore(
+    state: dict[str, Any], checkpoint: Checkpoint, strict: bool = True, generators: bool = False, step: int = 1
+) -> Targets:
+    walker = walker_of(state, generators)
+    targets = plan(walker, checkpoint, strict, step)
+    if strict:
+        assert not targets.mismatch, str(targets.mismatch)
+    fill(targets, checkpoint)
+    targets.finish()
+    return targets
+
+
+def contents(walk: Walk) -> Iterator[tuple[str, str, tuple[int, ...], list[Any], list[bytes]]]:
+    """What a walk holds, to compare two."""
+    for entry, tensors in zip(walk.layout.entries, walk.tensors, strict=True):
+        yield entry.name, entry.dtype, entry.shape, list(entry.boxes), [raw(t) for t in tensors]
+
+
+def assert_same_state(one: dict[str, Any], two: dict[str, Any]) -> None:
+    a, b = walker_of(one), walker_of(two)
+    walk_a, walk_b = a.walk(), b.walk()
+    for x, y in itertools.zip_longest(contents(walk_a), contents(walk_b)):
+        assert x == y, (x and x[0], y and y[0])
+    assert walk_a.layout.entries
+    assert values.encode(a.values()[0]) == values.encode(b.values()[0])

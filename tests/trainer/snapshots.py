@@ -1,0 +1,189 @@
+"""What the tests of snapshots share: a walk made by hand, an arena, and a copier that stops between tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckpt.events import Event, Events
+from ckpt.plan.division import undivided
+from ckpt.plan.layout import Entry, Layout, Share, Staging
+from ckpt.plan.staging import stage
+from ckpt.trainer.copier import Copier, CpuCopier, Ticket
+from ckpt.trainer.pieces import Piece
+from ckpt.trainer.snapshot import Snapshot, Snapshotter
+from ckpt.types import Box
+
+FRAME_BYTES = 1 << 16
+LARGE = (160, 128)  # float32: 80 KiB, more than LATE_BYTES_MIN, two frames
+
+
+@dataclass(frozen=True)
+class HandWalk:
+    layout: Layout
+    tensors: tuple[tuple[Tensor, ...], ...]
+    late: tuple[bool, ...]
+
+
+def walk_of(named: Mapping[str, Tensor], late: Collection[str] = ()) -> HandWalk:
+    names = sorted(named)
+    entries = tuple(
+        Entry(n, str(named[n].dtype).removeprefix("torch."), tuple(named[n].shape), (Box.whole(named[n].shape),))
+        for n in names
+    )
+    return HandWalk(Layout(entries), tuple((named[n],) for n in names), tuple(n in late for n in names))
+
+
+@dataclass
+class Rig:
+    """Snapshots of the tensors that `state()` names, into arenas of plain memory, in turns."""
+
+    state: Callable[[], tuple[Mapping[str, Tensor], Collection[str]]]
+    copier: Copier = field(default_factory=lambda: CpuCopier(2))
+    lazy: bool = True
+    slots: int = 2
+    share: Share | None = None
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.snapshotter = Snapshotter(self.copier, self.lazy, Events(self.events.append))
+        self.arenas: list[bytearray] = []
+        self.turn = 0
+        self.walk_again()
+
+    def walk_again(self) -> None:
+        """The state has changed its structure: what the session does then."""
+        self.walk = walk_of(*self.state())
+        self.staging: Staging = stage(self.walk.layout, self.share or undivided(self.walk.layout), FRAME_BYTES)
+        named = zip(self.walk.layout.entries, self.walk.tensors, strict=True)
+        self.places = {entry.name: of_one[0].data_ptr() for entry, of_one in named}
+        self.arenas = [bytearray(b"\xa5" * self.staging.data_bytes) for _ in range(self.slots)]
+        for slot, arena in enumerate(self.arenas):
+            self.snapshotter.bind(slot, self.walk, self.staging, memoryview(arena))
+
+    def is_walk_stale(self) -> bool:
+        """The fingerprint: other tensors, or the same in other places."""
+        found = self.state()[0]
+        return {name: tensor.data_ptr() for name, tensor in found.items()} != self.places
+
+    def take(self) -> Snapshot:
+        self.turn += 1
+        return self.snapshotter.take(self.turn % self.slots)
+
+    def staged(self, slot: int) -> dict[str, Tensor]:
+        """What the arena holds, read by the staging alone."""
+        arena = np.frombuffer(self.arenas[slot], dtype=np.uint8)
+        found = {}
+        for e, entry in enumerate(self.walk.layout.entries):
+            live = self.walk.tensors[e][0]
+            out = torch.zeros(live.nbytes, dtype=torch.uint8)
+            for s in self.staging.segments[self.staging.segments["entry"] == e]:
+                part = arena[int(s["offset"]) : int(s["offset"]) + int(s["length"])]
+                out[int(s["start"]) : int(s["start"]) + int(s["length"])] = torch.from_numpy(part.copy())
+            found[entry.name] = out.view(live.dtype).view(live.shape)
+        return found
+
+    def stamps(self, slot: int) -> dict[str, set[float]]:
+        return {name: set(tensor.unique().tolist()) for name, tensor in self.staged(slot).items()}
+
+    def names(self) -> list[str]:
+        return [event.name for event in self.events]
+
+
+@contextmanager
+def rig(state: Callable[[], tuple[Mapping[str, Tensor], Collection[str]]], **options: object) -> Iterator[Rig]:
+    made = Rig(state, **options)  # type: ignore[arg-type]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine torch's own threads wait for each other
+    try:
+        yield made
+    finally:
+        made.snapshotter.close()
+        torch.set_num_threads(threads)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class TearingCopier(CpuCopier):
+    """Copies late pieces one at a time, when the test says so: `copy_some(n)` from any place of the training step.
+    What is left is copied by the fence, or never if nobody fences."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.open: list[TearingTicket] = []
+        self.copied_late = 0
+
+    def prepare(self, pieces: Sequence[Piece]) -> TearingJob:  # type: ignore[override]
+        return TearingJob(self, list(pieces))
+
+    def copy_some(self, count: int = 1) -> None:
+        for ticket in self.open:
+            for _ in range(count):
+                ticket.one()
+
+
+@dataclass
+class TearingJob:
+    copier: TearingCopier
+    pieces: list[Piece]
+
+    def eager(self) -> Ticket:
+        for piece in self.pieces:
+            piece.target.copy_(piece.source)
+        return TearingTicket(self.copier, [])
+
+    def late(self) -> Ticket:
+        ticket = TearingTicket(self.copier, list(self.pieces))
+        self.copier.open = [ticket]
+        return ticket
+
+
+@dataclass
+class TearingTicket:
+    copier: TearingCopier
+    left: list[Piece]
+
+    def one(self) -> None:
+        if self.left:
+            piece = self.left.pop(0)
+            piece.target.copy_(piece.source)
+            self.copier.copied_late += 1
+
+    def fence(self) -> None:
+        while self.left:
+            self.one()
+
+    def wait(self) -> None:
+        assert not self.left, "a snapshot was done before its copy"
+
+    def stall_s(self) -> float:
+        return 0.0
+
+
+class Stamper(torch.optim.Optimizer):
+    """Writes the number of its step into every parameter and into its state, which appears with the first step. By
+    `.data`, as a fused kernel would: without moving a version counter."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.fill_(self.count)
+                state = self.state[param]
+                if "moment" not in state:
+                    state["moment"] = torch.zeros_like(param)
+                    state["count"] = torch.zeros(())
+                state["moment"].data.fill_(self.count)
+                state["count"].data.fill_(self.count)

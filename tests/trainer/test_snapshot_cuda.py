@@ -1,0 +1,290 @@
+"""The CUDA copier with a stand-in for the device: host tensors, streams that do at once what they are given, and a log
+of what waits for what. What a device would reorder is checked on the log; the bytes are checked as they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckpt.trainer.copier import CpuCopier
+from ckpt.trainer.lazy import PROOFS
+from ckpt.trainer.pinned import CudaCopier, make_copier
+from tests.trainer.snapshots import LARGE, Stamper, raw, rig
+from tests.trainer.test_snapshot import odd_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+@dataclass
+class Device:
+    """Stands in for torch.cuda: one device, with a current stream "main" and side streams."""
+
+    log: list[str] = field(default_factory=list)
+    locked: dict[int, int] = field(default_factory=dict)
+    status: int = 0
+    is_lost: bool = False
+    events: int = 0
+
+    def __post_init__(self) -> None:
+        self.main = Stream(self, "main")
+        self.now = self.main
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(self, "side")
+
+    def Event(self, enable_timing: bool = False) -> Event:
+        self.events += 1
+        return Event(self, self.events)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.now
+
+    def device(self, device: torch.device) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.now, before = stream, self.now
+        self.log.append(f"on {stream.name}")
+        yield
+        self.now = before
+        self.log.append(f"on {before.name}")
+
+    def cudart(self) -> Device:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.status:
+            self.locked[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return self.status
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return "no memory can be locked"
+
+
+@dataclass
+class Stream:
+    device: Device
+    name: str
+
+    def wait_stream(self, other: Stream) -> None:
+        self.device.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        assert event.stream is not None
+        self.device.log.append(f"{self.name} waits for event {event.number} of {event.stream.name}")
+
+    def synchronize(self) -> None:
+        self.device.log.append(f"host waits for {self.name}")
+
+
+@dataclass
+class Event:
+    device: Device
+    number: int
+    stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+
+    def elapsed_time(self, other: Event) -> float:
+        if self.device.is_lost:
+            raise RuntimeError("device lost")
+        assert self.stream is other.stream
+        return 1.0
+
+
+def copier(device: Device) -> CudaCopier:
+    return CudaCopier(CpuCopier(1), cuda=device, device_type="cpu")
+
+
+def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
+    state = odd_state(seed)
+    with rig(lambda: (state, ()), copier=copier(Device())) as it:
+        for _ in range(3):
+            snapshot = it.take()
+            snapshot.wait(60)
+            staged = it.staged(snapshot.slot)
+            assert snapshot.abandoned is None
+            assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
+            for tensor in state.values():
+                if tensor.dtype is torch.float32 and not tensor.is_conj() and tensor.stride()[:1] != (0,):
+                    tensor.add_(1)
+
+
+def large_state() -> tuple[dict[str, Tensor], Stamper]:
+    params = {f"w{n}": torch.nn.Parameter(torch.zeros(800, 500)) for n in range(3)}  # above what is cloned
+    params["cloned"] = torch.nn.Parameter(torch.zeros(LARGE))
+    return params, Stamper(list(params.values()))
+
+
+def test_an_eager_copy_makes_the_current_stream_wait_for_its_reads() -> None:
+    device = Device()
+    params, _ = large_state()
+    with rig(lambda: (params, ()), copier=copier(device)) as it:
+        it.take().wait(60)
+        assert [line for line in device.log if "waits" in line or line.startswith("on")] == [
+            "main waits for side",
+            "side waits for main",
+            "on side",
+            "on main",
+            "main waits for event 2 of side",
+        ]
+
+
+def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()  # the comparison is judged on that thread
+        assert it.snapshotter.proven() == ["lazy copies of 4 tensors"]
+        device.log.clear()
+        snapshot = it.take()
+        assert snapshot.lazy
+        assert device.log[-4:] == ["main waits for side", "side waits for main", "on side", "on main"]
+        device.log.clear()
+        optimizer.step()
+        assert device.log[0].startswith("main waits for event")
+        assert device.log[0].endswith("of side")
+        snapshot.done.result(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+        assert snapshot.stall_s >= 2e-3  # two pairs of events of the stand-in, a millisecond each
+        assert not it.events
+
+
+def test_a_change_before_the_step_abandons_the_snapshot_here_too() -> None:
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(Device())) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        snapshot = it.take()
+        params["w1"].data.add_(1)
+        optimizer.step()
+        snapshot.done.result(60)
+        assert snapshot.abandoned == "w1 changed while the copy was under way"
+
+
+def test_closing_waits_for_what_the_device_still_works_on() -> None:
+    params, _ = large_state()
+    arrived, go = threading.Event(), threading.Event()
+    with rig(lambda: (params, ()), copier=copier(Device())) as it:
+        it.snapshotter._tasks.submit(lambda: (arrived.set(), go.wait())[0])
+        snapshot = it.take()
+        arrived.wait()
+        assert not snapshot.done.done()
+        closing = threading.Thread(target=it.snapshotter.close)
+        closing.start()
+        closing.join(0.2)
+        go.set()
+        closing.join()
+        assert snapshot.done.done()
+        assert snapshot.abandoned is None
+
+
+def test_an_error_of_the_device_abandons_the_snapshot_that_it_concerns() -> None:
+    params, _ = large_state()
+    made = copier(Device())
+    with rig(lambda: (params, ()), copier=made) as it:
+        made.cuda.is_lost = True
+        snapshot = it.take()
+        snapshot.done.result(60)
+        assert snapshot.abandoned == "it could not be copied: device lost"
+
+
+def test_a_comparison_names_what_differs() -> None:
+    params, _ = large_state()
+    made = copier(Device())
+    with rig(lambda: (params, ()), copier=made) as it:
+        it.take().wait(60)
+        pieces = it.snapshotter._bound[1].pieces
+        assert made.same(pieces)() == []
+        params["w1"].data[-1, -1] += 1
+        changed = [n for n, p in enumerate(pieces) if it.walk.layout.entries[p.entry].name == "w1"]
+        assert set(made.same(pieces)()) <= set(changed)
+        assert made.same(pieces)()
+
+
+def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
+    device = Device()
+    state = {"w": torch.zeros(300)}
+    with rig(lambda: (state, ()), copier=copier(device)) as it:
+        assert len(device.locked) == 2
+        it.snapshotter.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
+        assert len(device.locked) == 2
+        it.snapshotter.unbind(0)
+        assert len(device.locked) == 1
+        it.walk_again()
+        assert len(device.locked) == 2
+    assert not device.locked
+
+
+def test_pages_that_cannot_be_locked_are_copied_to_all_the_same_and_it_is_said() -> None:
+    device = Device(status=2)
+    params, _ = large_state()
+    with rig(lambda: (params, ()), copier=copier(device), slots=1) as it:
+        assert it.names() == ["snapshot.unpinned"]
+        assert it.events[0].message.endswith("no memory can be locked")
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+    assert not device.locked
+
+
+def test_without_cuda_the_host_copier_is_chosen() -> None:
+    made = make_copier()
+    assert isinstance(made, CpuCopier)
+    made.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_lazy_and_eager_give_equal_bytes() -> None:
+    def run(lazy: bool) -> list[bytes]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(900, 900), torch.nn.BatchNorm1d(900)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def state() -> tuple[dict[str, Tensor], set[str]]:
+            moments = {f"optim.{n}.{k}": v for n, s in enumerate(optimizer.state.values()) for k, v in s.items()}
+            params = dict(model.named_parameters())
+            return {**params, **dict(model.named_buffers()), **moments}, {*params, *moments}
+
+        def train() -> None:
+            model(torch.randn(64, 900, device="cuda")).square().mean().backward()
+            optimizer.step()
+
+        train()
+        found = []
+        with rig(state, lazy=lazy, copier=make_copier()) as it:
+            for _ in range(8):
+                snapshot = it.take()
+                train()
+                it.snapshotter.boundary()
+                snapshot.done.result(60)
+                assert snapshot.abandoned is None
+                found.append(bytes(it.arenas[snapshot.slot]))
+            assert snapshot.lazy == lazy
+        return found
+
+    assert run(True) == run(False)

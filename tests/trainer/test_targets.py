@@ -1,0 +1,695 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tests.trainer.roundtrip as rt
+from ckpt.errors import DamagedData, UsageError
+from ckpt.format.manifest import RANK_VALUES, VALUES
+from ckpt.plan.reshard import Cut
+from ckpt.trainer.coords import Axis, Coordinate
+from ckpt.trainer.saved import Shared, merge_shared
+from ckpt.trainer.shard import DTYPES, Shard
+from ckpt.trainer.targets import copy_cut, plan_targets
+from ckpt.trainer.walk import StateWalker
+
+
+class Net(nn.Module):
+    """Buffers, a tied weight, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(2, 2))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adam capturable-like lr tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "sgd plain": lambda p: torch.optim.SGD(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=3),
+}
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    made = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randint(0, 11, (5,), generator=made)
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            optim.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optim.step(closure)
+
+
+def job(make: Any, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    optim = make([p for p in model.parameters() if p.requires_grad])
+    return {"model": model, "optim": optim, "sched": torch.optim.lr_scheduler.MultiStepLR(optim, [1, 1, 7])}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_training_goes_on_bit_for_bit_in_a_fresh_process_and_in_a_used_one(kind: str, steps_before: int) -> None:
+    saved = job(OPTIMIZERS[kind], 1)
+    train(saved["model"], saved["optim"], 3)
+    saved["sched"].step()
+    checkpoint = rt.save(saved)
+    other = job(OPTIMIZERS[kind], 2)
+    train(other["model"], other["optim"], steps_before, seed=5)
+    rt.restore(other, checkpoint)
+    rt.assert_same_state(saved, other)
+    for state in (saved, other):
+        train(state["model"], state["optim"], 2, seed=9)
+        state["sched"].step()
+    rt.assert_same_state(saved, other)
+
+
+def test_the_restored_optimizer_equals_what_torch_itself_would_load() -> None:
+    saved = job(OPTIMIZERS["adamw"], 1)
+    train(saved["model"], saved["optim"], 3)
+    checkpoint = rt.save(saved)
+    ours, theirs = job(OPTIMIZERS["adamw"], 2), job(OPTIMIZERS["adamw"], 3)
+    rt.restore(ours, checkpoint)
+    for key in saved:
+        theirs[key].load_state_dict(copy.deepcopy(saved[key].state_dict()))
+    rt.assert_same_state(ours, theirs)
+    for a, b in zip(ours["optim"].state.values(), theirs["optim"].state.values(), strict=True):
+        assert {k: (v.dtype, v.device, v.shape) for k, v in a.items()} == {
+            k: (v.dtype, v.device, v.shape) for k, v in b.items()
+        }
+
+
+def test_an_optimizer_saved_without_state_is_restored_without_state() -> None:
+    checkpoint = rt.save(job(OPTIMIZERS["adamw"], 1))
+    other = job(OPTIMIZERS["adamw"], 2)
+    train(other["model"], other["optim"], 2)
+    rt.restore(other, checkpoint)
+    assert not other["optim"].state
+
+
+def test_tensors_that_exist_are_filled_in_place_and_stay_the_same_objects() -> None:
+    saved, other = job(OPTIMIZERS["adamw"], 1), job(OPTIMIZERS["adamw"], 2)
+    for state in (saved, other):
+        train(state["model"], state["optim"], 1)
+        state["mine"] = {"t": torch.randn(3), "deep": [torch.randn(2)], "n": 1}
+    held = [*other["model"].parameters(), *other["model"].buffers(), other["mine"]["t"], other["mine"]["deep"][0]]
+    held += [t for s in other["optim"].state.values() for t in s.values()]
+    dicts = [other["mine"], other["mine"]["deep"], *other["optim"].state.values(), *other["optim"].param_groups]
+    before = [(id(t), t.data_ptr(), t.requires_grad) for t in held]
+    rt.restore(other, rt.save(saved))
+    now = [*other["model"].parameters(), *other["model"].buffers(), other["mine"]["t"], other["mine"]["deep"][0]]
+    now += [t for s in other["optim"].state.values() for t in s.values()]
+    assert [(id(t), t.data_ptr(), t.requires_grad) for t in now] == before
+    again = [other["mine"], other["mine"]["deep"], *other["optim"].state.values(), *other["optim"].param_groups]
+    assert list(map(id, again)) == list(map(id, dicts))
+    rt.assert_same_state(saved, other)
+
+
+def test_nothing_but_contents_of_tensors_changes_before_finish() -> None:
+    saved, other = job(OPTIMIZERS["adamw"], 1), job(OPTIMIZERS["adamw"], 2)
+    train(saved["model"], saved["optim"], 2)
+    saved["sched"].step()
+    saved["best"], other["best"] = 0.5, None
+    checkpoint = rt.save(saved)
+    targets = rt.plan(rt.walker_of(other), checkpoint)
+    rt.fill(targets, checkpoint)
+    assert not other["optim"].state
+    assert other["best"] is None
+    assert other["sched"].last_epoch == 0
+    targets.finish()
+    assert other["best"] == 0.5
+    assert other["sched"].last_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_bit_for_bit(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    made = torch.Generator().manual_seed(3)
+
+    def tensors(fill: bool) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, shape in {"zero_d": (), "empty": (0, 3), "odd": (3, 5), "large": (700, 3)}.items():
+            size = torch.empty(shape, dtype=kind).numel() * kind.itemsize
+            values = torch.randint(0, 2 if kind is torch.bool else 256, (size,), dtype=torch.uint8, generator=made)
+            flat = (values if fill else torch.zeros_like(values)).view(kind)
+            found[name] = flat.reshape(shape)
+        return found
+
+    saved, other = {"t": tensors(True)}, {"t": tensors(False)}
+    rt.restore(other, rt.save(saved))
+    assert [rt.raw(t) for t in other["t"].values()] == [rt.raw(t) for t in saved["t"].values()]
+
+
+def strided(kind: str) -> torch.Tensor:
+    return {
+        "transposed": lambda: torch.zeros(7, 5).t(),
+        "channels_last": lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "stepped": lambda: torch.zeros(10, 6)[::2, 1::2],
+        "expanded": lambda: torch.zeros(4, 1).expand(4, 3),
+        "offset": lambda: torch.zeros(20)[3:9],
+        "grad": lambda: torch.zeros(3, requires_grad=True),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["transposed", "channels_last", "stepped", "expanded", "offset", "grad"])
+def test_a_destination_of_any_strides_is_filled_where_it_lies(kind: str) -> None:
+    target = strided(kind)
+    narrow = (*target.shape[:-1], 1) if kind == "expanded" else target.shape
+    source = torch.randn(narrow).expand(target.shape)
+    stride, pointer = target.stride(), target.data_ptr()
+    rt.restore({"t": target}, rt.save({"t": source.clone()}))
+    assert torch.equal(target, source)
+    assert (target.stride(), target.data_ptr()) == (stride, pointer)
+
+
+def test_plain_values_are_live_in_the_state_and_keep_their_types() -> None:
+    saved = {
+        "best": 0.25,
+        "history": {1: [1.5, float("inf")], "tuple": (1, (2, 3)), "counter": Counter("aab"), "order": OrderedDict(z=1)},
+        "late": torch.arange(5),
+        "grown": [torch.ones(2), torch.ones(3)],
+        "lists": defaultdict(list, a=[torch.ones(1)]),
+    }
+    history: dict[Any, Any] = {}
+    other: dict[str, Any] = {"best": None, "history": history, "late": None, "grown": [], "lists": None}
+    rt.restore(other, rt.save(saved))
+    assert other["best"] == 0.25
+    assert other["history"] is history
+    assert history == saved["history"]
+    assert type(history["counter"]) is Counter
+    assert torch.equal(other["late"], torch.arange(5))
+    assert [t.shape for t in other["grown"]] == [(2,), (3,)]
+    assert other["lists"]["new"] == []
+    assert torch.equal(other["lists"]["a"][0], torch.ones(1))
+
+
+def test_tied_parameters_are_saved_once_and_restored_to_all() -> None:
+    tied, untied = Net(), Net()
+    untied.head.weight = nn.Parameter(torch.zeros(11, 6))
+    checkpoint = rt.save({"model": tied})
+    names = [spec.name for spec in checkpoint.manifest.tensors]
+    assert "model.embed.weight" in names
+    assert "model.head.weight" not in names
+    rt.restore({"model": untied}, checkpoint)
+    assert torch.equal(untied.head.weight, tied.embed.weight)
+    assert torch.equal(untied.embed.weight, tied.embed.weight)
+
+
+def test_a_tied_checkpoint_fits_a_state_that_names_the_tie_otherwise() -> None:
+    first, second = nn.Module(), nn.Module()
+    for module, order in ((first, "ab"), (second, "ba")):
+        weight = nn.Parameter(torch.randn(3))
+        for name in order:
+            module.register_parameter(name, weight)
+    rt.restore({"model": second}, rt.save({"model": first}))
+    assert torch.equal(first.a, second.a)
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "extra", [{"amax": torch.arange(4.0), "n": 3}, torch.arange(3, dtype=torch.uint8), (1, [torch.ones(2)]), "text"]
+)
+def test_extra_state_comes_back_with_its_tensors(extra: Any) -> None:
+    saved, other = nn.Sequential(Extra(), nn.Linear(2, 2)), nn.Sequential(Extra(), nn.Linear(2, 2))
+    saved[0].extra = extra
+    rt.restore({"model": other}, rt.save({"model": saved}))
+    rt.assert_same_state({"model": saved}, {"model": other})
+    assert repr(other[0].extra) == repr(extra)
+
+
+class Scaled(nn.Linear):
+    """Says itself how it is saved: its weight divided by its scale, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, bias=False)
+        self.scale = 2.0
+        self._register_state_dict_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: Any, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        state[prefix + "unit"] = state.pop(prefix + "weight").detach() / module.scale
+
+    @staticmethod
+    def _load(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = state.pop(prefix + "unit") * module.scale
+
+
+def test_a_module_with_hooks_of_its_own_is_saved_and_loaded_by_them() -> None:
+    saved, other = nn.Sequential(Scaled()), nn.Sequential(Scaled())
+    checkpoint = rt.save({"model": saved})
+    assert [s.name for s in checkpoint.manifest.tensors if not s.values] == ["model.0.unit"]
+    rt.restore({"model": other}, checkpoint)
+    assert torch.equal(saved[0].weight, other[0].weight)
+
+
+class Ema:
+    """An object of the user's own, with tensors inside."""
+
+    def __init__(self, size: int) -> None:
+        self.shadow = [torch.full((size,), 1.0)]
+        self.count = 0
+        self.given: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": [t.clone() for t in self.shadow], "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+        self.shadow, self.count = state["shadow"], state["count"]
+
+
+def test_an_object_gets_load_state_dict_with_tensors_that_are_its_own() -> None:
+    saved, other = Ema(5), Ema(2)
+    saved.shadow[0].mul_(7)
+    saved.count = 3
+    rt.restore({"deep": {"ema": [other]}}, rt.save({"deep": {"ema": [saved]}}))
+    assert torch.equal(other.shadow[0], torch.full((5,), 7.0))
+    assert other.count == 3
+
+
+def test_a_scaler_comes_back() -> None:
+    def used(steps: int) -> torch.amp.GradScaler:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        weight = torch.ones(2, requires_grad=True)
+        optim = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(steps):
+            scaler.scale(weight.sum()).backward()
+            scaler.step(optim)
+            scaler.update()
+        return scaler
+
+    saved, other = used(5), used(0)
+    rt.restore({"scaler": other}, rt.save({"scaler": saved}))
+    assert saved.state_dict() == other.state_dict()
+    assert saved.get_scale() == 256.0
+
+
+def test_hyperparameters_come_from_the_checkpoint_and_keep_their_tensors() -> None:
+    def make(lr: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": lr}, {"params": [model.bias], "weight_decay": 0.5}]
+        return {"model": model, "optim": torch.optim.Adam(groups, lr=0.3, foreach=False)}
+
+    saved = make(0.125)
+    for live, stored in ((torch.tensor(9.0), saved), (torch.tensor(9.0), make(torch.tensor(0.125))), (9.0, saved)):
+        other = make(live)
+        rt.restore(other, rt.save(stored))
+        group = other["optim"].param_groups[0]
+        assert float(group["lr"]) == 0.125
+        assert group["lr"] is live or not isinstance(live, torch.Tensor)
+        assert other["optim"].param_groups[1]["weight_decay"] == 0.5
+    other = make(1.0)
+    rt.restore(other, rt.save(make(torch.tensor(0.25))))
+    assert other["optim"].param_groups[0]["lr"] == 0.25
+    assert type(other["optim"].param_groups[0]["lr"]) is float
+
+
+def test_parameters_are_matched_by_name_not_by_their_number() -> None:
+    saved, other = job(OPTIMIZERS["adamw"], 1), job(OPTIMIZERS["adamw"], 2)
+    train(saved["model"], saved["optim"], 2)
+    other["optim"] = torch.optim.AdamW([p for p in reversed(list(other["model"].parameters())) if p.requires_grad])
+    other["sched"] = torch.optim.lr_scheduler.MultiStepLR(other["optim"], [1])
+    rt.restore(other, rt.save(saved))
+    for (_, a), (_, b) in zip(saved["model"].named_parameters(), other["model"].named_parameters(), strict=True):
+        for name, value in saved["optim"].state.get(a, {}).items():
+            assert torch.equal(other["optim"].state[b][name], value)
+
+
+# ------------------------------------------------------------------------------------------------------- mismatches
+
+
+def test_every_difference_is_named_in_one_message() -> None:
+    saved = {
+        "model": nn.ModuleDict({"same": nn.Linear(2, 2), "gone": nn.Linear(2, 2), "wide": nn.Linear(2, 3)}),
+        "v": 1,
+    }
+    saved["model"]["short"] = nn.Linear(2, 2).half()
+    other = {"model": nn.ModuleDict({"same": nn.Linear(2, 2), "new": nn.Linear(2, 2), "wide": nn.Linear(2, 4)}), "w": 1}
+    other["model"]["short"] = nn.Linear(2, 2)
+    found = rt.plan(rt.walker_of(other), rt.save(saved)).mismatch
+    assert found.missing == ("model.new.bias", "model.new.weight", "w")
+    assert found.extra == ("model.gone.bias", "model.gone.weight", "v")
+    assert found.reshaped == ("model.wide.bias", "model.wide.weight")
+    assert found.retyped == ("model.short.bias", "model.short.weight")
+    for name in (*found.missing, *found.extra, *found.reshaped, *found.retyped):
+        assert name in str(found)
+    assert "(4,), in the checkpoint (3,)" in str(found)
+    assert "float32, in the checkpoint float16" in str(found)
+
+
+def test_not_strict_goes_on_with_what_fits() -> None:
+    def make(width: int, decay: float) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width))
+        optim = torch.optim.Adam(model.parameters(), weight_decay=decay)
+        model(torch.randn(1, 2)).sum().backward()
+        optim.step()
+        return {"model": model, "optim": optim, "x": {"a": torch.zeros(width), "b": decay}}
+
+    saved, other = make(3, 0.1), make(4, 0.2)
+    kept = other["model"][1].weight.clone()
+    other["x"]["c"] = torch.ones(2)
+    targets = rt.restore(other, rt.save(saved), strict=False)
+    assert "model.1.weight" in targets.mismatch.reshaped
+    assert torch.equal(other["model"][0].weight, saved["model"][0].weight)
+    assert torch.equal(other["model"][1].weight, kept)
+    assert other["optim"].param_groups[0]["weight_decay"] == 0.1
+    assert other["optim"].state[other["model"][1].weight]["exp_avg"].shape == (4, 2)
+    assert other["x"]["b"] == 0.1
+    assert other["x"]["a"].shape == (4,)
+
+
+def test_an_optimizer_grouped_otherwise_is_named() -> None:
+    model = nn.Linear(2, 2)
+    two = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    checkpoint = rt.save({"model": model, "optim": two})
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = rt.plan(rt.walker_of({"model": model, "optim": one}), checkpoint).mismatch
+    assert found.reshaped == ("optim.param_groups.0",)
+
+
+def test_an_object_of_another_kind_is_named() -> None:
+    found = rt.plan(rt.walker_of({"x": Ema(1)}), rt.save({"x": 5})).mismatch
+    assert found.retyped == ("x",)
+
+
+# ------------------------------------------------------------------------------------------------ per rank, per mesh
+
+
+def on(mesh: dict[str, int], index: int) -> Coordinate:
+    axes = []
+    for name, size in reversed(mesh.items()):
+        axes.append(Axis(name, index % size, size))
+        index //= size
+    return Coordinate(tuple(reversed(axes)))
+
+
+def save_on(mesh: dict[str, int], states: list[dict[str, Any]]) -> rt.Checkpoint:
+    walkers = [StateWalker(state, on(mesh, rank), False) for rank, state in enumerate(states)]
+    return rt.assemble_ranks([rt.save_rank(w, rank, len(states)) for rank, w in enumerate(walkers)])
+
+
+def test_equal_names_with_different_values_come_back_to_their_own_ranks() -> None:
+    mesh = {"dp": 2, "ep": 2}
+    checkpoint = save_on(mesh, [{"t": torch.full((2000,), float(rank)), "same": torch.ones(3)} for rank in range(4)])
+    for rank in range(4):
+        state = {"t": torch.zeros(2000), "same": torch.zeros(3)}
+        targets = rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint)
+        assert not targets.mismatch
+        rt.fill(targets, checkpoint)
+        assert torch.equal(state["t"], torch.full((2000,), float(rank)))
+    elsewhere = rt.plan(
+        StateWalker({"t": torch.zeros(2000), "same": torch.zeros(3)}, on({"x": 3}, 0), False), checkpoint
+    )
+    assert elsewhere.mismatch.missing == ("t",)
+    assert "other ranks' own" in str(elsewhere.mismatch)
+    params = [nn.ParameterDict({"t": torch.full((3,), float(rank))}) for rank in range(4)]
+    checkpoint = save_on(mesh, [{"m": held} for held in params])
+    without = rt.plan(StateWalker({"m": nn.ParameterDict()}, on({"x": 3}, 0), False), checkpoint)
+    assert without.extra == ()  # what other ranks own is not missed here
+
+
+def test_parts_of_a_sharded_tensor_that_ranks_hold_with_different_values_come_back() -> None:
+    """Two replicas of a sharded tensor that have drifted apart: each rank's part is its own."""
+    mesh = {"dp": 2, "tp": 2}
+
+    def states(fill: bool) -> list[dict[str, Any]]:
+        return [
+            {"t": Shard(torch.full((2, 3), float(rank) if fill else -1.0), (4, 3), (2 * (rank % 2), 0))}
+            for rank in range(4)
+        ]
+
+    checkpoint = save_on(mesh, states(True))
+    for rank, state in enumerate(states(False)):
+        targets = rt.plan(StateWalker(state, on(mesh, rank), False), checkpoint)
+        assert not targets.mismatch, str(targets.mismatch)
+        rt.fill(targets, checkpoint)
+        assert torch.equal(state["t"].tensor, torch.full((2, 3), float(rank)))
+
+
+def test_hand_made_shards_and_their_optimizer_state_restore_onto_another_number_of_ranks() -> None:
+    full = torch.randn(6, 4)
+
+    def make(rank: int, world: int, fill: bool) -> dict[str, Any]:
+        rows = 6 // world
+        model = nn.Module()
+        part = full[rank * rows : (rank + 1) * rows].clone() if fill else torch.zeros(rows, 4)
+        model.register_parameter("table", nn.Parameter(part))
+        optim = torch.optim.Adam(model.parameters())
+        if fill:
+            model.table.grad = model.table.detach().clone()
+            optim.step()
+        shard = Shard(model.table, (6, 4), (rank * rows, 0))
+        return {"model": model, "optim": optim, "shards": [shard]}
+
+    checkpoint = save_on({"x": 3}, [make(rank, 3, True) for rank in range(3)])
+    found = []
+    for rank in range(2):
+        state = make(rank, 2, False)
+        targets = rt.plan(StateWalker(state, on({"x": 2}, rank), False), checkpoint)
+        assert not targets.mismatch, str(targets.mismatch)
+        rt.fill(targets, checkpoint)
+        targets.finish()
+        found.append(state["optim"].state[state["model"].table]["exp_avg"])
+    assert torch.equal(torch.cat(found), full.mul(0.1))
+
+
+def test_pipeline_stages_restore_into_one_process_and_only_what_is_extra_on_all_is_extra() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+
+    def stage(held: dict[int, nn.Module], lr: float) -> dict[str, Any]:
+        model = nn.ModuleDict({str(i): layer for i, layer in held.items()})
+        optim = torch.optim.Adam(model.parameters(), lr=lr)
+        return {"model": model, "optim": optim}
+
+    stages = [stage({0: layers[0], 1: layers[1]}, 0.5), stage({2: layers[2]}, 0.5)]
+    for state in stages:
+        sum(p.square().sum() for p in state["model"].parameters()).backward()  # type: ignore[union-attr]
+        state["optim"].step()
+    checkpoint = save_on({"pp": 2}, stages)
+    one = stage({i: nn.Linear(2, 2) for i in range(3)}, 0.1)
+    rt.restore(one, checkpoint)
+    for i, layer in enumerate(layers):
+        mine = one["model"][str(i)]
+        theirs = stages[i // 2]["optim"].state[layer.weight]
+        assert torch.equal(mine.weight, layer.weight)
+        assert torch.equal(one["optim"].state[mine.weight]["exp_avg_sq"], theirs["exp_avg_sq"])
+    again = [rt.plan(StateWalker(s, on({"pp": 2}, r), False), checkpoint) for r, s in enumerate(stages)]
+    assert not any(targets.mismatch for targets in again)
+    assert not set(again[0].extra) & set(again[1].extra)
+
+
+class Loader:
+    """Iterated over, with state."""
+
+    def __init__(self, position: Any = 0) -> None:
+        self.position = position
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "perm": torch.arange(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["perm"], torch.arange(3))
+        self.position = state["position"]
+
+
+class Elastic(Loader):
+    def reshard(self, states: list[dict[str, Any]], rank: int, world: int) -> None:
+        self.position = [s["position"] for s in states], rank, world
+
+
+def positions(kind: type[Loader], old: dict[str, int], new: dict[str, int], strict: bool = True) -> list[Any]:
+    checkpoint = save_on(old, [{"loader": kind(f"at {i}")} for i in range(_size(old))])
+    found = []
+    for rank in range(_size(new)):
+        state = {"loader": kind("start")}
+        targets = rt.plan(StateWalker(state, on(new, rank), False), checkpoint, strict)
+        targets.finish()
+        found.append(state["loader"].position)
+    return found
+
+
+def _size(mesh: dict[str, int]) -> int:
+    size = 1
+    for n in mesh.values():
+        size *= n
+    return size
+
+
+def test_loader_positions_follow_the_data_parallel_coordinate() -> None:
+    assert positions(Loader, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2}) == ["at 0", "at 1", "at 2", "at 3"]
+    assert len(set(positions(Loader, {"dp": 2, "tp": 2}, {"rank": 2}))) == 2
+    assert positions(Loader, {"rank": 2}, {"dp": 2, "tp": 2}) == ["at 0", "at 0", "at 1", "at 1"]
+
+
+def test_on_another_data_parallel_size_a_loader_is_resharded_or_the_choices_are_named() -> None:
+    assert positions(Elastic, {"rank": 3}, {"rank": 2}) == [(["at 0", "at 1", "at 2"], r, 2) for r in range(2)]
+    with pytest.raises(UsageError, match=r"3 data-parallel ranks and there are 2 now.*strict=False.*repeats"):
+        positions(Loader, {"rank": 3}, {"rank": 2})
+    assert positions(Loader, {"rank": 3}, {"rank": 2}, strict=False) == ["start", "start"]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+def test_a_stateful_dataloader_goes_on_where_it_was() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make() -> Any:
+        torch.manual_seed(7)
+        return StatefulDataLoader(list(range(20)), batch_size=2, shuffle=True, num_workers=0)
+
+    saved, other = {"loader": make()}, {"loader": make()}
+    batches = iter(saved["loader"])
+    for _ in range(4):
+        next(batches)
+    rt.restore(other, rt.save(saved))
+    assert [b.tolist() for b in other["loader"]] == [b.tolist() for b in batches]
+
+
+# ---------------------------------------------------------------------------------------------------------- filling
+
+
+def test_copy_cut_puts_every_part_of_a_frame_in_its_place() -> None:
+    rng = random.Random(11)
+    for _ in range(200):
+        ndim = rng.randrange(4)
+        whole = [rng.randrange(1, 6) for _ in range(ndim)]
+        frame_shape = [n + rng.randrange(3) for n in whole]
+        data = torch.randn(frame_shape, dtype=torch.float64)
+        lead = rng.randrange(3) * 8
+        frame = torch.cat([torch.zeros(lead, dtype=torch.uint8), data.reshape(-1).view(torch.uint8)])
+        target = torch.zeros([n + 2 for n in whole], dtype=torch.float64)
+        target = target.permute(list(rng.sample(range(ndim), ndim)))
+        at = tuple(rng.randrange(m - min(n, m) + 1) for n, m in zip(whole, target.shape, strict=True))
+        shape = tuple(min(n, m) for n, m in zip(whole, target.shape, strict=True))
+        copy_cut(Cut(0, lead, shape, data.stride(), 0, at), frame, target)
+        expected = data[tuple(slice(0, n) for n in shape)]
+        assert torch.equal(target[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))], expected)
+        assert target.count_nonzero() == expected.count_nonzero()
+
+
+def test_a_whole_frame_in_another_order_is_put_in_order() -> None:
+    target = torch.zeros(2, 3)
+    frame = torch.arange(6.0).view(torch.uint8)
+    assert copy_cut(Cut(0, 0, (2, 3), (1, 2), 0, (0, 0)), frame, target) is None
+    assert torch.equal(target, torch.arange(6.0).reshape(3, 2).t())
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(0, 0, (5,), (1,), 0, (0,)),  # beyond the frame
+        Cut(0, 0, (4,), (1,), 0, (1,)),  # beyond the tensor
+        Cut(0, -8, (2,), (1,), 0, (0,)),
+        Cut(0, 0, (2,), (-1,), 0, (0,)),
+        Cut(0, 8, (4,), (1,), 0, (0,)),
+        Cut(0, 0, (2, 2), (2, 1), 0, (0, 0)),
+        Cut(0, 0, (2,), (1 << 62,), 0, (0,)),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(cut: Cut) -> None:
+    with pytest.raises(DamagedData):
+        copy_cut(cut, torch.zeros(32, dtype=torch.uint8), torch.zeros(4, dtype=torch.float64))
+
+
+def test_a_whole_frame_can_be_checked_where_it_landed() -> None:
+    target = torch.zeros(10)
+    frame = torch.arange(24, dtype=torch.uint8)
+    landed = copy_cut(Cut(0, 0, (6,), (1,), 0, (2,)), frame, target)
+    assert landed is not None
+    assert bytes(landed) == bytes(range(24))
+    target[2] = 0
+    assert landed[:4] == b"\0\0\0\0"
+    assert copy_cut(Cut(0, 0, (5,), (1,), 0, (0,)), frame, target) is None
+
+
+def test_damaged_values_give_one_clear_error() -> None:
+    state = job(OPTIMIZERS["adamw"], 1)
+    train(state["model"], state["optim"], 1)
+    state |= {"ema": Ema(2), "loader": Loader(1), "x": [torch.ones(2), 1]}
+    checkpoint = rt.save(state)
+    rng = random.Random(5)
+    shared, own = checkpoint.blobs(VALUES)[""], checkpoint.blobs(RANK_VALUES)["rank=0"]
+    refused = 0
+    for _ in range(400):
+        bad = copy.deepcopy({"shared": shared, "own": own})
+        _spoil(bad, rng)
+        try:
+            plan_targets(rt.walker_of(state), checkpoint.manifest, bad["shared"], bad["own"], [], False, 1)
+        except DamagedData:
+            refused += 1
+    assert refused > 100
+
+
+def optimizer_tree(names: tuple[str, ...], keys: list[str], state: list[int]) -> dict[str, Any]:
+    groups = [{"params": names, "value": {"lr": 1}, "tensors": []}]
+    skeletons = [{"value": dict.fromkeys(keys), "tensors": [(key,) for key in keys]}]
+    body = {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": state}
+    return {"objects": {"optim": body}, "aliases": {}}
+
+
+def test_shared_values_of_several_ranks_are_joined() -> None:
+    first = optimizer_tree(("a", "both"), ["x"], [0, -1])
+    second = optimizer_tree(("both", "b", "c"), ["y", "z"], [0, 0, -1])
+    joined = Shared.parse(merge_shared([first, second])).optimizers["optim"]
+    assert joined.groups[0].params == ("a", "both", "b", "c")
+    paths = {name: skeleton and skeleton.tensors for name, skeleton in joined.state.items()}
+    assert paths == {"a": (("x",),), "both": None, "b": (("y",), ("z",)), "c": None}
+
+
+@pytest.mark.parametrize("state", [[0], [0, 0, 0], [0, 1], [0, -2], [0, None], 5])
+def test_state_that_does_not_fit_its_parameters_is_damage(state: Any) -> None:
+    with pytest.raises(DamagedData):
+        Shared.parse(optimizer_tree(("a", "b"), ["x"], state))
+
+
+def _spoil(tree: Any, rng: random.Random) -> None:
+    """Replaces one part of a tree by something else."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+        key = rng.choice(keys)
+        child = tree[key]
+        if isinstance(child, (dict, list)) and child and rng.random() < 0.8:
+            tree = child
+            continue
+        tree[key] = rng.choice([None, 5, -1, "x", [], {}, [[1, 2]], {"a": None}, (("step",),)])
+        return
