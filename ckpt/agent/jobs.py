@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
+
 
 class Job(Carrier):
     """`first`: the connection that began it, rank 0's. `restore`: the candidate that the ranks are fetching.
@@ -38,7 +40,7 @@ class Job(Carrier):
         self.first = first
         self.restore: Restore | None = None
         self.gone_s: float | None = None
-        self._samples: tuple[int, dict[str, bytes]] = (0, {})  # of the round that was reported last
+        self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
         self._recovery: Recovery | None = None
 
     # -- what the node asks
@@ -171,14 +173,14 @@ class Job(Carrier):
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
 
     def _compare(self, rank: int, number: int, sample: Any) -> None:
-        """A part of one tensor that this rank should hold as the others do. Where it differs the round is given up, and
-        from now on every rank saves its own."""
-        if not isinstance(sample, list) or len(sample) != 2:
+        """A part of one box that this rank should hold as whoever else declares it. Where it differs the round is given
+        up, and from now on every rank saves its own."""
+        if not isinstance(sample, list) or len(sample) != 3:
             return
-        name, digest = str(sample[0]), bytes(sample[1])
+        name, box, digest = str(sample[0]), tuple(_numbers(sample[1])), bytes(sample[2])
         if self._samples[0] != number:
             self._samples = (number, {})
-        if self._samples[1].setdefault(name, digest) == digest or name in self._distrusted:
+        if self._samples[1].setdefault((name, box), digest) == digest or name in self._distrusted:
             return
         self._distrusted.add(name)
         self.group.missed(rank, number, f"{name} differs between the ranks")

@@ -192,19 +192,20 @@ class Saver:
         self._snapshotter.bind(number, walk, staging, data)
 
     def _sample(self, tick: Tick, layout: Layout) -> list[Any] | None:
-        """[name, hash] of a part of one tensor that other ranks should hold alike: in turns, and at all ranks the same
-        part of the same tensor, as it was at the boundary."""
+        """[name, box, hash] of a part of one box that whoever else declares it should hold alike: in turns, and at all
+        ranks the same part of the same box, as it was at the boundary."""
         entries = zip(layout.entries, self.walk.tensors, self.walk.replica, strict=True)
-        shared = [(e.name, live[0]) for e, live, replica in entries if replica and not e.owner and live]
+        shared = [(e, live[0]) for e, live, replica in entries if replica and not e.owner and live]
         if not shared:
             return None
         turn = zlib.crc32(str(tick).encode())  # scattered: steps that are saved have factors in common
-        name, live = shared[turn % len(shared)]
+        entry, live = shared[turn % len(shared)]
         flat = live.detach().reshape(-1)
         count = min(flat.numel(), max(1, SAMPLE_BYTES // live.element_size()))
         start = turn % (flat.numel() - count + 1)
         part = flat[start : start + count].cpu().contiguous().view(torch.uint8)
-        return [name, hash_bytes(*frame_hash(part.numpy().data))]
+        box = [*entry.boxes[0].offset, *entry.boxes[0].shape]
+        return [entry.name, box, hash_bytes(*frame_hash(part.numpy().data))]
 
     def _miss(self, round_: int, tick: Tick, why: str) -> None:
         self.receipt.missed += 1

@@ -8,7 +8,6 @@ that only the agents' memory and what they still commit is left.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from tests.session.scripts import say_line
 
 STEPS = 3
 SHARDED = ("ddp", "fsdp", "tp", "hsdp")  # one model of the job, in several layouts
@@ -112,9 +112,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def save(folder: Path, mode: str, rank: int, world: int) -> None:
     blocks = []
+    names: list[str] = []
     for kind in (*SHARDED, *OTHERS):
         job = Job(kind, rank, world, seed=0)
-        ck = ckpt.Checkpointer(folder / kind, job.state, policy=ckpt.Every(steps=10**6))
+        ck = ckpt.Checkpointer(
+            folder / kind, job.state, policy=ckpt.Every(steps=10**6), sinks=(lambda e: names.append(e.name),)
+        )
         ck.__enter__()
         for step in ck.steps(STEPS):
             job.train(step)
@@ -125,6 +128,7 @@ def save(folder: Path, mode: str, rank: int, world: int) -> None:
             blocks.append(ck)
         else:
             ck.__exit__(None, None, None)
+    assert not {"replica.differs", "layout.differs", "snapshot.differs"} & set(names), names
     if mode == "memory":
         if world > 1:
             dist.barrier()
@@ -159,7 +163,7 @@ def load(folder: Path, mode: str, rank: int, world: int) -> None:
 
 def say(rank: int, **fields: Any) -> None:
     if rank == 0:
-        print(json.dumps({"rank": rank, **fields}), flush=True)
+        say_line({"rank": rank, **fields})
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from tests.session.scripts import say_line
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     table, other = torch.zeros(5000), torch.zeros(4)
     with ckpt.Checkpointer(url, {"table": table, "other": other}) as ck:
         same = bool(torch.equal(table, expected)) and ck.restored.step == last
-    print(json.dumps({"rank": rank, "same": same, "step": last, "loud": "replica.differs" in seen}), flush=True)
+    say_line({"rank": rank, "same": same, "step": last, "loud": "replica.differs" in seen})
     dist.destroy_process_group()
 
 

@@ -79,3 +79,8 @@ def torchrun(log: Path, ranks: int, module: str, *args: str, restarts: int = 0, 
 def losses_of(lines: list[Line], rank: int = 0) -> dict[int, float]:
     """By step; the last one said, where a step was run again."""
     return {line["step"]: line["loss"] for line in lines if "loss" in line and line["rank"] == rank}
+
+
+def say_line(line: Line) -> None:
+    """Prints it in one write, whatever is buffered: the ranks share the log."""
+    os.write(1, json.dumps(line).encode() + b"\n")

@@ -6,7 +6,6 @@ Prints one JSON object a line: where it came from, each loss, the receipt.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import ckpt
 from tests.session.loops import make
+from tests.session.scripts import say_line
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     job = make(args.seed)
 
     def say(**fields: object) -> None:
-        print(json.dumps({"rank": rank, **fields}), flush=True)
+        say_line({"rank": rank, **fields})
 
     with ckpt.Checkpointer(
         args.url,
