@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt.agent.control import Kind, Word
+from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, SaveFailed, UsageError
 from ckpt.events import Events, Sink
 from ckpt.policy.every import Every, Keep, Limits
@@ -187,7 +187,7 @@ class Checkpointer:
         link.enter(step + 1)
         word = link.words[0]
         if word != self._answered and (word != self._due_word or step >= self._due_step):
-            self._serve(word, step)
+            self._serve(word)
         parts.updates.pending = 0
         if link.superseded_by is not None:
             self._leave_superseded(link.superseded_by)
@@ -198,16 +198,17 @@ class Checkpointer:
             )
 
     def poll(self) -> None:
-        """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches), and waits
-        for copies that still run: after it the state may be changed by hand."""
+        """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches): takes the
+        snapshot that is appointed there, and waits for copies that still run, so that after it the state may be
+        changed by hand. Nothing is taken once an optimizer has stepped since the last boundary.
+        Errors: UsageError; Leave (a SystemExit) when the job is to go."""
         self._check_use()
         parts = self._parts
         parts.saver.poll()
-        self._sub += 1
+        self._next_tick()
         word = parts.saver.link.words[0]
-        if word not in (self._answered, self._due_word) and (told := Word.unpack(word)) and told.step <= self._step:
-            self._answered = word
-            parts.saver.late(told.round, told.step)
+        if word != self._answered:
+            self._serve(word)
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
 
@@ -329,17 +330,21 @@ class Checkpointer:
 
     # -- inside
 
-    def _serve(self, word: int, step: int) -> None:
+    def _serve(self, word: int) -> None:
         told = Word.unpack(word)
-        saver = self._parts.saver
-        if told is None or told.step > step:
-            self._due_word, self._due_step = word, told.step if told else 0
+        saver, tick = self._parts.saver, Tick(self._step, self._sub)
+        place = told.place(tick.step, tick.sub) if told else Place.EARLY
+        if told is None or place is Place.EARLY:
+            self._due_word, self._due_step = word, told.step if told and not told.sub else 0
             return
         self._answered = word
-        if told.step < step:
-            saver.late(told.round, told.step)
+        if place is Place.LATE:
+            saver.late(told.round, tick.step)
             return
-        missed = saver.take(told.round, told.slot, Tick(step))
+        if tick.sub and self._parts.updates.pending:
+            saver.missed(told.round, tick, "an update that no step has ended")
+            return
+        missed = saver.take(told.round, told.slot, tick)
         if not missed and told.kind is Kind.HOLD:
             saver.quiet()
             if self._held(told.round):
@@ -376,6 +381,7 @@ class Checkpointer:
 
     def _next_tick(self) -> Tick:
         self._sub += 1
+        self._parts.saver.link.enter(self._step + 1, self._sub)
         return Tick(self._step, self._sub)
 
     def _leave_superseded(self, by: str) -> None:

@@ -1,10 +1,12 @@
-"""The control page: a word by which the agent appoints snapshots, and the step each rank has entered.
+"""The control page: a word by which the agent appoints snapshots, and where each rank is.
 
 One memfd per job. The word at byte 0 is written by the agent and read by every trainer at each step; the slot at byte
 64 x (1 + rank) is written by that trainer and read by the agent. Both are aligned 64-bit loads and stores, which are
 atomic on the machines we run on; no decision depends on the order of two of them.
 
-    word = round << 44 | slot << 40 | kind << 36 | step        0: nothing is appointed
+    word = round << 44 | slot << 40 | kind << 36 | at        0: nothing is appointed
+    at   = step, or for a poll after it (kind with POLL): (step mod 2^16) << 20 | poll
+    slot = entered step << 20 | polls, saves since the last ended step
 """
 
 from __future__ import annotations
@@ -20,33 +22,60 @@ from ckpt.errors import AgentError
 ROUND_MAX = (1 << 20) - 1
 SLOT_MAX = 15
 STEP_MAX = (1 << 36) - 1
+SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
+_POLL = 8  # in the kind
+_STEP_LOW = (1 << 16) - 1  # so much of its step is told with a poll: all ranks are known to be at it
 
 
 class Kind(enum.IntEnum):
-    TAKE = 1  # take a snapshot when `step` has ended
+    TAKE = 1  # take a snapshot at that tick
     HOLD = 2  # take it, and hold until the agent says leave or go on
+
+
+class Place(enum.Enum):
+    EARLY = "early"  # the appointed tick is yet to come
+    DUE = "due"
+    LATE = "late"  # it will not come any more
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arena. `step`: at whose end."""
+    """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arena. `step`, `sub`: at which tick; with sub 0
+    the end of that step. Of a word that was read, with sub > 0, `step` is only known modulo 2^16: ask `place`."""
 
     round: int
     slot: int
     kind: Kind
     step: int
+    sub: int = 0
 
     def pack(self) -> int:
-        if not (0 < self.round <= ROUND_MAX and 0 <= self.slot <= SLOT_MAX and 0 <= self.step <= STEP_MAX):
+        ranges = (self.round, ROUND_MAX), (self.slot, SLOT_MAX), (self.step, STEP_MAX), (self.sub, SUB_MAX)
+        if self.round == 0 or not all(0 <= value <= most for value, most in ranges):
             raise AgentError(f"an appointment out of range: {self}")
-        return self.round << 44 | self.slot << 40 | self.kind << 36 | self.step
+        kind, at = int(self.kind), self.step
+        if self.sub:
+            kind, at = kind | _POLL, (self.step & _STEP_LOW) << 20 | self.sub
+        return self.round << 44 | self.slot << 40 | kind << 36 | at
 
     @staticmethod
     def unpack(word: int) -> Word | None:
         if word == 0:
             return None
-        return Word(word >> 44, word >> 40 & 0xF, Kind(word >> 36 & 0xF), word & STEP_MAX)
+        kind, at = word >> 36 & 0xF, word & STEP_MAX
+        step, sub = (at >> 20, at & SUB_MAX) if kind & _POLL else (at, 0)
+        return Word(word >> 44, word >> 40 & 0xF, Kind(kind & ~_POLL), step, sub)
+
+    def place(self, step: int, sub: int) -> Place:
+        """Where the appointed tick is, as seen by a rank that is at (step, sub), the last ended step and what came
+        since."""
+        here, there = (step, sub), (self.step, self.sub)
+        if self.sub:
+            if step & _STEP_LOW != self.step:
+                return Place.LATE
+            here, there = (0, sub), (0, self.sub)
+        return Place.DUE if here == there else Place.EARLY if here < there else Place.LATE
 
 
 class ControlPage:
@@ -75,11 +104,15 @@ class ControlPage:
     def word(self) -> Word | None:
         return Word.unpack(self.words[0])
 
-    def enter(self, rank: int, step: int) -> None:
-        self.words[8 * (1 + rank)] = step
+    def enter(self, rank: int, step: int, sub: int = 0) -> None:
+        """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended."""
+        self.words[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
 
     def entered(self, rank: int) -> int:
-        return self.words[8 * (1 + rank)]
+        return self.words[8 * (1 + rank)] >> 20
+
+    def polled(self, rank: int) -> int:
+        return self.words[8 * (1 + rank)] & SUB_MAX
 
     def close(self) -> None:
         if not self._map.closed:

@@ -146,6 +146,8 @@ class Facts:
         self._latency_s = LATENCY_S
         self._pace: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
+        self._poll_pace: tuple[float, int, int] = (0.0, -1, 0)  # (when, the ended step, its polls)
+        self._polls_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
         self._hold_until_s = -math.inf

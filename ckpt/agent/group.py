@@ -32,7 +32,7 @@ from ckpt.agent.actions import (
     Refuse,
     SetWord,
 )
-from ckpt.agent.control import ROUND_MAX, Kind, Word
+from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import (
     LATENCY_S,
     LOST_S,
@@ -49,15 +49,16 @@ from ckpt.agent.facts import (
 )
 from ckpt.types import Tick
 
-LEAD_STEPS_MIN = 2  # two announcements may be late before a rank misses one
+LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
 class Group(Facts):
     """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
 
-    def decide(self, now_s: float, steps: Sequence[int]) -> list[Action]:
-        """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet."""
+    def decide(self, now_s: float, steps: Sequence[int], polls: Sequence[int] = ()) -> list[Action]:
+        """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet. `polls`:
+        how often it polled or saved since the last ended one; empty: never."""
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
         self._assemble_staged()
@@ -65,7 +66,7 @@ class Group(Facts):
         self._commit_next(now_s)
         self._divide_and_make()
         self._grant_saves(now_s, steps)
-        self._appoint(now_s, steps)
+        self._appoint(now_s, steps, polls)
         self._let_go()
         out, self._out = self._out, []
         return out
@@ -249,7 +250,7 @@ class Group(Facts):
         round_.metrics.update(self._metrics())
         self._answer_saves(self._is_saved(round_))
 
-    def _appoint(self, now_s: float, steps: Sequence[int]) -> None:
+    def _appoint(self, now_s: float, steps: Sequence[int], polls: Sequence[int]) -> None:
         hold = now_s < self._hold_until_s
         self._resumed = self._resumed and not all(steps)
         if hold:
@@ -259,15 +260,40 @@ class Group(Facts):
         slot = self._grantable()
         if slot is None or self._start_step is None:
             return
-        at = max(self._start_step, *steps)
-        earliest = at + self._lead_steps(now_s, at)
-        every = None if hold else self.policy.steps
-        step = earliest if every is None else -(-earliest // every) * every
-        round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, Tick(step), now_s)
+        by_time = hold or self.policy.seconds is not None
+        if by_time and len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
+            tick = self._next_poll(now_s, steps[0] - 1, max(polls))
+        else:
+            tick = self._next_step(now_s, max(self._start_step, *steps), hold)
+        round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._word = round_.number
-        self._out.append(SetWord(Word(round_.number, slot.number, Kind.HOLD if hold else Kind.TAKE, step)))
+        kind = Kind.HOLD if hold else Kind.TAKE
+        self._out.append(SetWord(Word(round_.number, slot.number, kind, tick.step, tick.sub)))
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
+
+    def _next_step(self, now_s: float, at: int, hold: bool) -> Tick:
+        """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
+        late, at the pace seen since the last one."""
+        since_s, since = self._pace
+        if now_s - since_s >= LATENCY_S:
+            self._steps_per_s = (at - since) / (now_s - since_s)
+            self._pace = (now_s, at)
+        earliest = at + self._lead(self._steps_per_s)
+        every = None if hold else self.policy.steps
+        return Tick(earliest if every is None else -(-earliest // every) * every)
+
+    def _next_poll(self, now_s: float, step: int, at: int) -> Tick:
+        """The same where all ranks poll within one step: an evaluation may take longer than waiting for its end is
+        good for. If it ends sooner the ranks say that they are late."""
+        since_s, of, since = self._poll_pace
+        if of != step or now_s - since_s >= LATENCY_S:
+            self._polls_per_s = (at - since) / (now_s - since_s) if of == step else 0.0
+            self._poll_pace = (now_s, step, at)
+        return Tick(step, at + self._lead(self._polls_per_s))
+
+    def _lead(self, per_s: float) -> int:
+        return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
     def _let_go(self) -> None:
         if self.at_work or self._open():
@@ -318,14 +344,6 @@ class Group(Facts):
         """Whether it is the only one, and what it holds is in the store."""
         done = slot.round is not None and slot.round.store is Store.DONE and not slot.round.unjudged
         return self.slots_in_use == 1 and slot.state is State.COMPLETE and done
-
-    def _lead_steps(self, now_s: float, at: int) -> int:
-        """So many steps that two announcements may be late, at the pace seen since the last one."""
-        since_s, since = self._pace
-        if now_s - since_s >= LATENCY_S:
-            self._steps_per_s = (at - since) / (now_s - since_s)
-            self._pace = (now_s, at)
-        return max(LEAD_STEPS_MIN, math.ceil(2 * self._latency_s * self._steps_per_s))
 
     def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
         number = self._next_round

@@ -225,7 +225,8 @@ class Job(Carrier):
         found = True
         while found:
             steps = [self.page.entered(rank) for rank in range(self.world)]
-            actions = self.group.decide(now_s, steps)
+            polls = [self.page.polled(rank) for rank in range(self.world)]
+            actions = self.group.decide(now_s, steps, polls)
             for action in actions:
                 self._act(action)
             found = bool(actions)

@@ -28,6 +28,20 @@ def frame_hash(buffer: Buffer) -> tuple[int, int]:
     return value >> 64, value & _LOW
 
 
+class FrameHasher:
+    """`frame_hash` of bytes that come in parts."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, part: Buffer) -> None:
+        self._hash.update(part)
+
+    def result(self) -> tuple[int, int]:
+        value = self._hash.intdigest()
+        return value >> 64, value & _LOW
+
+
 def hash_bytes(hi: int, lo: int) -> bytes:
     """The canonical 16 bytes of a hash: big-endian, high half first (what xxhsum prints)."""
     return hi.to_bytes(8, "big") + lo.to_bytes(8, "big")

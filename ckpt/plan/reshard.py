@@ -128,15 +128,13 @@ def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
 def whole_run(cuts_of_frame: Sequence[Cut], shape: tuple[int, ...], itemsize: int, frame_bytes: int) -> int | None:
     """Where all bytes of a frame are one run of one wanted box: the element of the box (of that `shape`, flat and
     row-major) at which it begins. None otherwise. Such a frame can be copied at once, and hashed where it landed."""
-    strides = _row_major(shape)
-    kinds = {
-        (cut.want, cut.strides, sum(a * s for a, s in zip(cut.at, strides, strict=True)) * itemsize - cut.offset)
-        for cut in cuts_of_frame
-    }
-    if len(kinds) != 1 or sum(math.prod(cut.shape) for cut in cuts_of_frame) * itemsize != frame_bytes:
+    want, strides = cuts_of_frame[0].want, cuts_of_frame[0].strides
+    if strides != _row_major(shape) or any(cut.want != want or cut.strides != strides for cut in cuts_of_frame):
         return None
-    _, strides_in_frame, shift = kinds.pop()
-    return shift // itemsize if strides_in_frame == strides else None
+    shifts = {sum(a * s for a, s in zip(cut.at, strides, strict=True)) * itemsize - cut.offset for cut in cuts_of_frame}
+    if len(shifts) != 1 or sum(math.prod(cut.shape) for cut in cuts_of_frame) * itemsize != frame_bytes:
+        return None
+    return shifts.pop() // itemsize
 
 
 class _Extents:

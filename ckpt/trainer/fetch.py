@@ -7,7 +7,7 @@ from the agent's next source. The agent's windows are reused only after they wer
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckpt.trainer.link import Link
 from ckpt.types import Identity
 
 SILENCE_S = 600.0  # how long the agent may deliver nothing; its own store operations give up long before
-BATCH = 16  # frames per job of a copying thread
+BATCH_BYTES = 16 << 20  # per job of a copying thread: each ends with a message to the agent
 
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
 
@@ -47,9 +47,8 @@ def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int],
             if message.kind == "region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frames":
-                at = message.fields["at"]
-                for first in range(0, len(at), BATCH):
-                    jobs.append(tasks.submit(_copy, link, regions, at[first : first + BATCH], deliver))
+                for batch in _batches(message.fields["at"]):
+                    jobs.append(tasks.submit(_copy, link, regions, batch, deliver))
             else:
                 for job in jobs:
                     job.result()
@@ -66,6 +65,19 @@ def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int],
             job.exception()
         for arena in regions.values():
             arena.close()
+
+
+def _batches(at: list[list[int]]) -> Iterator[list[list[int]]]:
+    batch: list[list[int]] = []
+    total = 0
+    for entry in at:
+        batch.append(entry)
+        total += entry[3]
+        if total >= BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _copy(link: Link, regions: dict[int, Arena], at: list[list[int]], deliver: Deliver) -> None:

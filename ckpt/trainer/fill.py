@@ -1,19 +1,86 @@
-"""From a frame into a tensor: the last copy of a restore."""
+"""From a frame into tensors: the last copy of a restore, and the check of the bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt.errors import DamagedData
-from ckpt.plan.reshard import Cut
+from ckpt.format.frames import FrameHasher, frame_hash
+from ckpt.format.manifest import Manifest
+from ckpt.plan.reshard import Cut, Want, cuts, whole_run
+from ckpt.types import ITEMSIZE
+
+# Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
+# path for short copies, which is three times slower from freshly mapped memory.
+BLOCK_BYTES = 2 << 20
 
 
-def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> memoryview | None:
+class Filler:
+    """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device and with
+    any strides; gradients do not notice. Frames may be given in any order, by several threads at once.
+
+    Errors: those of `cuts`.
+    """
+
+    def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._cuts: dict[int, list[Cut]] = {}
+        for cut in cuts(manifest, wants):
+            self._cuts.setdefault(cut.frame, []).append(cut)
+        self._hi, self._lo = manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist()
+        lengths = manifest.frames["length"].tolist()
+        self._runs: dict[int, tuple[int, int]] = {}  # frame -> (want, first byte in it)
+        flat = [_flat(tensor) is not None for tensor in tensors]
+        for frame, mine in self._cuts.items():
+            want = mine[0].want
+            itemsize = ITEMSIZE[wants[want].dtype]
+            # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
+            if flat[want] and itemsize == tensors[want].element_size():
+                first = whole_run(mine, wants[want].box.shape, itemsize, lengths[frame])
+                if first is not None:
+                    self._runs[frame] = want, first * itemsize
+
+    @property
+    def frames(self) -> Collection[int]:
+        return self._cuts.keys()
+
+    def __call__(self, frame: int, raw: memoryview) -> bool:
+        """Fills in all that `raw`, the frame's raw bytes, holds; whether its hash is right. Where it is not the
+        tensors may hold wrong bytes until the frame comes again."""
+        expected = (self._hi[frame], self._lo[frame])
+        run = self._runs.get(frame)
+        if run is not None:
+            target = _flat(self._tensors[run[0]])
+            assert target is not None
+            return copy_run(raw, target[run[1] : run[1] + len(raw)]) == expected
+        if frame_hash(raw) != expected:
+            return False
+        data = torch.frombuffer(raw, dtype=torch.uint8)
+        for cut in self._cuts[frame]:
+            copy_cut(cut, data, self._tensors[cut.want])
+        return True
+
+
+def copy_run(raw: memoryview, target: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Copies `raw` into `target`, of the same size, and returns the hash of what landed there."""
+    source = np.frombuffer(raw, dtype=np.uint8)
+    hasher = FrameHasher()
+    for first in range(0, len(source), BLOCK_BYTES):
+        landed = target[first : first + BLOCK_BYTES]
+        np.copyto(landed, source[first : first + BLOCK_BYTES])
+        hasher.update(landed.data)
+    return hasher.result()
+
+
+def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copies what `cut` says of `frame` (uint8, one dimension: its raw bytes) into `tensor`, the destination of the
-    cut's want, on any device and with any strides; gradients do not notice.
+    cut's want.
 
-    Returns where the bytes now lie if the whole frame went to one run of host memory, so that its hash can be checked
-    after the copy; else None. Errors: DamagedData for a cut that does not lie in the frame or the tensor.
+    Errors: DamagedData for a cut that does not lie in the frame or the tensor.
     """
     itemsize = tensor.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(cut.shape, cut.strides, strict=True))
@@ -26,20 +93,13 @@ def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> memoryview 
     part = tensor.detach()
     for dim, (start, length) in enumerate(zip(cut.at, cut.shape, strict=True)):
         part = part.narrow(dim, start, length)
-    whole = span * itemsize == frame.numel() and _is_row_major(cut)
-    if whole and part.is_contiguous() and part.device.type == "cpu":
-        landed = part.view(-1).view(torch.uint8)
-        landed.copy_(frame)
-        return landed.numpy().data
     source = frame[cut.offset : cut.offset + span * itemsize].view(tensor.dtype)
     part.copy_(source.as_strided(cut.shape, cut.strides))
-    return None
 
 
-def _is_row_major(cut: Cut) -> bool:
-    expected = 1
-    for length, stride in zip(reversed(cut.shape), reversed(cut.strides), strict=True):
-        if length != 1 and stride != expected:
-            return False
-        expected *= length
-    return True
+def _flat(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
+    """The tensor's bytes, where they are one run of this host's memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        return None
+    flat: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return flat

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckpt.errors import NoCheckpoint, StateMismatch, UsageError
+from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.format.manifest import Record
 from ckpt.format.safetensors import SafetensorsReader, TensorHead
 from ckpt.plan.layout import Entry
-from ckpt.plan.reshard import Cut, Want, cuts
+from ckpt.plan.reshard import Want
 from ckpt.storage import open as open_store
 from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
-from ckpt.trainer.targets import copy_cut
+from ckpt.trainer.fill import Filler
 from ckpt.trainer.walk import StateWalker, Walk
 
 Place = tuple[Entry, str, tuple[torch.Tensor, ...]]  # an entry, the name it has in the source, its local tensors
@@ -101,9 +101,7 @@ def _from_run(where: str, walk: Walk, modules: list[str]) -> None:
                 )
             wants += [Want(name, "", entry.dtype, entry.shape, box) for box in entry.boxes]
             tensors += live
-        by_frame: dict[int, list[Cut]] = {}
-        for cut in cuts(manifest, wants):
-            by_frame.setdefault(cut.frame, []).append(cut)
+        filler = Filler(manifest, wants, tensors)
         lengths = manifest.frames["length"]
         held: dict[int, bytearray] = {}
 
@@ -112,11 +110,10 @@ def _from_run(where: str, walk: Walk, modules: list[str]) -> None:
             return memoryview(held[frame])
 
         def deliver(frame: int) -> None:
-            raw = torch.frombuffer(held.pop(frame), dtype=torch.uint8)
-            for cut in by_frame[frame]:
-                copy_cut(cut, raw, tensors[cut.want])
+            if not filler(frame, memoryview(held.pop(frame))):
+                raise DamagedData(f"init={where!r}: frame {frame} changed in this host's memory while it was copied")
 
-        FrameReader(store, record).read(by_frame, deliver, out)
+        FrameReader(store, record).read(filler.frames, deliver, out)
 
     try:
         newest_readable(Run(store), use)

@@ -158,10 +158,10 @@ class Link:
 
     # -- what the step path needs
 
-    def enter(self, step: int) -> None:
+    def enter(self, step: int, sub: int = 0) -> None:
         page = self._page
         if page is not None and self.terms is not None:
-            page.enter(self.terms.rank, step)
+            page.enter(self.terms.rank, step, sub)
 
     def offer(self, offer: Offer) -> None:
         """A new walk: nothing is warm for it until the agent has divided it."""

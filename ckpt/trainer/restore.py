@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from ckpt.errors import DamagedData
 from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
-from ckpt.plan.reshard import Cut, cuts
 from ckpt.tasks import Tasks
 from ckpt.trainer.fetch import fetch
+from ckpt.trainer.fill import Filler
 from ckpt.trainer.link import Link
 from ckpt.trainer.saved import merge_shared
-from ckpt.trainer.targets import Targets, copy_cut, plan_targets
+from ckpt.trainer.targets import Targets, plan_targets
 from ckpt.trainer.walk import StateWalker
 from ckpt.types import Identity
 
@@ -43,33 +41,8 @@ def read_targets(
 def fill(link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: Targets) -> dict[str, int]:
     """Fills the wanted tensors in place; what else the checkpoint holds is applied by `Targets.finish`, after all
     ranks agreed. Bytes by level. Errors: DamagedData, AgentError."""
-    plan: dict[int, list[Cut]] = {}
-    for cut in cuts(manifest, targets.wants):
-        plan.setdefault(cut.frame, []).append(cut)
-    return fetch(link, tasks, identity, plan, _filler(manifest, plan, targets.tensors))
-
-
-def _filler(
-    manifest: Manifest, plan: dict[int, list[Cut]], tensors: list[torch.Tensor]
-) -> Callable[[int, memoryview], bool]:
-    hi, lo = manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist()
-
-    def deliver(number: int, raw: memoryview) -> bool:
-        frame = torch.frombuffer(raw, dtype=torch.uint8)
-        expected = (hi[number], lo[number])
-        wanted = plan[number]
-        if len(wanted) == 1:
-            landed = copy_cut(wanted[0], frame, tensors[wanted[0].want])
-            if landed is not None:  # the whole frame went to one run of memory: the hash is checked there
-                return frame_hash(landed) == expected
-            return frame_hash(raw) == expected
-        if frame_hash(raw) != expected:
-            return False
-        for cut in wanted:
-            copy_cut(cut, frame, tensors[cut.want])
-        return True
-
-    return deliver
+    filler = Filler(manifest, targets.wants, targets.tensors)
+    return fetch(link, tasks, identity, filler.frames, filler)
 
 
 class _Values:

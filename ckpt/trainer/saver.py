@@ -113,7 +113,7 @@ class Saver:
             why = str(exc)
             self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {exc}", loud=True)
         if why:
-            self._miss(round_, tick, why)
+            self.missed(round_, tick, why)
         return why
 
     def _take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float]) -> str:
@@ -142,8 +142,13 @@ class Saver:
         return ""
 
     def late(self, round_: int, step: int) -> None:
-        """Answers an appointment whose step has passed."""
-        self._miss(round_, Tick(step), "late")
+        """Answers an appointment whose tick has passed."""
+        self.missed(round_, Tick(step), "late")
+
+    def missed(self, round_: int, tick: Tick, why: str) -> None:
+        """Answers an appointment that is not kept."""
+        self.receipt.missed += 1
+        self.link.report("missed", {"round": round_, "tick": str(tick), "why": why[:500]})
 
     def boundary(self) -> None:
         """A step has ended: copies that ran under it are looked at and done."""
@@ -206,10 +211,6 @@ class Saver:
         part = flat[start : start + count].cpu().contiguous().view(torch.uint8)
         box = [*entry.boxes[0].offset, *entry.boxes[0].shape]
         return [entry.name, box, hash_bytes(*frame_hash(part.numpy().data))]
-
-    def _miss(self, round_: int, tick: Tick, why: str) -> None:
-        self.receipt.missed += 1
-        self.link.report("missed", {"round": round_, "tick": str(tick), "why": why[:500]})
 
     def _stage(self) -> None:
         while (filling := self._fillings.get()) is not None:

@@ -21,14 +21,11 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
-from ckpt.trainer.fill import copy_cut
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
-
-__all__ = ["Targets", "copy_cut", "plan_targets"]
 
 # State that torch's optimizers keep on the host, unless they are capturable or fused.
 HOST_STATE = frozenset({"step", "mu_product"})
@@ -36,7 +33,7 @@ HOST_STATE = frozenset({"step", "mu_product"})
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see copy_cut). `mismatch`: what
+    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`: what
     does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
     part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.arena import DATA_AT, PAGE, Arena, arena_bytes
-from ckpt.agent.control import ROUND_MAX, STEP_MAX, ControlPage, Kind, Word
+from ckpt.agent.control import ROUND_MAX, STEP_MAX, SUB_MAX, ControlPage, Kind, Place, Word
 from ckpt.errors import AgentError, DamagedData
 from ckpt.types import Epoch, Identity, Tick
 
@@ -98,12 +98,34 @@ def test_values_that_do_not_fit_are_refused_and_leave_it_unsealed(arena: Arena) 
 def test_a_word_survives_the_control_page() -> None:
     page = ControlPage.create(3)
     other = ControlPage(os.dup(page.fd))
-    for word in (Word(1, 0, Kind.TAKE, 0), Word(ROUND_MAX, 15, Kind.HOLD, STEP_MAX), None):
+    poll = Word(9, 3, Kind.HOLD, 500, SUB_MAX)
+    for word in (Word(1, 0, Kind.TAKE, 0), Word(ROUND_MAX, 15, Kind.HOLD, STEP_MAX), poll, None):
         page.announce(word)
         assert other.word() == word
     other.enter(2, 77)
     assert [page.entered(rank) for rank in range(3)] == [0, 0, 77]
-    with pytest.raises(AgentError):
-        page.announce(Word(0, 0, Kind.TAKE, 1))
+    other.enter(1, STEP_MAX, 2 * SUB_MAX)
+    assert [page.entered(1), page.polled(1), page.polled(2)] == [STEP_MAX, SUB_MAX, 0]
+    for wrong in (Word(0, 0, Kind.TAKE, 1), Word(1, 0, Kind.TAKE, 1, SUB_MAX + 1)):
+        with pytest.raises(AgentError):
+            page.announce(wrong)
     page.close()
     other.close()
+
+
+def test_a_rank_knows_whether_an_appointment_is_yet_to_come() -> None:
+    end = Word(1, 0, Kind.TAKE, 7)
+    places = {(6, 9): Place.EARLY, (7, 0): Place.DUE, (7, 1): Place.LATE, (8, 0): Place.LATE}
+    assert {at: end.place(*at) for at in places} == places
+    poll = Word.unpack(Word(1, 0, Kind.TAKE, 70_000, 3).pack())
+    assert poll is not None
+    assert poll.step != 70_000, "told modulo 2^16 only"
+    places = {
+        (69_999, 3): Place.LATE,
+        (70_000, 0): Place.EARLY,
+        (70_000, 2): Place.EARLY,
+        (70_000, 3): Place.DUE,
+        (70_000, 4): Place.LATE,
+        (70_001, 0): Place.LATE,
+    }
+    assert {at: poll.place(*at) for at in places} == places

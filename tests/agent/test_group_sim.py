@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.control import Kind, Word
+from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.facts import State, Why
 from ckpt.agent.group import Group
 from ckpt.policy.every import Every
@@ -36,6 +36,8 @@ class Rank:
         self.step = 0  # entered
         self.ended = 0
         self.sub = 0
+        self.saved = False  # whether the save of this step was asked for
+        self.then: Callable[[], None] = lambda: None  # where it goes on after a hold
         self.layout = 1  # what it holds now
         self.division = ""  # what it was sent last
         self.division_layout = 0
@@ -66,6 +68,8 @@ class Sim:
         self.fault_rate = rng.choice((0.0, 0.02, 0.1))
         self.last_step = rng.randint(8, 20)
         self.save_steps = {s for s in range(1, self.last_step) if rng.random() < 0.08}
+        self.evaluations = {s: rng.randint(1, 40) for s in range(1, self.last_step) if rng.random() < 0.1}
+        self.polled = 0  # snapshots appointed at polls
         self.content: dict[tuple[int, int], Content] = {}
         self.readers: dict[int, tuple[Content, ...]] = {}
         self.word: Word | None = None
@@ -133,7 +137,7 @@ class Sim:
     # -- the agent's side
 
     def decide(self) -> None:
-        for action in self.group.decide(self.now_s, [r.step for r in self.ranks]):
+        for action in self.group.decide(self.now_s, [r.step for r in self.ranks], [r.sub for r in self.ranks]):
             getattr(self, "do_" + type(action).__name__)(action)
         wake_s = self.group.next_wake_s(self.now_s)
         if wake_s is not None and (self.wake_s is None or wake_s < self.wake_s or self.wake_s <= self.now_s):
@@ -162,7 +166,9 @@ class Sim:
     def do_SetWord(self, action: do.SetWord) -> None:
         self.word = action.word
         if action.word:
-            self.granted(action.word.slot, action.word.round, Tick(action.word.step))
+            self.granted(action.word.slot, action.word.round, Tick(action.word.step, action.word.sub))
+            assert Word.unpack(action.word.pack()) is not None
+            self.polled += action.word.sub > 0
 
     def do_Divide(self, action: do.Divide) -> None:
         self.after(self.random.uniform(0, 0.5), self.divided, action.version, tuple(self.layouts))
@@ -332,8 +338,27 @@ class Sim:
     def enter(self, rank: Rank, step: int) -> None:
         if not rank.alive:
             return
-        rank.step, rank.sub = step, 0
-        self.after(self.step_s * self.random.uniform(0.5, 2.0), self.end, rank)
+        rank.step, rank.sub, rank.saved = step, 0, False
+        if step - 1 in self.evaluations:
+            self.after(self.step_s * self.random.uniform(0.1, 0.5), self.poll, rank, self.evaluations[step - 1])
+        else:
+            self.after(self.step_s * self.random.uniform(0.5, 2.0), self.end, rank)
+
+    def poll(self, rank: Rank, left: int) -> None:
+        """One batch of an evaluation between two steps."""
+        if not rank.alive:
+            return
+        if rank.filling:  # a poll waits for copies
+            self.after(self.step_s / 4, self.poll, rank, left)
+            return
+        rank.sub += 1
+        next_s = self.step_s * self.random.uniform(0.1, 0.5)
+        if left > 1:
+            rank.then = lambda: self.after(next_s, self.poll, rank, left - 1)
+        else:
+            rank.then = lambda: self.after(next_s, self.end, rank)
+        if not self.serve(rank, rank.step - 1):
+            rank.then()
 
     def end(self, rank: Rank) -> None:
         """A step ends where all ranks have entered it: training is a chain of collectives."""
@@ -359,23 +384,32 @@ class Sim:
             self.decide()
 
     def boundary(self, rank: Rank) -> None:
-        word = self.word
-        if word and word.round != rank.seen and word.step <= rank.ended:
-            rank.seen = word.round
-            if word.step < rank.ended:
-                self.send(rank, self.group.missed, rank.number, word.round, "late")
-            elif rank.layout != rank.division_layout or rank.warm.get(word.slot) != rank.division or self.fault(0.3):
-                self.send(rank, self.group.missed, rank.number, word.round, "layout")
-            else:
-                self.fill(rank, word.round, word.slot, Tick(word.step), rank.division)
-                if word.kind is Kind.HOLD:
-                    self.ask(rank, "held", word.round)
-                    return
-        self.proceed(rank)
+        rank.sub, rank.step = 0, rank.ended + 1  # published before the word is read
+        rank.then = lambda: self.proceed(rank)
+        if not self.serve(rank, rank.ended):
+            rank.then()
+
+    def serve(self, rank: Rank, ended: int) -> bool:
+        """Answers the appointment; whether it holds."""
+        word = self.word and Word.unpack(self.word.pack())
+        if not word or word.round == rank.seen or word.place(ended, rank.sub) is Place.EARLY:
+            return False
+        rank.seen = word.round
+        if word.place(ended, rank.sub) is Place.LATE:
+            self.send(rank, self.group.missed, rank.number, word.round, "late")
+        elif rank.layout != rank.division_layout or rank.warm.get(word.slot) != rank.division or self.fault(0.3):
+            self.send(rank, self.group.missed, rank.number, word.round, "layout")
+        else:
+            self.fill(rank, word.round, word.slot, Tick(ended, rank.sub), rank.division)
+            if word.kind is Kind.HOLD:
+                self.ask(rank, "held", word.round)
+                return True
+        return False
 
     def proceed(self, rank: Rank) -> None:
-        if rank.ended in self.save_steps and rank.sub == 0:
-            rank.sub = 2 if self.fault(0.3) else 1
+        if rank.ended in self.save_steps and not rank.saved:
+            rank.saved = True
+            rank.sub += 2 if self.fault(0.3) else 1
             self.ask(rank, "save", Why.SAVE)
         elif rank.ended >= self.last_step and not self.faults:
             rank.sub += 1
@@ -436,7 +470,7 @@ class Sim:
             return
         rank.blocked, rank.waits_for = False, None
         if what == "held":
-            self.leave(rank) if body["leave"] else self.proceed(rank)
+            self.leave(rank) if body["leave"] else rank.then()
             return
         if body and not body["saved"]:
             assert rank.layout == rank.division_layout or self.faults
@@ -497,7 +531,7 @@ def run(seed: int) -> Sim:
 def test_no_schedule_mixes_loses_or_hangs(part: int) -> None:
     first = random.SystemRandom().randrange(1 << 40)
     print(f"seeds {first}..{first + SCHEDULES // 4}")
-    totals = {"completed": 0, "hung": 0, "held": 0}
+    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0}
     for seed in range(first, first + SCHEDULES // 4):
         try:
             sim = run(seed)
@@ -506,7 +540,9 @@ def test_no_schedule_mixes_loses_or_hangs(part: int) -> None:
         totals["completed"] += len(sim.completed)
         totals["hung"] += sim.hung
         totals["held"] += bool(sim.verdicts)
+        totals["polled"] += any(tick.sub for tick in sim.completed) and sim.polled
     assert totals["completed"] > SCHEDULES // 4, totals
     if SCHEDULES >= 4000:  # the schedules have to reach what they are there for
         assert totals["hung"]
         assert totals["held"]
+        assert totals["polled"]

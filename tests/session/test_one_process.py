@@ -251,3 +251,50 @@ def test_use_outside_the_block_is_named(tmp_path: Path) -> None:
         next(ck.steps(3))
     with pytest.raises(ckpt.UsageError, match="codec"):
         ckpt.Checkpointer(tmp_path, {}, codec="zip")
+
+
+def test_a_snapshot_that_is_due_in_a_long_evaluation_is_taken_at_a_poll(tmp_path: Path) -> None:
+    job = make()
+    done: list[str] = []
+
+    def committed() -> str:
+        return next((tick for tick in done if not tick.endswith(".0000")), "")
+
+    def note(event: ckpt.Event) -> None:
+        if event.name == "commit.done":
+            done.append(event.data["identity"])
+
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(seconds=0.2), sinks=(note,)) as ck:
+        for step in ck.steps(2):
+            job.train(step)
+        polls = 0
+        while not committed():
+            assert polls < 100_000
+            time.sleep(0.001)
+            torch.rand(1)
+            ck.poll()
+            polls += 1
+        expected = [p.detach().clone() for p in job.model.parameters()]
+    wait_agent_gone(tmp_path)
+    again = make(seed=5)
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 2
+        assert all(torch.equal(p, q) for p, q in zip(again.model.parameters(), expected, strict=True))
+    assert committed().split("-")[-1].startswith("000000000002.")
+
+
+def test_no_poll_takes_a_state_between_an_update_and_its_boundary(tmp_path: Path) -> None:
+    job = make()
+    names: list[str] = []
+    with ckpt.Checkpointer(
+        tmp_path, job.state, policy=ckpt.Every(seconds=0.05), sinks=(lambda e: names.append(e.name),)
+    ) as ck:
+        job.train(1)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            ck.poll()
+            time.sleep(0.001)
+        assert "commit.done" not in names
+        assert ck.receipt["snapshots"] == 0
+        assert ck.receipt["missed"] > 0
+        ck.step()

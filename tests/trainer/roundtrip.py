@@ -18,11 +18,11 @@ from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
 from ckpt.plan.assemble import Blob, Staged, assemble
 from ckpt.plan.division import agree, owned, undivided
 from ckpt.plan.layout import Array, Declaration
-from ckpt.plan.reshard import cuts
 from ckpt.plan.staging import stage
 from ckpt.trainer.coords import coordinate
+from ckpt.trainer.fill import Filler
 from ckpt.trainer.saved import merge_shared
-from ckpt.trainer.targets import Targets, copy_cut, plan_targets
+from ckpt.trainer.targets import Targets, plan_targets
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 
 FRAME_BYTES = 4096
@@ -126,15 +126,11 @@ def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step:
 
 def fill(targets: Targets, checkpoint: Checkpoint) -> None:
     """Fetches every frame into a buffer that is scribbled over afterwards: nothing may alias it."""
-    wanted = cuts(checkpoint.manifest, targets.wants)
-    for number, group in itertools.groupby(wanted, key=lambda cut: cut.frame):
-        frame = torch.frombuffer(bytearray(checkpoint.frame(number)), dtype=torch.uint8)
-        for cut in group:
-            landed = copy_cut(cut, frame, targets.tensors[cut.want])
-            if landed is not None:
-                expected = checkpoint.manifest.frames[number]
-                assert frame_hash(landed) == (int(expected["hash_hi"]), int(expected["hash_lo"]))
-        frame.fill_(0xA5)
+    filler = Filler(checkpoint.manifest, targets.wants, targets.tensors)
+    for number in filler.frames:
+        frame = bytearray(checkpoint.frame(number))
+        assert filler(number, memoryview(frame))
+        frame[:] = b"\xa5" * len(frame)
 
 
 def restore(

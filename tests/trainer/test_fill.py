@@ -1,0 +1,68 @@
+"""Frames into tensors: in one run where they lie so, in parts otherwise, and never unchecked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.trainer.roundtrip as rt
+from ckpt.format.frames import frame_hash
+from ckpt.plan.reshard import Want
+from ckpt.trainer import fill
+from ckpt.trainer.fill import Filler, copy_run
+from ckpt.types import Box
+
+ROWS, COLUMNS = 40, 101  # 16,160 bytes: four frames of at most 4,096, which begin in the middle of rows
+
+
+@pytest.fixture(scope="module")
+def table() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(table: torch.Tensor) -> rt.Checkpoint:
+    return rt.save({"table": table, "few": torch.arange(5.0)})
+
+
+def filled(checkpoint: rt.Checkpoint, box: Box, tensor: torch.Tensor) -> int:
+    """Fills it; how many frames went there in one run."""
+    filler = Filler(checkpoint.manifest, [Want("table", "", "float32", (ROWS, COLUMNS), box)], [tensor])
+    assert all(filler(frame, memoryview(bytearray(checkpoint.frame(frame)))) for frame in filler.frames)
+    return len(filler._runs)
+
+
+def test_a_frame_that_is_one_run_of_a_tensor_is_copied_at_once(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
+    target = torch.zeros(ROWS, COLUMNS)
+    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), target) == 4
+    assert torch.equal(target, table)
+
+
+def test_other_layouts_of_the_memory_get_equal_bytes(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
+    across = torch.zeros(COLUMNS, ROWS).t()
+    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), across) == 0
+    assert torch.equal(across, table)
+    part = torch.zeros(28, COLUMNS)
+    assert filled(checkpoint, Box((12, 0), (28, COLUMNS)), part) == 2
+    assert torch.equal(part, table[12:])
+    narrow = torch.zeros(ROWS, 10)
+    assert filled(checkpoint, Box((0, 7), (ROWS, 10)), narrow) == 0
+    assert torch.equal(narrow, table[:, 7:17])
+
+
+def test_wrong_bytes_are_noticed_on_every_path(checkpoint: rt.Checkpoint) -> None:
+    for target in (torch.zeros(ROWS, COLUMNS), torch.zeros(COLUMNS, ROWS).t()):
+        want = Want("table", "", "float32", (ROWS, COLUMNS), Box.whole((ROWS, COLUMNS)))
+        filler = Filler(checkpoint.manifest, [want], [target])
+        for frame in filler.frames:
+            wrong = bytearray(checkpoint.frame(frame))
+            wrong[-1] ^= 1
+            assert not filler(frame, memoryview(wrong))
+
+
+def test_what_landed_is_hashed_not_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "BLOCK_BYTES", 7)
+    raw = bytes(range(50))
+    target = torch.zeros(50, dtype=torch.uint8).numpy()
+    assert copy_run(memoryview(raw), target) == frame_hash(raw)
+    assert bytes(target.data) == raw
