@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ CREDENTIALS = (
     "AZURE_STORAGE_ACCOUNT_KEY",
 )  # fmt: skip
 CEILING_BYTES = 64 << 20
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def doctor(
@@ -82,6 +84,7 @@ def environment() -> dict[str, Any]:
     problems += _socket_folder_problems(settings.runtime_dir)
     facts["memory available"] = out.size(_memory_available())
     facts["processors"] = len(os.sched_getaffinity(0))
+    facts["huge pages for shared memory"] = _huge_pages()
     return facts | {"problems": problems}
 
 
@@ -101,9 +104,19 @@ def _memory_available() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def credentials() -> dict[str, str]:
-    from pathlib import Path
+def _huge_pages() -> str:
+    """What the kernel grants to arenas, which ask for them; root changes it by writing `advise` to SHMEM_HUGE."""
+    try:
+        text = SHMEM_HUGE.read_text()
+    except OSError:
+        return "not in this kernel"
+    chosen = text.partition("[")[2].partition("]")[0]
+    if chosen in ("never", "deny"):
+        return f"{chosen} (restoring from memory is faster with: echo advise > {SHMEM_HUGE})"
+    return chosen
 
+
+def credentials() -> dict[str, str]:
     facts = {name: "set" for name in CREDENTIALS if os.environ.get(name)}
     for file in ("~/.aws/credentials", "~/.aws/config"):
         if Path(file).expanduser().exists():

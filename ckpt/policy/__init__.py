@@ -1,0 +1,111 @@
+"""When to save and what to keep: values, and pure functions for whoever only wants the numbers.
+
+Names are loaded when they are first used (PEP 562): most of ckpt wants only the values of `every`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.policy.every import Best, Every, Keep, Limits
+    from ckpt.policy.interval import checkfreq_steps, daly, daly_higher, exact, overhead, young
+    from ckpt.policy.levels import (
+        Intervals,
+        Level,
+        Measured,
+        Nested,
+        best,
+        nested,
+        nested_overhead,
+        overhead_first_order,
+        overhead_of,
+        snapshots_per_commit,
+        staleness,
+    )
+    from ckpt.policy.predicted import Predicted, predicted_waste, with_predictions
+    from ckpt.policy.rates import Change, GammaRate, reconsider
+    from ckpt.policy.uptime import weibull_next, weibull_overhead, weibull_scale, weibull_survival, weibull_times
+
+_WHERE = {
+    "Best": "every",
+    "Every": "every",
+    "Keep": "every",
+    "Limits": "every",
+    "checkfreq_steps": "interval",
+    "daly": "interval",
+    "daly_higher": "interval",
+    "exact": "interval",
+    "overhead": "interval",
+    "young": "interval",
+    "Intervals": "levels",
+    "Level": "levels",
+    "Measured": "levels",
+    "Nested": "levels",
+    "best": "levels",
+    "nested": "levels",
+    "nested_overhead": "levels",
+    "overhead_first_order": "levels",
+    "overhead_of": "levels",
+    "snapshots_per_commit": "levels",
+    "staleness": "levels",
+    "Predicted": "predicted",
+    "predicted_waste": "predicted",
+    "with_predictions": "predicted",
+    "Change": "rates",
+    "GammaRate": "rates",
+    "reconsider": "rates",
+    "weibull_next": "uptime",
+    "weibull_overhead": "uptime",
+    "weibull_scale": "uptime",
+    "weibull_survival": "uptime",
+    "weibull_times": "uptime",
+}
+
+__all__ = [
+    "Best",
+    "Change",
+    "Every",
+    "GammaRate",
+    "Intervals",
+    "Keep",
+    "Level",
+    "Limits",
+    "Measured",
+    "Nested",
+    "Predicted",
+    "best",
+    "checkfreq_steps",
+    "daly",
+    "daly_higher",
+    "exact",
+    "nested",
+    "nested_overhead",
+    "overhead",
+    "overhead_first_order",
+    "overhead_of",
+    "predicted_waste",
+    "reconsider",
+    "snapshots_per_commit",
+    "staleness",
+    "weibull_next",
+    "weibull_overhead",
+    "weibull_scale",
+    "weibull_survival",
+    "weibull_times",
+    "with_predictions",
+    "young",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckpt.policy' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ckpt.policy.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -63,8 +63,13 @@ def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int],
         link.fetching = None
         for job in jobs:
             job.exception()
-        for arena in regions.values():
-            arena.close()
+        # The kernel takes the pages out of our address space one by one: nobody has to wait for that.
+        tasks.start("unmap", lambda: _close(regions))
+
+
+def _close(regions: dict[int, Arena]) -> None:
+    for arena in regions.values():
+        arena.close()
 
 
 def _batches(at: list[list[int]]) -> Iterator[list[list[int]]]:
