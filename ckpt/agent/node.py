@@ -7,7 +7,7 @@ import math
 import os
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
@@ -18,9 +18,6 @@ from ckpt.errors import AgentError
 from ckpt.policy.every import Best, Keep
 from ckpt.settings import Settings
 from ckpt.types import Identity
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("ckpt")
 

@@ -23,15 +23,12 @@ def ls(
     """List the checkpoints of a run, oldest first.
 
     The last one is where the next start goes on."""
-    from ckpt.store import keys
-
     with target.store(url) as store:
         run = target.view(store)
-        saved_s = {info.key: info.modified_s for info in store.list(keys.COMMITS)}
         refs = [(ref, "line") for ref in run.line]
         if every:
             refs = sorted([*refs, *((ref, "branch") for ref in run.branches)], key=lambda each: each[0].identity.tick)
-        rows = [_row(ref, where, saved_s.get(keys.record_key(ref.identity, ref.writer))) for ref, where in refs]
+        rows = [_row(ref, where) for ref, where in refs]
         if long:
             for row, (ref, _) in zip(rows, refs, strict=True):
                 row |= _sizes(_open(store, ref))
@@ -44,14 +41,14 @@ def ls(
         out.say(f"{len(run.branches)} more on branches: ckpt ls --all {url}")
 
 
-def _row(ref: CommitRef, where: str, saved_s: float | None) -> dict[str, Any]:
+def _row(ref: CommitRef, where: str) -> dict[str, Any]:
     tick = ref.identity.tick
     return {
         "step": tick.step,
         "sub": tick.sub,
         "identity": str(ref.identity),
         "epoch": ref.identity.epoch.number,
-        "saved": saved_s,
+        "saved": ref.saved_s,
         "where": where,
     }
 

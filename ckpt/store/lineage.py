@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import DamagedData, UsageError
@@ -64,11 +64,13 @@ class Claim:
 
 @dataclass(frozen=True, order=True, slots=True)
 class CommitRef:
-    """One record in the store: whose it is, who put it, its size in bytes."""
+    """One record in the store: whose it is, who put it, its size in bytes, when the store says that it came (seconds
+    since the epoch of time); None of what is in memory."""
 
     identity: Identity
     writer: str
     size: int
+    saved_s: float | None = field(default=None, compare=False)
 
 
 def encode_claim(claim: Claim) -> bytes:

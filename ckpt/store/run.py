@@ -93,7 +93,7 @@ class Run:
         for info in self.backend.list(keys.COMMITS):
             found = keys.parse_record(info.key)
             if found is not None:
-                commits.append(CommitRef(*found, info.size))
+                commits.append(CommitRef(*found, info.size, info.modified_s))
         epochs = self.epochs()
         claims, damaged = self._read_claims(epochs)
         return RunView(
