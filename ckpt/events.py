@@ -1,10 +1,12 @@
 """Events: what happened that a person may want to know, as one JSON object each.
 
-An event never influences what is decided. Sinks are called on the thread that emits and must not block.
+An event never influences what is decided. Sinks are called on the thread that emits and must not block; one that
+raises is not called again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -52,4 +54,9 @@ class Events:
         event = Event(name, message, loud, data)
         log.log(logging.WARNING if loud else logging.INFO, "%s", message)
         for sink in list(self._sinks):
-            sink(event)
+            try:
+                sink(event)
+            except Exception:
+                log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
+                with contextlib.suppress(ValueError):  # another thread was first
+                    self._sinks.remove(sink)

@@ -23,7 +23,7 @@ from ckpt.settings import read
 from ckpt.storage import canonical
 from ckpt.tasks import Tasks
 from ckpt.trainer import entry
-from ckpt.trainer.levels import Level
+from ckpt.trainer.levels import Level, NotStaged
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver, check_metrics
 from ckpt.trainer.updates import Updates
@@ -32,6 +32,7 @@ from ckpt.types import Tick
 SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its place is taken
 NOTICE_CODE = 143
 ASK_AGAIN_S = 0.2
+EXIT_TRIES = 3  # snapshots of the last step that are given up before the exit is
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class _Parts:
     tasks: Tasks
     saver: Saver
     updates: Updates
+    thread: int
     closing: contextlib.ExitStack
 
 
@@ -116,7 +118,14 @@ class Checkpointer:
             raise UsageError(f'codec={codec!r}: one of "auto", "raw", "zstd", "planes"')
         if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
             raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
+        for name, value, kind in (("policy", policy, Every), ("keep", keep, Keep), ("limits", limits, Limits)):
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
+        if not isinstance(url, (str, os.PathLike)) or not isinstance(os.fspath(url), str):
+            raise UsageError(f"url={url!r}: a folder, or a URL such as s3://bucket/run")
         self.url = read().redirected(canonical(os.fspath(url)))
+        if self.url.startswith("memory:"):
+            raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
         self.state = dict(state)
         self.restored = Restored()
         self.events = Events(*sinks)
@@ -153,6 +162,9 @@ class Checkpointer:
         """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
         optimizer update). Put it first in a zip: zip(ck.steps(n), loader)."""
         self._check_use()
+        if not isinstance(total, int):
+            raise UsageError(f"ck.steps({total!r}): a whole number of steps")
+        self._end_broken_step()
         while self._step < total:
             self._stepped = False
             self._in_body = True
@@ -174,8 +186,9 @@ class Checkpointer:
 
     def _end_step(self) -> None:
         parts = self._entered
-        if parts is None:
-            raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
+        if parts is None or parts.saver.forked or threading.get_ident() != parts.thread:
+            self._check_use()
+            return
         self._step = step = self._step + 1
         self._sub = 0
         parts.saver.boundary()
@@ -200,7 +213,8 @@ class Checkpointer:
     def poll(self) -> None:
         """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches): takes the
         snapshot that is appointed there, and waits for copies that still run, so that after it the state may be
-        changed by hand. Nothing is taken once an optimizer has stepped since the last boundary.
+        changed by hand. Nothing is taken once an optimizer has stepped since the last boundary; nor, where a loader is
+        registered, in the body of a step of ck.steps() that has not ended.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
         self._check_use()
         parts = self._parts
@@ -222,13 +236,15 @@ class Checkpointer:
         """Saves the last ended step, now; called by all ranks at the same step. metrics: numbers kept with it (for
         Keep(best=)). A failed save raises where its handle is waited for, not here.
 
-        Errors: UsageError after an update without a boundary."""
+        Errors: UsageError after an update without a boundary; and, where a loader is registered, in the body of a
+        step of ck.steps() that has not ended: the batch that was drawn for it would be skipped after a restore."""
         self._check_use()
-        numbers = check_metrics(metrics)
-        if self._parts.updates.pending:
+        numbers = check_metrics(metrics, self.events)
+        if self._parts.updates.pending or self._has_drawn():
+            what = "after an optimizer update" if self._parts.updates.pending else "after a batch was drawn for a step"
             raise UsageError(
-                f"ck.save() after an optimizer update that no step has ended: call ck.step() first, so that the "
-                f"checkpoint is of step {self._step + 1} and not of half of it"
+                f"ck.save() {what} that no step has ended: call ck.step() first, so that the checkpoint is of step "
+                f"{self._step + 1} and not of half of it"
             )
         tick = self._next_tick()
         try:
@@ -256,17 +272,23 @@ class Checkpointer:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
+        if any(other.url == self.url and other._entered is not None for other in _LIVE):
+            raise UsageError(
+                f"this process has a Checkpointer on {self.url} already: put all of the state into one, or give each "
+                "a URL of its own"
+            )
         settings = read()
         with contextlib.ExitStack() as stack:
             tasks = stack.enter_context(Tasks("trainer", pool_size=4))
-            updates = stack.enter_context(Updates(self.state))
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
-            self._entered = _Parts(tasks, saver, updates, stack.pop_all())
+            updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
+            self._entered = _Parts(tasks, saver, updates, threading.get_ident(), stack.pop_all())
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
         self._receipt.start_step = self._receipt.end_step = self._step
         self._receipt.restored_from = self.restored.source
+        saver.link.levels.begin()  # what entering took is not unsaved time
         saver.link.enter(self._step + 1)
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
@@ -274,6 +296,9 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         parts = self._parts
+        if parts.saver.forked:  # all that there is to close belongs to the parent
+            self._entered = None
+            return
         failure: CkptError | None = None
         try:
             if error is None:
@@ -295,24 +320,39 @@ class Checkpointer:
     def _finish_normally(self) -> CkptError | None:
         """Saves the last step unless it is saved, and waits for its commit."""
         deadline = time.monotonic() + self._limits.exit_s
-        if self._in_body and not self._stepped and self._parts.updates.pending:
-            self._end_step()  # a break after the update: the step has ended
+        self._end_broken_step()
         if self._step == self.restored.step and self._parts.saver.last is None:
             return self._leave("normal", deadline)
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
         tick = self._next_tick() if self._sub else Tick(self._step)
         failure: CkptError = CommitFailed("no attempt was made")
+        link, tries = self._parts.saver.link, 0
         while time.monotonic() < deadline:
+            restarts = link.restarts
             try:
                 self._save_now("exit", tick, {}, deadline)
                 self._wait_for(tick, "store", max(0.0, deadline - time.monotonic()))
                 return self._leave("normal", deadline)
             except SaveFailed as exc:
-                return self._leave("normal", deadline) or CommitFailed(str(exc))
+                tries += 1
+                if link.levels.is_staged(tick) or not isinstance(exc, NotStaged) or tries > EXIT_TRIES:
+                    return self._leave("normal", deadline) or CommitFailed(str(exc))
+                tick = self._next_tick()  # all ranks see that it was given up, and all ask for this one
             except AgentError as exc:  # it is being started again; what it held is handed over
                 failure = exc
                 self._parts.tasks.stopping.wait(ASK_AGAIN_S)
+                if link.restarts != restarts:
+                    tick = self._next_tick()
         return failure
+
+    def _end_broken_step(self) -> None:
+        """A break after the update: the step has ended. Before it, what was drawn for the step is lost, and said."""
+        begun, self._in_body = self._in_body and not self._stepped, False
+        if begun and self._parts.updates.pending:
+            self._end_step()
+        elif begun and self._parts.saver.walker.has_loaders:
+            text = f"ckpt: left in step {self._step + 1} before its update: what was drawn for it is not trained"
+            self.events.emit("step.unfinished", text, loud=True)
 
     def _finish_early(self) -> CkptError | None:
         """Takes no snapshot: the state may be half a step old. Lets what is under way finish."""
@@ -323,10 +363,11 @@ class Checkpointer:
 
     def _leave(self, outcome: str, deadline: float) -> CkptError | None:
         try:
-            self._parts.saver.link.leave(outcome, max(1.0, deadline - time.monotonic()))
+            said = self._parts.saver.link.leave(outcome, max(1.0, deadline - time.monotonic())).fields
         except CkptError as exc:
-            return exc if outcome == "normal" and not isinstance(exc, AgentError) else None
-        return None
+            return exc if outcome != "normal" or not isinstance(exc, AgentError) else None
+        error = said.get("error")
+        return SaveFailed(str(error)) if outcome != "normal" and error else None
 
     # -- inside
 
@@ -341,8 +382,8 @@ class Checkpointer:
         if place is Place.LATE:
             saver.late(told.round, tick.step)
             return
-        if tick.sub and self._parts.updates.pending:
-            saver.missed(told.round, tick, "an update that no step has ended")
+        if tick.sub and (self._parts.updates.pending or self._has_drawn()):
+            saver.missed(told.round, tick, "in the middle of a step")
             return
         missed = saver.take(told.round, told.slot, tick)
         if not missed and told.kind is Kind.HOLD:
@@ -365,12 +406,13 @@ class Checkpointer:
         saver.settle(tick)
         limit_s = self._limits.exit_s if deadline is None else max(1.0, deadline - time.monotonic())
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
-        answer = saver.link.request("save", fields, limit_s).fields
         saver.link.levels.retry(tick)
+        answer = saver.link.request("save", fields, limit_s).fields
+        saver.link.levels.expect(tick)
         if answer["saved"]:
             return  # an appointment came first: all ranks have staged that very tick
         if why := saver.take(int(answer["round"]), int(answer["slot"]), tick, metrics):
-            raise SaveFailed(f"step {tick.step} was not staged: {why}")
+            raise NotStaged(f"step {tick.step} was not staged: {why}")
 
     def _wait_for(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
         """The training thread ends copies that run under the step first: nobody else could, while it waits here."""
@@ -378,6 +420,10 @@ class Checkpointer:
         if threading.current_thread() is saver.thread:
             saver.quiet()
         saver.link.levels.wait(tick, level, timeout_s)
+
+    def _has_drawn(self) -> bool:
+        """Whether a loader may be ahead of the last boundary: in the body of a step that has not ended."""
+        return self._in_body and not self._stepped and self._parts.saver.walker.has_loaders
 
     def _next_tick(self) -> Tick:
         self._sub += 1

@@ -40,7 +40,6 @@ class Store(enum.Enum):
     """What became of a complete round at the store level."""
 
     NEW = "new"
-    SKIPPED = "skipped"
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -258,6 +257,14 @@ class Facts:
         found.store = Store.DONE if committed else Store.NEW
         self.slots[slot].state = State.COMPLETE
         self.slots[slot].round = found
+        self._tell_level(tick, "local", True, "")
+        if committed:
+            self._tell_level(tick, "store", True, "")
+
+    def recovered(self) -> None:
+        """After a restart of the agent: `holds` was called for all that there is."""
+        ticks = [str(s.round.tick) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
+        self._out.append(Tell({"t": "recovered", "ticks": ticks}))
 
     def staged(self, rank: int, number: int, tick: Tick, slot: int, division: str, stall_s: float) -> None:
         round_ = self._open_round_of(number)
@@ -311,8 +318,6 @@ class Facts:
         self._latency_s = max(self._latency_s / 2, LATENCY_S)
         self._retries = 0
         self._tell_level(round_.tick, "local", True, "")
-        if self.committing is not None and not round_.explicit:
-            round_.store = Store.SKIPPED
 
     def committed(self, slot: int, error: str, now_s: float) -> None:
         """The commit that `Commit` asked for has ended. `error`: "" when the record is in the store."""

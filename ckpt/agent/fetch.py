@@ -10,6 +10,7 @@ All of it runs on the agent's main thread but the window's `cell`, which the rea
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -22,13 +23,15 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.memory import WINDOW_BYTES
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError, CkptError, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
     from ckpt.store.reader import FrameReader
+
+log = logging.getLogger("ckpt")
 
 TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
 AT_ONCE = 1024  # frames named in one message
@@ -133,7 +136,7 @@ class Restore:
             self._begin()
         elif len(self._waiting) == 1:
             first = self._waiting[0]
-            self._later(TOGETHER_S, lambda: self._begin() if first in self._waiting else None)
+            self._later(TOGETHER_S, lambda: self._guard(self._begin) if first in self._waiting else None)
 
     def got(self, receiver: Receiver, ok: Iterable[int], bad: Iterable[int]) -> None:
         asked = self._asked.get(id(receiver))
@@ -179,6 +182,20 @@ class Restore:
 
     # -- inside
 
+    def _guard(self, what: Callable[[], None]) -> None:
+        """Where the agent makes a mistake nobody may wait for ever."""
+        try:
+            what()
+        except Exception as exc:
+            log.exception("the agent made a mistake in handing out %s", self.identity)
+            for asked in [*self._waiting, *self._asked.values()]:
+                self._asked[id(asked.receiver)] = asked
+                self._fail(asked, f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}")
+
+    def _soon(self, what: Callable[[], None]) -> None:
+        """On the main thread; may be called from any."""
+        self._post(lambda: self._guard(what))
+
     def _begin(self) -> None:
         batch, self._waiting = self._waiting, []
         if self._closed:
@@ -223,7 +240,8 @@ class Restore:
             self._window = Window(int(self._lengths.max()), self._window_bytes)
         self._reading = True
         window, open_record, frames = self._window, self._open_record, sorted(self._wanted)
-        self._bulk.run(Lane.FRONT, lambda: self._read_pass(window, open_record, frames), self._read_done)
+        work = lambda: self._read_pass(window, open_record, frames)  # noqa: E731
+        self._bulk.run(Lane.FRONT, work, lambda done: self._guard(lambda: self._read_done(done)))
 
     def _read_pass(self, window: Window, open_record: Callable[[], FrameReader], frames: list[int]) -> Record:
         """On a thread of its own, which starts others."""
@@ -233,7 +251,7 @@ class Restore:
         for frame, their in zip(frames, theirs, strict=True):
             if their is None:
                 error = CkptError("the store's record does not have it")
-                self._post(lambda frame=frame, error=error: self._lacking(frame, error))  # type: ignore[misc]
+                self._soon(lambda frame=frame, error=error: self._lacking(frame, error))  # type: ignore[misc]
             else:
                 ours.setdefault(their, []).append(frame)
         cells: dict[int, tuple[int, memoryview]] = {}
@@ -244,14 +262,14 @@ class Restore:
 
         def deliver(their: int) -> None:
             offset = cells.pop(their)[0]
-            self._post(lambda: self._arrived(ours[their], offset))
+            self._soon(lambda: self._arrived(ours[their], offset))
 
         def failed(their: int, error: Exception) -> None:
             cell = cells.pop(their, None)
             if cell is not None:
                 window.release(cell[0])
             for frame in ours[their]:
-                self._post(lambda frame=frame: self._lacking(frame, error))  # type: ignore[misc]
+                self._soon(lambda frame=frame: self._lacking(frame, error))  # type: ignore[misc]
 
         reader.read(ours, deliver, out, failed)
         return reader.record
@@ -311,12 +329,14 @@ class Restore:
 
     def _lacking(self, frame: int, error: Exception) -> None:
         for asked in [self._asked[who] for who in self._who(frame)]:
-            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}")
+            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", error)
 
-    def _fail(self, asked: Asked, message: str) -> None:
+    def _fail(self, asked: Asked, message: str, error: object = None) -> None:
         if self._asked.get(id(asked.receiver)) is asked:
             self.drop(asked.receiver)
-            asked.receiver.send({"t": "fetched", "ok": False, "message": message[:4000], "sources": asked.sources})
+            kind = "storage" if isinstance(error, StorageError) and not isinstance(error, NotFound) else "damaged"
+            fields = {"t": "fetched", "ok": False, "message": message[:4000], "sources": asked.sources, "kind": kind}
+            asked.receiver.send(fields)
 
     def _finish(self, asked: Asked) -> None:
         if not asked.left and self._asked.get(id(asked.receiver)) is asked:

@@ -8,7 +8,8 @@ list of actions. The agent carries the actions out and feeds their outcomes back
 - A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
 - A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
 - The newest complete round stays until a newer one is complete (with one slot: until it is committed).
-- At most one commit runs. Explicit saves, holds and the last one wait their turn; appointed ones skip the level.
+- At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
+  overtakes meanwhile skips the level.
 - Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
 """
 
@@ -118,8 +119,8 @@ class Group(Facts):
             if slot.state is not State.COMPLETE or slot is newest or slot.leases or round_ is None:
                 continue
             if not round_.unjudged and not self._waits(slot):
-                if round_.store is Store.SKIPPED:
-                    self._tell_level(round_.tick, "store", False, "skipped: an earlier one was still being committed")
+                if round_.store is Store.NEW:
+                    self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
 
     def _commit_next(self, now_s: float) -> None:
@@ -134,7 +135,7 @@ class Group(Facts):
             last = no_more and not round_.last_try and not self._given_up
             stuck = self.slots_in_use == 1 and now_s >= self._retry_commit_s  # its slot cannot be had otherwise
             again = round_.store is Store.FAILED and (last or stuck)
-            if round_.store is Store.NEW or again or (round_.store is Store.SKIPPED and last):
+            if round_.store is Store.NEW or again:
                 chosen = newest
         if chosen is not None and chosen.round is not None:
             if self._broken():
@@ -245,7 +246,7 @@ class Group(Facts):
         """All ranks ask for a tick that is staged already: it only has to reach the store like any explicit one."""
         if round_.why is Why.STEP:
             round_.why = self._saves[0].why
-        if round_.store in (Store.SKIPPED, Store.FAILED):
+        if round_.store is Store.FAILED:
             round_.store = Store.NEW
         round_.metrics.update(self._metrics())
         self._answer_saves(self._is_saved(round_))

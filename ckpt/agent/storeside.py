@@ -6,15 +6,16 @@ operation yet should not pay.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.errors import CkptError, StorageError
+from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events import Events
-from ckpt.policy.every import Keep, Limits
+from ckpt.policy.every import Best, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
     from ckpt.store.reader import FrameReader
     from ckpt.store.run import Run
 
+CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
+
+
+class LostStore(StorageError):
+    """What was in the store is gone."""
+
+    kind = "lost-store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,32 @@ class Options:
     keep: Keep = field(default_factory=Keep)
     limits: Limits = field(default_factory=Limits)
     codec: CodecOption = "auto"
+
+
+def options_from(given: Any) -> Options:
+    """What a join says. Errors: UsageError names the field."""
+    keep = keep_from(fields_of(given, "options").get("keep"), "options.keep")
+    limits = fields_of(given.get("limits"), "options.limits")
+    codec = given.get("codec")
+    if codec not in CODECS:
+        raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
+    return Options(keep, Limits(memory=limits.get("memory"), bandwidth=limits.get("bandwidth")), codec)
+
+
+def keep_from(given: Any, name: str) -> Keep:
+    """Errors: UsageError names the field."""
+    told = fields_of(given, name)
+    best = told.get("best")
+    if best is not None and not (isinstance(best, list) and len(best) == 2):
+        raise UsageError(f"{name}.best is {best!r:.80}, not the name of a metric and a mode")
+    return Keep(told.get("last"), told.get("every"), Best(*best) if best else None)
+
+
+def fields_of(given: Any, name: str) -> dict[str, Any]:
+    """Errors: UsageError where that part of a message is no map."""
+    if not isinstance(given, dict):
+        raise UsageError(f"{name} is {given!r:.80}, not a map")
+    return given
 
 
 class StoreSide:
@@ -52,6 +86,7 @@ class StoreSide:
         self._owner = owner
         self._lock = threading.Lock()
         self._runs: dict[bool, Run] = {}
+        self._old: list[Run] = []
         self._committers: dict[tuple[str, float | None], Committer] = {}
         self._claimed: set[Epoch] = set()
         self._base: Record | None = None
@@ -117,7 +152,8 @@ class StoreSide:
         from ckpt.store.keys import new_writer
 
         epoch = claim.epoch
-        self.check(epoch)
+        with contextlib.suppress(LostStore):
+            self.check(epoch)
         self.claim(claim)
         kind = (options.codec, options.limits.bandwidth)
         if kind not in self._committers:
@@ -136,9 +172,17 @@ class StoreSide:
         return done
 
     def check(self, epoch: Epoch) -> None:
-        """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one."""
+        """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore
+        where our claim is gone, and so probably all that was there: nothing may be referred to."""
         run = self.run()
-        if any(each > epoch and each not in self.begun for each in run.epochs()):
+        epochs = run.epochs()
+        if epoch in self._claimed and epoch not in epochs:
+            self._claimed.discard(epoch)
+            self._base = None
+            text = f"{self.url} has lost what was in it; the next save writes everything anew"
+            self.events.emit("store.lost", f"ckpt: {text}", loud=True)
+            raise LostStore(text)
+        if any(each > epoch and each not in self.begun for each in epochs):
             run.check(epoch)
 
     def prune(
@@ -158,7 +202,15 @@ class StoreSide:
             facts[name] = [str(identity) for identity in facts[name]]
         return facts
 
+    def reopen(self) -> None:
+        """The next use opens the store anew: what leads to it has changed. What is under way ends as it began."""
+        with self._lock:
+            self._old += self._runs.values()
+            self._runs.clear()
+            self._committers.clear()
+            self._pruners.clear()
+
     def close(self) -> None:
-        for run in self._runs.values():
+        for run in [*self._old, *self._runs.values()]:
             run.backend.close()
         self._runs.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +21,8 @@ class Every:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise UsageError("ckpt.Every takes steps= or seconds=, one of the two")
-        if self.steps is not None and self.steps < 1:
-            raise UsageError(f"ckpt.Every(steps={self.steps}): at least 1")
-        if self.seconds is not None and not self.seconds > 0:
-            raise UsageError(f"ckpt.Every(seconds={self.seconds}): more than 0")
+        _whole("ckpt.Every(steps=)", self.steps, 1)
+        _positive("ckpt.Every(seconds=)", self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,10 @@ class Best:
 
     metric: str
     mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or self.mode not in ("min", "max"):
+            raise UsageError(f'ckpt.Best({self.metric!r}, {self.mode!r}): the name of a metric, and "min" or "max"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,10 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise UsageError(f"ckpt.Keep(last={self.last}): at least 1")
-        if self.every is not None and self.every < 1:
-            raise UsageError(f"ckpt.Keep(every={self.every}): at least 1")
+        _whole("ckpt.Keep(last=)", self.last, 1)
+        _whole("ckpt.Keep(every=)", self.every, 1)
+        if self.best is not None and not isinstance(self.best, Best):
+            raise UsageError(f'ckpt.Keep(best={self.best!r}): a ckpt.Best("metric", "min")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,26 @@ class Limits:
     bandwidth: float | None = None
     exit_s: float = 600.0
     unsaved_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _whole("ckpt.Limits(memory=), in bytes", self.memory, 1)
+        _positive("ckpt.Limits(bandwidth=), in bytes per second", self.bandwidth)
+        if self.exit_s is None:
+            raise UsageError("ckpt.Limits(exit_s=None): a number of seconds")
+        _positive("ckpt.Limits(exit_s=)", self.exit_s)
+        _positive("ckpt.Limits(unsaved_s=)", self.unsaved_s)
+
+
+def _whole(what: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{what}: {value!r} is no whole number of at least {least}")
+
+
+def _positive(what: str, value: object) -> None:
+    if value is None:
+        return
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not right:
+        raise UsageError(f"{what}: {value!r} is no number above 0")

@@ -66,6 +66,7 @@ class Committer:
         self.bandwidth = bandwidth
         self.pack_bytes = pack_bytes
         self._clock = clock or SystemClock()
+        self._pace = Pace(self._clock, bandwidth)
         self._attempted: set[Identity] = set()
         self._busy = threading.Lock()
 
@@ -103,7 +104,7 @@ class Committer:
                 pack_keys(identity, owner, writer),
                 self.codec,
                 self.pack_bytes,
-                Pace(self._clock, self.bandwidth),
+                self._pace,
                 progress,
                 cancel or threading.Event(),
             )

@@ -234,7 +234,8 @@ class _Slices:
 
 
 class Pace:
-    """Holds puts back so that on average no more than `bytes_per_s` are sent; None: no limit."""
+    """Holds puts back so that no more than `bytes_per_s` are sent on average, from the start of a commit to the end of
+    any put: a pack is paid for before it goes, with time that has passed meanwhile. None: no limit."""
 
     def __init__(self, clock: Clock, bytes_per_s: float | None) -> None:
         self._clock = clock
@@ -246,12 +247,17 @@ class Pace:
         """Returns when `size` bytes may be sent. `check` is called every second meanwhile, and may raise."""
         if self._bytes_per_s is None:
             return
+        price_s = size / self._bytes_per_s
         with self._lock:
-            start_s = max(self._free_at_s, self._clock.now_s())
-            self._free_at_s = start_s + size / self._bytes_per_s
-        while (left_s := start_s - self._clock.now_s()) > 0:
-            check()
-            self._clock.sleep_s(min(left_s, 1.0))
+            self._free_at_s = paid_at_s = max(self._free_at_s, self._clock.now_s()) + price_s
+        try:
+            while (left_s := paid_at_s - self._clock.now_s()) > 0:
+                check()
+                self._clock.sleep_s(min(left_s, 1.0))
+        except BaseException:
+            with self._lock:
+                self._free_at_s -= price_s  # it is not sent: the next commit does not pay for it
+            raise
 
 
 def _bytes_of(frames: Array) -> int:

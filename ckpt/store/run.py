@@ -98,7 +98,7 @@ class Run:
         claims, damaged = self._read_claims(epochs)
         return RunView(
             claims=claims,
-            epochs=epochs,
+            epochs=epochs | {ref.identity.epoch for ref in commits},
             commits=tuple(sorted(commits)),
             closed=frozenset(self._epochs_below(keys.CLOSED)),
             alive={epoch: info.version for epoch, info in self._epochs_below(keys.ALIVE).items()},

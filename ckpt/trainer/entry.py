@@ -15,11 +15,11 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, DamagedData, NoCheckpoint, StateMismatch, StorageError, UsageError
+from ckpt.errors import AgentError, DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
-from ckpt.settings import Settings
+from ckpt.settings import Settings, store_environment
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, restore
 from ckpt.trainer.coords import Coordinate
@@ -115,7 +115,13 @@ def enter(
     facts = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
     _check_facts([msgpack.unpackb(said) for said in group.gather(facts)])
     launch = group.gather(settings.launch.encode())[0].decode()
-    begin = {"launch": launch, "world": group.world, "take_over": asked.take_over, "strict": asked.strict}
+    begin = {
+        "launch": launch,
+        "world": group.world,
+        "take_over": asked.take_over,
+        "strict": asked.strict,
+        "store_env": store_environment(),
+    }
     decision = _ask(group, saver, "begin", begin)
     try:
         found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision)
@@ -307,7 +313,7 @@ def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
     def trying() -> Attempt[T]:
         try:
             return Attempt(work())
-        except (DamagedData, StorageError) as exc:
+        except DamagedData as exc:
             return Attempt(None, str(exc) or type(exc).__name__)
 
     mine = collective.together(group, trying)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent.arena import Arena
-from ckpt.errors import AgentError, DamagedData
+from ckpt.errors import AgentError, from_kind
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import Link
 from ckpt.types import Identity
@@ -53,7 +53,7 @@ def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int],
                 for job in jobs:
                     job.result()
                 if not message.fields["ok"]:
-                    raise DamagedData(str(message.fields["message"]))
+                    raise from_kind(str(message.fields["kind"]), str(message.fields["message"]))
                 return {str(k): int(v) for k, v in dict(message.fields.get("sources") or {}).items()}
             done = [job for job in jobs if job.done()]
             for job in done:

@@ -6,11 +6,15 @@ import threading
 import time
 from typing import Literal
 
-from ckpt.errors import SaveFailed
+from ckpt.errors import SaveFailed, UsageError
 from ckpt.types import Tick
 
 Level = Literal["none", "local", "store"]
 ORDER: dict[str, int] = {"none": 0, "local": 1, "store": 2}
+
+
+class NotStaged(SaveFailed):
+    """No checkpoint of that tick will ever be complete; another snapshot may."""
 
 
 class Levels:
@@ -19,12 +23,34 @@ class Levels:
     def __init__(self) -> None:
         self._reached: dict[Tick, Level] = {}
         self._failed: dict[tuple[Tick, str], str] = {}
+        self._expected: set[Tick] = set()  # taken here, and neither in the store nor given up
         self._changed = threading.Condition()
         self._end: str | None = None
         self.committed_s = time.monotonic()  # when something last reached the store; at first: when this began
 
+    def expect(self, tick: Tick) -> None:
+        """A snapshot of that tick is being taken here."""
+        with self._changed:
+            self._expected.add(tick)
+
+    def fail_unknown(self, known: set[Tick], message: str) -> None:
+        """The agent was started again and knows of these ticks; of others that were taken it will say nothing."""
+        with self._changed:
+            for tick in self._expected - known:
+                for level in ("local", "store"):
+                    self._failed.setdefault((tick, level), message)
+            self._expected &= known
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Training begins now: nothing could reach the store before."""
+        with self._changed:
+            self.committed_s = time.monotonic()
+
     def put(self, tick: Tick, level: Level, ok: bool, message: str = "") -> None:
         with self._changed:
+            if level == "store" or not ok:
+                self._expected.discard(tick)
             if ok and ORDER[level] > ORDER[self._reached.get(tick, "none")]:
                 self._reached[tick] = level
                 if level == "store":
@@ -46,6 +72,9 @@ class Levels:
             self._end = message
             self._changed.notify_all()
 
+    def is_staged(self, tick: Tick) -> bool:
+        return self.level(tick) != "none"
+
     def level(self, tick: Tick) -> Level:
         with self._changed:
             return self._reached.get(tick, "none")
@@ -55,13 +84,17 @@ class Levels:
             return max((t for t, got in self._reached.items() if ORDER[got] >= ORDER[level]), default=None)
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
-        """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s."""
+        """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s;
+        UsageError for a level that there is not."""
+        if level not in ORDER:
+            raise UsageError(f'there is no level {level!r}: "local" (this host\'s memory) or "store"')
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while ORDER[self._reached.get(tick, "none")] < ORDER[level]:
                 failure = self._failed.get((tick, level)) or self._end
                 if failure is not None:
-                    raise SaveFailed(f"step {tick.step} did not reach the {level} level: {failure}")
+                    lost = NotStaged if (tick, "local") in self._failed else SaveFailed
+                    raise lost(f"step {tick.step} did not reach the {level} level: {failure}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise SaveFailed(f"step {tick.step} did not reach the {level} level within {timeout_s:g} s")

@@ -35,6 +35,7 @@ from ckpt.trainer.walk import Walk
 from ckpt.types import Tick
 
 RECONNECT_TRIES = 20
+RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
 _NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
 
 
@@ -102,6 +103,7 @@ class Link:
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
     restarts: int = 0
+    _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
     _page: ControlPage | None = None
     _offer: Offer | None = None
@@ -176,11 +178,11 @@ class Link:
             blobs=[encode_layout(offer.walk.layout), offer.hashes],
         )
 
-    def granted(self, number: int) -> Slot | None:
-        """The slot, if it is bound and warm for the present walk."""
+    def granted(self, number: int) -> tuple[Slot | None, Plan | None]:
+        """The slot, and the plan that it is bound and warm for, if there is one."""
         with self._lock:
             slot = self.slots.get(number)
-            return slot if slot is not None and slot.plan is not None else None
+            return slot, slot.plan if slot is not None else None
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
@@ -219,11 +221,16 @@ class Link:
         elif message.kind == "arena":
             self._on_arena(message)
         elif message.kind == "level":
+            self._in_vain = 0
             self.levels.put(
                 Tick.parse(fields["tick"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
             )
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
+            self.levels.fail_all(f"{self.superseded_by} owns the run now")
+        elif message.kind == "recovered":
+            known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
+            self.levels.fail_unknown(known, "the agent was restarted before all ranks had staged it")
         elif message.kind == "event":
             self.events.emit(
                 str(fields["name"]),
@@ -293,6 +300,8 @@ class Link:
             self._reconnecting = self._reconnecting or restart
         if self.fetching is not None:
             self.fetching.put(None)
+        if self._closed or self.superseded_by is not None:
+            self.levels.fail_all(f"the agent is gone ({why})")
         if restart:
             text = f"ckpt: the agent is gone ({why}); starting it again. Training goes on"
             self.events.emit("agent.lost", text, loud=True)
@@ -301,8 +310,11 @@ class Link:
     def _reconnect(self) -> None:
         """One such thread at a time: two would take each other's place at the agent for ever."""
         self.quiet()
-        delay_s = 0.05
-        for _ in range(RECONNECT_TRIES):
+        self._in_vain += 1
+        delay_s = 0.05 * 2 ** (self._in_vain - 1)
+        if self._in_vain > 1:
+            self.tasks.stopping.wait(min(delay_s, 10.0))
+        for _ in range(RECONNECT_TRIES if self._in_vain <= RESTARTS_IN_VAIN else 0):
             if self._closed or self.superseded_by is not None or self.tasks.stopping.is_set():
                 break
             try:
@@ -346,11 +358,15 @@ class Link:
     def abandon_in_child(self) -> None:
         """In a forked child: closes what would keep the socket and the arenas alive."""
         self._closed = True
+        self.words = _NOTHING_APPOINTED
+        self._page = None
         if self._connection is not None:
             self._connection.abandon_in_child()
         for slot in self.slots.values():
             with contextlib.suppress(OSError):
                 os.close(slot.arena.fd)
+            slot.arena.fd = -1
+        self.slots.clear()
 
 
 def _same_shapes(layout: Layout, walked: Layout) -> bool:

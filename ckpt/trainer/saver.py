@@ -7,6 +7,7 @@ stands still only for what must be copied at the boundary. Every round is answer
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -15,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.format import values
@@ -25,7 +26,7 @@ from ckpt.format.frames import frame_hash, hash_bytes
 from ckpt.plan.layout import Layout, Staging
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
-from ckpt.trainer.link import Link, Offer, Slot, Terms, hashes_blob
+from ckpt.trainer.link import Link, Offer, Plan, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
@@ -38,13 +39,14 @@ class _Filling:
 
     round: int
     number: int
-    slot: Slot
+    arena: Arena
+    declared: tuple[int, int]
+    plan: Plan
     tick: Tick
     snapshot: Snapshot
     shared: bytes
     own: bytes
     about: bytes
-    division: str
     sample: list[Any] | None
 
 
@@ -79,6 +81,7 @@ class Saver:
         self._idle = threading.Condition()
         self._open = 0
         self._last: Tick | None = None
+        self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self.thread = threading.current_thread()
         self.forked = False
         self.restarts_follow = settings.restarts_left > 0
@@ -97,21 +100,29 @@ class Saver:
 
         Errors: SaveFailed when the state cannot be saved as it is now."""
         try:
-            if not self.walker.changed():
+            if self.walker.changed():
+                self._offered = False
+                self.walk = self.walker.walk()
+            if self._offered:
                 return False
-            self.walk = self.walker.walk()
             self.link.offer(self.make_offer(tick))
         except UsageError as exc:
             raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
+        except Exception as exc:  # of an object of the user's, in its state_dict()
+            raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
+        self._offered = True
         return True
 
     def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
         """Takes the snapshot of `tick` into slot `number`. Why it was not taken; "" when it was."""
         try:
             why = self._take(round_, number, tick, metrics or {})
-        except CkptError as exc:  # a save that fails never fails training
-            why = str(exc)
-            self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {exc}", loud=True)
+        except Exception as exc:  # a save that fails never fails training
+            why = str(exc) if isinstance(exc, CkptError) else f"{type(exc).__name__}: {exc}"
+            self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
+        except BaseException:  # Ctrl-C: the others must not wait for us
+            self.missed(round_, tick, "interrupted")
+            raise
         if why:
             self.missed(round_, tick, why)
         return why
@@ -121,24 +132,26 @@ class Saver:
         assert self.link.terms is not None
         if self.settle(tick):
             return "layout"
-        slot = self.link.granted(number)
-        if slot is None or slot.plan is None or slot.plan.walk is not self.walk:
+        slot, plan = self.link.granted(number)
+        if slot is None or plan is None or plan.walk is not self.walk:
             return "not granted"
+        declared = slot.declared
         shared, own = (_encode(tree) for tree in self.walker.values())
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
-        room = slot.arena.values_room(slot.declared, len(slot.plan.staging.frames))
+        room = slot.arena.values_room(declared, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:
             self.link.offer(self.make_offer(tick))
             return "values"
         slot.arena.begin_fill()
         snapshot = self._snapshotter.take(number)
-        sample = self._sample(tick, slot.plan.declaration.layout) if self._replicated else None
+        sample = self._sample(tick, plan.declaration.layout) if self._replicated else None
+        filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, sample)
         self.receipt.stalls_s.append(time.perf_counter() - started_s)
+        self.link.levels.expect(tick)
+        self._last = tick
         with self._idle:
             self._open += 1
-        self._last = tick
-        division = slot.plan.declaration.division
-        self._fillings.put(_Filling(round_, number, slot, tick, snapshot, shared, own, about, division, sample))
+        self._fillings.put(filling)
         return ""
 
     def late(self, round_: int, step: int) -> None:
@@ -229,12 +242,11 @@ class Saver:
     def _finish(self, filling: _Filling) -> None:
         filling.snapshot.wait()
         why = filling.snapshot.abandoned or ""
-        terms, plan = self.link.terms, filling.slot.plan
-        if not why and terms is not None:
-            staging = plan.staging if plan is not None else None
-            why = self._seal(filling, terms, staging)
+        if not why and self.link.terms is not None:
+            why = self._seal(filling, self.link.terms)
         if why:
             self.receipt.missed += 1
+            self.link.levels.put(filling.tick, "local", False, why)
         else:
             self.receipt.snapshots += 1
         self.link.report(
@@ -243,7 +255,7 @@ class Saver:
                 "round": filling.round,
                 "tick": str(filling.tick),
                 "slot": filling.number,
-                "division": filling.division,
+                "division": filling.plan.declaration.division,
                 "stall_s": filling.snapshot.stall_s,
                 "lazy": filling.snapshot.lazy,
                 "why": why,
@@ -251,17 +263,15 @@ class Saver:
             },
         )
 
-    def _seal(self, filling: _Filling, terms: Terms, staging: Staging | None) -> str:
-        if staging is None:
-            return "the agent went away while the snapshot was taken"
+    def _seal(self, filling: _Filling, terms: Terms) -> str:
         identity = Identity(Epoch.parse(terms.epoch), filling.tick)
         try:
-            filling.slot.arena.seal(
+            filling.arena.seal(
                 identity,
                 terms.rank,
                 terms.world,
-                staging.data_bytes,
-                filling.slot.declared,
+                filling.plan.staging.data_bytes,
+                filling.declared,
                 filling.shared,
                 filling.own,
                 filling.about,
@@ -276,12 +286,19 @@ def _encode(tree: Any) -> bytes:
     return values.encode(tree)
 
 
-def check_metrics(metrics: dict[str, Any] | None) -> dict[str, float]:
-    """Errors: UsageError for what is no finite number."""
+def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
+    """Leaves out what is not finite, with an event: a loss that diverged is no reason not to save.
+    Errors: UsageError for what is no number."""
     found = {}
-    for name, value in (metrics or {}).items():
-        number = float(value)
-        if not isinstance(name, str) or not np.isfinite(number):
-            raise UsageError(f"ck.save(metrics=): {name!r}: {value!r} is not a finite number")
-        found[name] = number
+    try:
+        for name, value in (metrics or {}).items():
+            number = float(value)
+            if not isinstance(name, str):
+                raise TypeError
+            if math.isfinite(number):
+                found[name] = number
+            else:
+                events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
+    except (TypeError, ValueError, AttributeError):
+        raise UsageError(f"ck.save(metrics={metrics!r}): a dict of names and numbers") from None
     return found

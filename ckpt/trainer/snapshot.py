@@ -135,6 +135,9 @@ class Snapshotter:
                 self._copy(binding, snapshot, started_s)
         except Exception as exc:  # whatever torch raised: the save has failed, training has not, and both are said
             self._abandon(snapshot, f"it could not be copied: {exc}")
+        except BaseException:  # Ctrl-C: nobody may wait for it, whoever catches this
+            self._abandon(snapshot, "interrupted")
+            raise
         return snapshot
 
     def boundary(self) -> None:

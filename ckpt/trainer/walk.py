@@ -153,6 +153,11 @@ class StateWalker:
         }
         return {"objects": objects, "aliases": scan.aliases}, own
 
+    @property
+    def has_loaders(self) -> bool:
+        """Whether the last walk found an object that says how far it has read its data."""
+        return self._scan is not None and any(isinstance(node, LoaderNode) for node in self._scan.nodes)
+
     def streams(self, found: Sequence[Node]) -> dict[str, generators.Stream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}

@@ -218,16 +218,30 @@ def test_what_somebody_reads_is_not_freed_and_not_given_again() -> None:
     assert driver.word() is not None
 
 
-def test_newer_ones_skip_the_store_while_a_commit_runs_and_say_so() -> None:
+def test_while_a_commit_runs_only_the_newest_waits_and_the_others_say_that_they_do_not() -> None:
     driver = Driver()
     first = driver.complete()
     second = driver.complete()
-    assert driver.group.committing is not None
+    third = driver.complete()
+    assert driver.levels("store") == {str(second): False}
     driver.commit()
-    assert driver.group.committing is None
-    assert driver.levels("store") == {str(first): True}
-    driver.complete()
     assert driver.levels("store") == {str(first): True, str(second): False}
+    assert driver.group.committing is not None, "whoever waits for the newest must not wait for ever"
+    driver.commit()
+    assert driver.levels("store")[str(third)]
+    assert driver.group.committing is None
+
+
+def test_after_a_restart_the_agent_says_what_it_has() -> None:
+    driver = Driver()
+    driver.group.holds(1, Tick(40), True)
+    driver.group.holds(2, Tick(50), False)
+    driver.group.recovered()
+    driver.decide()
+    told = [action.body for action in driver.said if isinstance(action, do.Tell)]
+    assert {"t": "recovered", "ticks": [str(Tick(40)), str(Tick(50))]} in told
+    assert driver.levels("local") == {str(Tick(40)): True, str(Tick(50)): True}
+    assert driver.levels("store") == {str(Tick(40)): True}
 
 
 def test_a_failed_commit_is_told_and_the_next_one_tried() -> None:

@@ -1,0 +1,54 @@
+"""ckpt rehearse with a real training script: real agents, a real kill, a real restore."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.real_train import WAITS_AFTER
+from tests.cli.stores import Said, ckpt
+
+ROOT = Path(__file__).parents[2]
+STEPS = 10
+
+
+def rehearse(monkeypatch: pytest.MonkeyPatch, url: Path, how: str, *options: str) -> Said:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("REAL_TRAIN_URL", os.fspath(url))
+    script = [sys.executable, "-m", "tests.cli.real_train", str(STEPS), how]
+    return ckpt(monkeypatch, "rehearse", url, "--at", WAITS_AFTER, "--timeout-s", 120, *options, "--", *script)
+
+
+def test_a_script_that_restarts_exactly_is_proven_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From this host's memory, which the agent of the killed run still holds."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    said = rehearse(monkeypatch, tmp_path / "run", "exact", "--json")
+    assert said.code == 0, said.err
+    assert said.json["equal"] is True
+    assert said.json["step"] == STEPS
+    assert said.json["killed_after"] == WAITS_AFTER
+    assert said.json["memory_lost"] is False
+    assert list(tmp_path.iterdir()) == []  # the real run was not begun, and the scratch ones are gone
+
+
+def test_a_script_that_forgets_a_generator_is_told_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rehearse(monkeypatch, tmp_path / "run", "forgets", "--lose-memory")
+    assert said.code == 1, said.err
+    assert "tensor model.0.bias: " in said.out
+    assert "already before the kill" not in said.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_that_is_not_seeded_is_told_that_the_restart_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rehearse(monkeypatch, tmp_path / "run", "unseeded")
+    assert said.code == 1, said.err
+    assert "already before the kill" in said.out
+    assert "tensor model.0.bias: " in said.out

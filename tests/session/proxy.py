@@ -1,0 +1,222 @@
+"""A proxy in front of a real S3 server, whose failures the test plans while a job runs.
+
+Fault model, for each request that a rule of `fail` picks (the newest rule that fits counts):
+
+    answer(status, code)  it is answered with that error, and the server never hears of it
+    RESET                 the connection is reset before the server hears of it
+    LOST_REPLY            the server does it, and the connection ends without a reply
+    CUT                   the reply ends in the middle of its body
+    HELD                  it waits until `heal()`, and is passed on then, even if its client is dead: it lands late
+
+`met` is the log of the requests that met a fault, as "PUT run/commits/x" lines. Everything else passes unchanged, Host
+and signature included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import http.client
+import socket
+import struct
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.servers import Server
+
+UPSTREAM_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    status: int = 0
+    code: str = ""
+
+
+RESET, LOST_REPLY, CUT, HELD = Fault("reset"), Fault("lost reply"), Fault("cut"), Fault("held")
+
+
+def answer(status: int, code: str) -> Fault:
+    return Fault(f"{status} {code}", status, code)
+
+
+@dataclass
+class _Rule:
+    fault: Fault
+    method: str
+    key: str
+    left: float
+    who: str
+
+
+class Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.at = replace(server, endpoint=f"http://127.0.0.1:{self.server_address[1]}")
+        self.upstream = urllib.parse.urlsplit(server.endpoint).netloc
+        self.bucket = server.bucket
+        self.met: list[str] = []
+        self.open_sockets: set[socket.socket] = set()
+        self._rules: list[_Rule] = []
+        self._changed = threading.Condition()
+        self._healed = threading.Event()
+        self._held = 0
+        self._ending = False
+
+    def fail(
+        self, fault: Fault, method: str = "*", key: str = "*", count: float = float("inf"), *, who: str = "*"
+    ) -> None:
+        """The next `count` requests of `method` whose key matches the glob meet the fault. `who`: only those that are
+        signed with that access key id."""
+        with self._changed:
+            self._rules.append(_Rule(fault, method, key, count, who))
+
+    def heal(self) -> None:
+        """No request meets a fault any more. Returns once those that were held have been passed on."""
+        with self._changed:
+            self._rules.clear()
+            self._healed.set()
+            self._healed = threading.Event()
+            assert self._changed.wait_for(lambda: self._held == 0, UPSTREAM_TIMEOUT_S), "what was held is held still"
+
+    def wait_met(self, key: str, count: int = 1, timeout_s: float = 60.0) -> None:
+        """Waits until `count` requests of that key met a fault, now or before."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(fnmatch.filter(self.met, f"* {key}")) >= count, timeout_s), (
+                f"only these met a fault: {self.met}"
+            )
+
+    def judge(self, method: str, key: str, who: str) -> tuple[Fault | None, threading.Event]:
+        with self._changed:
+            for rule in reversed(self._rules):
+                if rule.method not in ("*", method) or rule.who not in ("*", who):
+                    continue
+                if rule.left > 0 and fnmatch.fnmatchcase(key, rule.key):
+                    rule.left -= 1
+                    self.met.append(f"{method} {key}")
+                    self._held += rule.fault == HELD
+                    self._changed.notify_all()
+                    return rule.fault, self._healed
+            return None, self._healed
+
+    def let_go(self) -> None:
+        """A request that was held is dealt with."""
+        with self._changed:
+            self._held -= 1
+            self._changed.notify_all()
+
+    @property
+    def is_ending(self) -> bool:
+        return self._ending
+
+    def end(self) -> None:
+        self._ending = True
+        self.heal()
+        self.shutdown()
+        self.server_close()
+        for each in list(self.open_sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients that break off are what this is for
+
+
+@contextlib.contextmanager
+def proxy(server: Server) -> Iterator[Proxy]:
+    made = Proxy(server)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, name="proxy")
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.end()
+        thread.join(10)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Proxy
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.open_sockets.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.open_sockets.discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        who = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+        fault, healed = self.server.judge(self.command, path.removeprefix(f"/{self.server.bucket}/"), who)
+        if fault == HELD:
+            healed.wait()
+            try:
+                done = None if self.server.is_ending else self._pass_on(data)
+            finally:
+                self.server.let_go()
+            if done is None:
+                self.close_connection = True
+            else:
+                self._reply(*done, None)
+        elif fault == RESET:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+        elif fault is not None and fault.status:
+            body = f"<Error><Code>{fault.code}</Code><Message>planned</Message></Error>".encode()
+            self._reply(fault.status, [], body, None)
+        else:
+            status, headers, body = self._pass_on(data)
+            if fault == LOST_REPLY:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+            else:
+                self._reply(status, headers, body, fault)
+
+    do_PUT = do_HEAD = do_POST = do_DELETE = do_GET
+
+    def _pass_on(self, data: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        with contextlib.closing(http.client.HTTPConnection(self.server.upstream, timeout=UPSTREAM_TIMEOUT_S)) as to:
+            to.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() != "connection":
+                    to.putheader(name, value)
+            to.endheaders(data)
+            reply = to.getresponse()
+            return reply.status, reply.getheaders(), reply.read()
+
+    def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes, fault: Fault | None) -> None:
+        self.send_response_only(status)
+        is_head = self.command == "HEAD"
+        for name, value in headers:
+            if name.lower() not in ("connection", "transfer-encoding") and (
+                is_head or name.lower() != "content-length"
+            ):
+                self.send_header(name, value)
+        if not is_head:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if is_head:
+            return
+        if fault == CUT:
+            self.close_connection = True
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self.wfile.write(body)

@@ -1,0 +1,226 @@
+"""ckpt.Limits, seen from the training loop: what is bounded, what is said when it binds, and what goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.events import Event
+from ckpt.types import Identity
+from tests.cli.stores import begin
+from tests.session.loops import losses, make, wait_agent_gone
+from tests.session.proxy import HELD, Proxy, answer
+from tests.session.runs import RUN, URL, Seen, agent_status, kill_agent, run
+
+BRIEF = ckpt.Limits(exit_s=0.5)
+ENDED_S = 20.0  # far above any exit_s here, below the 30 s for which a request is waited for
+
+
+def plan_of(seen: Seen) -> dict[str, Any]:
+    """The last memory plan that was told."""
+    return seen.named("memory.plan")[-1].data
+
+
+def committed_steps(seen: Seen) -> set[int]:
+    return {Identity.parse(each.data["identity"]).tick.step for each in seen.named("commit.done")}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory": -1}, {"bandwidth": 0.0}, {"bandwidth": -5.0}, {"exit_s": -1.0}, {"unsaved_s": 0.0}], ids=str
+)
+def test_a_limit_that_means_nothing_is_refused_where_it_is_written(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ckpt.UsageError, match=name):
+        ckpt.Limits(**wrong)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_memory_that_is_short_gives_fewer_slots_and_every_save_lands(tmp_path: Path, slots: int) -> None:
+    """One slot less makes a snapshot wait for the upload before it, one that is alone for its own: no save is lost."""
+    free = run(tmp_path / "free", 2, make())
+    table = plan_of(free.seen)
+    memory = slots * table["slot_bytes"] + table["commit_bytes"]
+    job, found, seen = make(), [], Seen()
+    with ckpt.Checkpointer(tmp_path / "run", job.state, limits=ckpt.Limits(memory=memory), sinks=(seen,)) as ck:
+        for step in ck.steps(6):
+            found.append(job.train(step))
+            ck.step()
+            handle = ck.save()
+            held = agent_status(tmp_path / "run")["job"]["slots"]
+            assert len(held) <= slots
+            assert sum(slot["bytes"] for slot in held) <= memory
+        handle.wait("store", timeout_s=60)
+    wait_agent_gone(tmp_path / "run")
+    assert found == losses(6)
+    plan = plan_of(seen)
+    assert plan["slots"] == slots
+    assert plan["total_bytes"] <= memory
+    told = seen.named("memory.plan")[-1]
+    assert told.loud == (slots < 3)
+    assert "Limits(memory=)" in told.message
+    assert seen.named("commit.failed") == seen.named("round.abandoned") == []
+    assert committed_steps(seen) == {1, 2, 3, 4, 5, 6}
+    assert run(tmp_path / "run", 6).from_step == 6
+
+
+def test_memory_that_holds_no_snapshot_fails_saves_and_not_the_training(tmp_path: Path) -> None:
+    job, found, seen = make(), [], Seen()
+    limits = ckpt.Limits(memory=1000)
+    with (  # noqa: PT012
+        pytest.raises(ckpt.CommitFailed, match=r"Limits\(memory=\)"),
+        ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=1), limits=limits, sinks=(seen,)) as ck,
+    ):
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            if step == 2:
+                ck.step()
+                with pytest.raises(ckpt.SaveFailed, match=r"Limits\(memory=\)"):
+                    ck.save().wait("local", timeout_s=60)
+    wait_agent_gone(tmp_path)
+    assert found == losses(4)
+    assert seen.wait("save.failed").loud
+    assert seen.named("memory.plan")[-1].loud
+    assert plan_of(seen)["slots"] == 0
+    assert run(tmp_path, 4).from_step == 0
+
+
+# --- bandwidth -------------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def save_tables(url: Path, saves: int, mib: int, bandwidth: float) -> list[Event]:
+    """Commits so many checkpoints of so many MiB that no codec shrinks; the events of the commits."""
+    table, seen = torch.empty(mib * MIB, dtype=torch.uint8), Seen()
+    limits = ckpt.Limits(bandwidth=bandwidth)
+    with ckpt.Checkpointer(url, {"table": table}, generators=False, codec="raw", limits=limits, sinks=(seen,)) as ck:
+        for step in ck.steps(saves):
+            table.random_(generator=torch.Generator().manual_seed(step))
+            if step < saves:
+                ck.step()
+                ck.save().wait("store", timeout_s=120)
+    wait_agent_gone(url)
+    return seen.named("commit.done")
+
+
+def test_a_commit_of_several_packs_keeps_to_the_bandwidth(tmp_path: Path) -> None:
+    """The first pack has 64 MiB, and the second may not begin before they are paid for."""
+    (done,) = save_tables(tmp_path / "run", 1, 96, 64 * MIB)
+    assert " in 2 packs" in done.message
+    assert done.data["seconds"] >= 0.5
+
+
+def test_small_commits_keep_to_the_bandwidth_together(tmp_path: Path) -> None:
+    """Six times 1 MiB at 1 MiB/s: only the first may go at once."""
+    done = save_tables(tmp_path / "run", 6, 1, MIB)
+    assert len(done) == 6
+    assert sum(event.data["seconds"] for event in done) >= 2.5
+
+
+# --- exit_s ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_waits_no_longer_than_it_may_and_the_agent_commits_all_the_same(store: Proxy) -> None:
+    job, found = make(), []
+    with pytest.raises(ckpt.CommitFailed, match="step 3"), ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck:  # noqa: PT012
+        store.fail(HELD, "PUT", f"{RUN}/data/*")
+        for step in ck.steps(3):
+            found.append(job.train(step))
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < ENDED_S
+    store.heal()
+    wait_agent_gone(URL)
+    again = run(URL, 5)
+    assert again.from_step == 3
+    assert found + again.losses == losses(5)
+
+
+def test_an_exception_passes_the_exit_unchanged_and_in_time(store: Proxy) -> None:
+    job = make()
+    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck:  # noqa: PT012
+        store.fail(HELD, "PUT", f"{RUN}/data/*")
+        for step in ck.steps(3):
+            job.train(step)
+            if step == 2:
+                ck.step()
+                ck.save()
+        began_s = time.monotonic()
+        raise ZeroDivisionError
+    assert time.monotonic() - began_s < ENDED_S
+    store.heal()
+    wait_agent_gone(URL)
+    assert run(URL, 3).from_step == 2
+
+
+def test_an_exception_carries_a_note_of_what_could_not_be_committed(store: Proxy) -> None:
+    job = make()
+    with pytest.raises(ZeroDivisionError) as raised, ckpt.Checkpointer(URL, job.state) as ck:  # noqa: PT012
+        store.fail(answer(403, "AccessDenied"))
+        for step in ck.steps(1):
+            job.train(step)
+            ck.step()
+            with pytest.raises(ckpt.SaveFailed):
+                ck.save().wait("store", timeout_s=60)
+        raise ZeroDivisionError
+    store.heal()
+    wait_agent_gone(URL)
+    assert any("ckpt" in note and "credentials" in note for note in getattr(raised.value, "__notes__", []))
+
+
+# --- unsaved_s -------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_unsaved_for_too_long_leaves_and_is_restored_from_what_there_is(store: Proxy) -> None:
+    limits = ckpt.Limits(unsaved_s=1.0, exit_s=0.5)
+    job, found = make(), []
+    with (  # noqa: PT012
+        pytest.raises(ckpt.SaveFailed, match=r"Limits\(unsaved_s=\)") as raised,
+        ckpt.Checkpointer(URL, job.state, policy=ckpt.Every(steps=5), limits=limits) as ck,
+    ):
+        for step in ck.steps(1_000_000):
+            found.append(job.train(step))
+            if step == 2:
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+                store.fail(HELD, "PUT", f"{RUN}/data/*")
+    assert not isinstance(raised.value, ckpt.CommitFailed)
+    newest = ck.receipt["committed_step"]
+    assert 2 <= newest < step
+    kill_agent(URL)
+    store.heal()
+    again = run(URL, newest + 3)
+    assert again.from_step == newest
+    assert found[:newest] + again.losses == losses(newest + 3)
+
+
+def test_the_time_that_entering_takes_is_not_unsaved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long restore must not end a job in its first step; here another job is watched for two heartbeats."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "1.5")
+    begin(tmp_path, closed=False)
+    job, began_s = make(), time.monotonic()
+    with ckpt.Checkpointer(tmp_path, job.state, limits=ckpt.Limits(unsaved_s=2.5)) as ck:
+        assert time.monotonic() - began_s > 2.5
+        for step in ck.steps(1):
+            job.train(step)
+    wait_agent_gone(tmp_path)
+
+
+def test_a_job_whose_commits_land_is_not_unsaved(tmp_path: Path) -> None:
+    """Longer than the limit, but never so long without a commit."""
+    job, limits = make(), ckpt.Limits(unsaved_s=4.0)
+    began_s = time.monotonic()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=5), limits=limits) as ck:
+        for step in ck.steps(1_000_000):
+            job.train(step)
+            if time.monotonic() - began_s > 4.5:
+                break
+    wait_agent_gone(tmp_path)
+    assert ck.receipt["committed_step"] == step

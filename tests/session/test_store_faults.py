@@ -1,0 +1,192 @@
+"""A store that fails under a running job: training goes on, the save says so, and nothing is lost once it is well.
+
+A real Checkpointer, a real agent, and a real S3 server, where it has to misbehave behind a proxy that plans it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.store.keys import parse_record
+from tests import servers
+from tests.cli.stores import opened
+from tests.servers import Server
+from tests.session.loops import losses, make, wait_agent_gone
+from tests.session.proxy import HELD, LOST_REPLY, RESET, Fault, Proxy, answer
+from tests.session.runs import RUN, URL, Seen, agent_status, empty, kill_agent, run
+
+SLOW_DOWN = answer(503, "SlowDown")
+
+
+def test_a_bucket_that_vanishes_fails_the_saves_and_the_end_and_not_the_training(moto: Server) -> None:
+    job, found, seen = make(), [], Seen()
+    with pytest.raises(ckpt.CommitFailed, match="no bucket"), ckpt.Checkpointer(URL, job.state, sinks=(seen,)) as ck:  # noqa: PT012
+        for step in ck.steps(5):
+            found.append(job.train(step))
+            ck.step()
+            if step == 2:
+                ck.save().wait("store", timeout_s=60)
+                empty(moto)
+                servers.remove_bucket(moto, moto.bucket)
+            if step == 3:
+                lost = ck.save()
+                with pytest.raises(ckpt.SaveFailed, match="no bucket"):
+                    lost.wait("store", timeout_s=60)
+                assert lost.level == "local"
+    wait_agent_gone(URL)
+    assert found == losses(5)
+    assert len(seen.named("commit.failed")) >= 2
+    assert all(event.loud for event in seen.named("commit.failed"))
+    assert ck.receipt["committed_step"] == 2
+
+
+@pytest.mark.parametrize("content", ["as it was", "empty"])
+def test_a_bucket_that_comes_back_takes_the_next_save(store: Proxy, rclone: Server, content: str) -> None:
+    """Whatever was in it when it went: what is committed afterwards restores by itself."""
+    job, found, frozen = make(), [], torch.arange(1 << 20)
+    with ckpt.Checkpointer(URL, {**job.state, "frozen": frozen}) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            ck.step()
+            if step == 2:
+                ck.save().wait("store", timeout_s=60)
+                store.fail(answer(404, "NoSuchBucket"))
+                lost = ck.save()
+                with pytest.raises(ckpt.SaveFailed, match="no bucket"):
+                    lost.wait("store", timeout_s=60)
+                if content == "empty":
+                    empty(rclone)
+                store.heal()
+    wait_agent_gone(URL)
+    assert ck.receipt["committed_step"] == 4
+    fresh, other = make(seed=9), torch.empty_like(frozen)
+    with ckpt.Checkpointer(URL, {**fresh.state, "frozen": other}) as ck:
+        assert ck.restored.step == 4
+        for step in ck.steps(6):
+            found.append(fresh.train(step))
+    wait_agent_gone(URL)
+    assert found == losses(6)
+    assert torch.equal(other, frozen)
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "code"), [("*", "*", "ExpiredToken"), ("PUT", f"{RUN}/data/*", "AccessDenied")]
+)
+def test_a_right_that_is_lost_in_mid_run_fails_that_save_at_once_and_not_the_next(
+    store: Proxy, method: str, key: str, code: str
+) -> None:
+    """Asking again would not help, so nobody does; rights that come back are used."""
+    job, found, seen = make(), [], Seen()
+    with ckpt.Checkpointer(URL, job.state, sinks=(seen,)) as ck:
+        for step in ck.steps(5):
+            found.append(job.train(step))
+            ck.step()
+            if step == 2:
+                ck.save().wait("store", timeout_s=60)
+            if step == 3:
+                store.fail(answer(403, code), method, key)
+                lost = ck.save()
+                with pytest.raises(ckpt.SaveFailed, match="credentials"):
+                    lost.wait("store", timeout_s=60)
+                asked = [line for line in store.met if "/alive/" not in line]
+                assert len(asked) == len(set(asked)) == 1
+                store.heal()
+                ck.save().wait("store", timeout_s=60)
+    wait_agent_gone(URL)
+    assert found == losses(5)
+    assert seen.wait("commit.failed").loud
+    again = run(URL, 7)
+    assert again.from_step == 5
+    assert found + again.losses == losses(7)
+
+
+def test_credentials_that_may_only_read_are_told_in_the_first_steps_and_again_at_the_end(store: Proxy) -> None:
+    store.fail(answer(403, "AccessDenied"), "PUT")
+    job, found, seen = make(), [], Seen()
+    with pytest.raises(ckpt.CommitFailed, match="credentials"), ckpt.Checkpointer(URL, job.state, sinks=(seen,)) as ck:  # noqa: PT012
+        for step in ck.steps(3):
+            found.append(job.train(step))
+            if step == 1:
+                told = seen.wait("claim.postponed")
+    wait_agent_gone(URL)
+    assert told.loud
+    assert "credentials" in told.message
+    assert found == losses(3)
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, answer(500, "InternalError"), RESET, LOST_REPLY], ids=lambda f: f.name)
+def test_faults_that_pass_are_waited_out_and_the_commit_lands(
+    store: Proxy, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_RETRY_S", "60")
+    job, found, seen = make(), [], Seen()
+    with ckpt.Checkpointer(URL, job.state, sinks=(seen,)) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            if step == 2:
+                ck.step()
+                for key in ("epochs/*", "data/*", "commits/*"):
+                    store.fail(fault, "PUT", f"{RUN}/{key}", count=2)
+                ck.save().wait("store", timeout_s=60)
+    wait_agent_gone(URL)
+    assert {line.split("/")[2] for line in store.met} >= {"data", "commits"}
+    assert seen.named("commit.failed") == []
+    assert seen.wait("store.retry")
+    again = run(URL, 6)
+    assert again.from_step == 4
+    assert found + again.losses == losses(6)
+
+
+def test_a_server_that_is_slow_holds_up_the_commit_and_never_the_training(store: Proxy) -> None:
+    """While one commit waits for the store, newer snapshots skip it, in as much memory as before."""
+    job, seen = make(), Seen()
+    with ckpt.Checkpointer(URL, job.state, sinks=(seen,), policy=ckpt.Every(steps=1)) as ck:
+        for step in ck.steps(100_000):
+            job.train(step)
+            if step == 1:
+                store.fail(HELD, "PUT", f"{RUN}/data/*")
+            if step > 1 and store.met and ck.receipt["snapshots"] >= 40:
+                break
+        slots = agent_status(URL)["job"]["slots"]
+        held = len([line for line in store.met if "/data/" in line])
+        newest = ck.receipt["committed_step"]
+        store.heal()
+    wait_agent_gone(URL)
+    assert len(slots) <= 3
+    assert held == 1
+    assert newest is None or newest < step - 30
+    assert ck.receipt["committed_step"] == step
+    assert seen.named("commit.failed") == []
+    assert run(URL, step).from_step == step
+
+
+def test_an_agent_that_dies_while_it_puts_a_record_is_followed_by_one_that_puts_its_own(store: Proxy) -> None:
+    """The dead one's put lands as well: two records of one checkpoint, either of which is right."""
+    job, found = make(), []
+    with ckpt.Checkpointer(URL, job.state) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            ck.step()
+            if step == 2:
+                store.fail(HELD, "PUT", f"{RUN}/commits/*")
+                handle = ck.save()
+                store.wait_met(f"{RUN}/commits/*")
+                kill_agent(URL)
+                store.wait_met(f"{RUN}/commits/*", 2)
+                store.heal()
+                handle.wait("store", timeout_s=60)
+    wait_agent_gone(URL)
+    assert ck.receipt["agent_restarts"] == 1
+    held = [line.removeprefix(f"PUT {RUN}/") for line in store.met if "/commits/" in line]
+    first, second = (parse_record(key) for key in held[:2])
+    assert first is not None
+    assert second is not None
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    with opened(URL) as backend:
+        assert {*held[:2]} <= {info.key for info in backend.list("commits/")}
+    again = run(URL, 6)
+    assert again.from_step == 4
+    assert found + again.losses == losses(6)
