@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,9 +20,9 @@ from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, SaveFailed, 
 from ckpt.events import Events, Sink
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
-from ckpt.storage import canonical
 from ckpt.tasks import Tasks
 from ckpt.trainer import entry
+from ckpt.trainer.asked import Asked, check_state, find_url, make_options
 from ckpt.trainer.levels import Level, NotStaged
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver, check_metrics
@@ -114,29 +114,16 @@ class Checkpointer:
         take_over: bool = False,
         sinks: tuple[Sink, ...] = (),
     ) -> None:
-        if codec not in ("auto", "raw", "zstd", "planes"):
-            raise UsageError(f'codec={codec!r}: one of "auto", "raw", "zstd", "planes"')
-        if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
-            raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
-        for name, value, kind in (("policy", policy, Every), ("keep", keep, Keep), ("limits", limits, Limits)):
-            if value is not None and not isinstance(value, kind):
-                raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
-        if not isinstance(url, (str, os.PathLike)) or not isinstance(os.fspath(url), str):
-            raise UsageError(f"url={url!r}: a folder, or a URL such as s3://bucket/run")
-        self.url = read().redirected(canonical(os.fspath(url)))
-        if self.url.startswith("memory:"):
-            raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
+        check_state(state)
+        self._limits = limits or Limits()
+        self.url = find_url(url, read())
         self.state = dict(state)
         self.restored = Restored()
         self.events = Events(*sinks)
-        self._policy = policy or Every(seconds=600)
-        self._keep = keep or Keep()
-        self._limits = limits or Limits()
-        self._unsaved_s = self._limits.unsaved_s
-        self._asked = entry.Asked(
+        self._asked = Asked(
             url=self.url,
             state=self.state,
-            options=self._options(codec),
+            options=make_options(policy or Every(seconds=600), keep or Keep(), self._limits, codec),
             mesh=mesh,
             process_group=process_group,
             init=None if init is None else os.fspath(init),
@@ -204,10 +191,10 @@ class Checkpointer:
         parts.updates.pending = 0
         if link.superseded_by is not None:
             self._leave_superseded(link.superseded_by)
-        if self._unsaved_s is not None and time.monotonic() - link.levels.committed_s > self._unsaved_s:
+        unsaved_s = self._limits.unsaved_s
+        if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
-                f"nothing reached the store for {self._unsaved_s:g} s (ckpt.Limits(unsaved_s=)); "
-                f"run `ckpt doctor {self.url}`"
+                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)); run `ckpt doctor {self.url}`"
             )
 
     def poll(self) -> None:
@@ -448,19 +435,6 @@ class Checkpointer:
             raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
         if threading.current_thread() is not parts.saver.thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
-
-    def _options(self, codec: str) -> dict[str, Any]:
-        best = self._keep.best
-        return {
-            "policy": {"steps": self._policy.steps, "seconds": self._policy.seconds},
-            "keep": {
-                "last": self._keep.last,
-                "every": self._keep.every,
-                "best": None if best is None else [best.metric, best.mode],
-            },
-            "limits": {k: v for k, v in asdict(self._limits).items() if k in ("memory", "bandwidth")},
-            "codec": codec,
-        }
 
     def _update_receipt(self) -> None:
         self._receipt.end_step = self._step

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from ckpt.errors import UsageError
 
+HEARTBEAT_S_MIN = 0.01  # each beat is a put
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`runtime_dir`: where sockets and locks live (one 0700 folder per user).
+    """`runtime_dir`: where sockets and locks live (one 0700 folder per user), an absolute path.
     `launch`: the launch id; the same id is a restart and waits for nobody.
     `linger_s`: how long an agent whose trainers died keeps their memory for a restart.
     `heartbeat_s`: how often a running epoch shows in the store that it lives.
@@ -38,7 +40,25 @@ class Settings:
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
 
 
-def _number(env: Mapping[str, str], name: str, default: float) -> float:
+STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "S3_")  # what the storage libraries read by themselves
+
+
+def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that lead to the store, and what they say."""
+    env = os.environ if env is None else env
+    return {name: value for name, value in sorted(env.items()) if name.startswith(STORE_VARIABLES)}
+
+
+def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
+    """Makes it that of this process; whether it was another one."""
+    before = store_environment()
+    for name in before.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update({name: wanted[name] for name in wanted if name.startswith(STORE_VARIABLES)})
+    return before != store_environment()
+
+
+def _number(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
     text = env.get(name)
     if text is None:
         return default
@@ -46,17 +66,26 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"{name}={text!r} is not a number of seconds; unset it or give one, such as {default:g}")
+    if not least <= value < float("inf"):
+        raise UsageError(
+            f"{name}={text!r} is not a number of at least {least:g}; unset it or give one, such as {default:g}"
+        )
     return value
 
 
 def _pair(name: str, text: str) -> tuple[str, str]:
     try:
-        first, second = map(str, json.loads(text))
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not a JSON list of two URLs; unset it") from None
-    return first, second
+        pair = json.loads(text)
+    except (ValueError, RecursionError):
+        pair = None
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(url, str) for url in pair):
+        raise UsageError(f"{name}={text!r} is not a JSON list of two URLs; unset it")
+    return pair[0], pair[1]
+
+
+def _absolute(path: str) -> Path:
+    """The agent works in another folder than the trainer that started it, and must find the same place."""
+    return Path(os.path.abspath(path))
 
 
 def read(env: Mapping[str, str] | None = None) -> Settings:
@@ -67,11 +96,11 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
     return Settings(
-        runtime_dir=Path(runtime),
+        runtime_dir=_absolute(runtime),
         launch=launch[:200],
         linger_s=_number(env, "CKPT_LINGER_S", 300.0),
-        heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0),
-        agent_log=Path(log) if log else None,
+        heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0, HEARTBEAT_S_MIN),
+        agent_log=_absolute(log) if log else None,
         retry_s=_number(env, "CKPT_RETRY_S", 120.0),
         redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
         restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),

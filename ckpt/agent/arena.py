@@ -23,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ckpt.agent.control import SUB_MAX
 from ckpt.errors import AgentError, DamagedData
 from ckpt.types import Epoch, Identity, Tick
 
 PAGE = 4096
 DATA_AT = PAGE
 _MAGIC = b"CKPTARN1"
+STEP_MAX = 10**12 - 1  # what a tick's written form has room for
 _AGENT_AT = 2048
 _AGENT_MAGIC = b"CKPTHASH"
 # magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
@@ -96,14 +98,19 @@ class Arena:
 
     @classmethod
     def adopt(cls, fd: int) -> Arena:
-        """One that came over a socket. Errors: AgentError if it could be truncated under us."""
+        """One that came over a socket; the descriptor is closed where it is refused.
+
+        Errors: AgentError if it could be truncated under us, or cannot be mapped and written."""
         try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as exc:
-            raise AgentError("a descriptor given as an arena is no memfd") from exc
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise AgentError("a descriptor given as an arena is not sealed against shrinking")
-        return cls(fd)
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise AgentError("a descriptor given as an arena is not sealed against shrinking")
+            return cls(fd)
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise AgentError(f"a descriptor given as an arena is no memfd that can be mapped: {exc}") from exc
+        except BaseException:
+            os.close(fd)
+            raise
 
     def warm(self) -> None:
         """Touches every page, so that no later write waits for one: a fresh page costs ten times a warm one.
@@ -179,6 +186,8 @@ class Arena:
         places = [(flat[i], flat[i + 1]) for i in range(0, 8, 2)]
         if DATA_AT + data_bytes > self.bytes or any(at + length > self.bytes for at, length in places):
             raise DamagedData("an arena's header points outside the arena")
+        if step > STEP_MAX or sub > SUB_MAX:
+            raise DamagedData(f"an arena's header names no tick: step {step}, {sub} within it")
         try:
             epoch = Epoch.parse(f"{number:08d}-{nonce.decode('ascii')}")
         except ValueError as exc:

@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.agent import actions as do
 from ckpt.agent import memory
 from ckpt.agent.arena import Arena
-from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.bulk import MESSAGE_MAX, Bulk, Lane, failure
 from ckpt.agent.checkpoint import Assembler, Checkpoint
 from ckpt.agent.control import ROUND_MAX, ControlPage
 from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options, StoreSide
-from ckpt.errors import Superseded
+from ckpt.errors import AgentError, Superseded
 from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
@@ -33,6 +33,8 @@ from ckpt.types import Epoch, Identity, Tick
 if TYPE_CHECKING:
     from ckpt.store.commit import Committed
     from ckpt.store.lineage import Claim
+
+T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
@@ -61,18 +63,20 @@ class Member:
 
 class Carrier:
     """A job's hands. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
-    from. `checkpoints`, `arenas`: by slot; what is complete, and every rank's arena."""
+    from. `checkpoints`, `arenas`: by slot; what is complete, and every rank's arena. `failed`: what nobody foresaw and
+    went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as nothing did."""
 
     def __init__(self, services: Services, epoch: Epoch, world: int, launch: str) -> None:
+        self.page = ControlPage.create(world)  # first: it says whether there can be so many ranks
         self.epoch = epoch
         self.world = world
         self.launch = launch
+        self.failed = ""
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.claim: Claim | None = None
         self.options = Options()
         self.checkpoints: dict[int, Checkpoint] = {}
         self.arenas: dict[int, list[Arena]] = {}
-        self.page = ControlPage.create(world)
         self.plan: memory.MemoryPlan | None = None
         self._services = services
         self._members: dict[int, Member] = {}
@@ -83,6 +87,7 @@ class Carrier:
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
         self._assembler = Assembler()
         self._beats = 0
+        self._beating = False
         self._dropped = False
 
     @property
@@ -92,13 +97,37 @@ class Carrier:
     def supersede(self, by: str) -> None:
         self.group.supersede(by)
 
+    def _guard(self, what: Callable[[], None]) -> None:
+        """A mistake in what is done for this job ends it in this agent, and no other job. That is told, and its ranks
+        are let go: as after the death of an agent, they bring their arenas to the next one."""
+        try:
+            what()
+        except Exception as exc:
+            if self.failed:
+                return
+            self.failed = f"{type(exc).__name__}: {exc}"[:MESSAGE_MAX]
+            log.exception("epoch %s failed in the agent", self.epoch)
+            self.emit("job.failed", f"the agent made a mistake and cannot go on with this job: {self.failed}", True)
+            for member in self._members.values():
+                self._services.server.lose(member.peer)
+
+    def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
+        self._services.bulk.run(lane, work, lambda done: self._guard(lambda: then(done)))
+
+    def _later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self._services.server.later(delay_s, lambda: self._guard(what))
+
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """An event, told to the lowest rank that is there: one is enough."""
         log.log(logging.WARNING if loud else logging.INFO, "%s", message)
-        fields = {"t": "event", "name": name, "message": message[:4000], "loud": loud, "data": data or {}}
+        text = message[:4000].encode(errors="replace").decode()
+        fields = {"t": "event", "name": name, "message": text, "loud": loud, "data": data or {}}
         for _, member in sorted(self._members.items()):
             if member.peer.open:
-                member.peer.send(fields)
+                try:
+                    member.peer.send(fields)
+                except (AgentError, ValueError, OverflowError):  # too large for a message, or no text: names may be
+                    member.peer.send({**fields, "data": {}})
                 return
 
     def _act(self, action: do.Action) -> None:
@@ -133,12 +162,12 @@ class Carrier:
         """Where ranks speak of different ticks, the others' words for the newest are probably on their way."""
         self._mixed = patient and self._is_mixed()
         if self._mixed:
-            self._services.server.later(MIXED_S, lambda: self._divide(False) if self._mixed else None)
+            self._later(MIXED_S, lambda: self._divide(False) if self._mixed else None)
             return
         version, before = self.group.layouts_version, self._division
         ranks = [self._members[rank].held for rank in range(self.world)]
         distrusted = frozenset(self._distrusted)
-        self._services.bulk.run(
+        self._run(
             Lane.MEMORY, lambda: make_division(ranks, before, distrusted), lambda done: self._divided(version, done)
         )
 
@@ -191,7 +220,7 @@ class Carrier:
                 raise
             return made
 
-        self._services.bulk.run(Lane.MEMORY, make, lambda done: self._made(slot, done))
+        self._run(Lane.MEMORY, make, lambda done: self._made(slot, done))
 
     def _made(self, slot: int, done: Future[list[Arena]]) -> None:
         if error := failure(done):
@@ -220,7 +249,7 @@ class Carrier:
 
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:
         identity, arenas = Identity(self.epoch, tick), self.arenas[slot]
-        self._services.bulk.run(
+        self._run(
             Lane.MEMORY,
             lambda: self._assembler.assemble(identity, arenas),
             lambda done: self._assembled(slot, number, done),
@@ -248,7 +277,7 @@ class Carrier:
             "time_s": time.time(),
             "disagreed": list(checkpoint.disagreed[:100]),
         }
-        self._services.bulk.run(
+        self._run(
             Lane.COMMIT,
             lambda: store.commit(claim, checkpoint, options, about),
             lambda done: self._committed(slot, checkpoint.identity, done),
@@ -277,7 +306,7 @@ class Carrier:
         self.emit("commit.done", text, data=facts)
         keep, store = self.options.keep, self._services.store
         if keep != Keep() and not self.group.superseded_by:
-            self._services.bulk.run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
+            self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
     def _pruned(self, done: Future[dict[str, Any]]) -> None:
         if error := failure(done):
@@ -290,20 +319,23 @@ class Carrier:
 
     def _beat(self) -> None:
         """Shows in the store that the epoch lives, as long as it does."""
-        if self._dropped or self.group.all_gone or self.group.superseded_by:
+        if self._dropped or self.failed or self.group.all_gone or self.group.superseded_by:
             return
-        self._beats += 1
-        beats, store = self._beats, self._services.store
-        self._services.bulk.run(Lane.STORE, lambda: store.heartbeat(self.epoch, beats), self._beaten)
-        self._services.server.later(self._services.heartbeat_s, self._beat)
+        if not self._beating:  # else the store is slow: the beats behind one another would say no more than one
+            self._beating = True
+            self._beats += 1
+            beats, store = self._beats, self._services.store
+            self._run(Lane.STORE, lambda: store.heartbeat(self.epoch, beats), self._beaten)
+        self._later(self._services.heartbeat_s, self._beat)
 
     def _beaten(self, done: Future[None]) -> None:
+        self._beating = False
         if error := failure(done):
             log.info("no heartbeat: %s", error)
 
     def _close(self, reason: str) -> None:
         store = self._services.store
-        self._services.bulk.run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
+        self._run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
 
     def _ended(self, done: Future[None]) -> None:
         if error := failure(done):

@@ -124,5 +124,8 @@ def _metrics(arenas: Sequence[Arena], headers: Sequence[Header]) -> dict[str, fl
         about: Any = values.decode(bytes(arena.part(header.about)))
         if not isinstance(about, dict) or not isinstance(about.get("metrics", {}), dict):
             raise DamagedData(f"an arena says of {header.identity} what cannot be read")
-        merged.update({str(k): float(v) for k, v in about.get("metrics", {}).items()})
+        try:
+            merged.update({str(k): float(v) for k, v in about.get("metrics", {}).items()})
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise DamagedData(f"an arena says of {header.identity} metrics that are no numbers: {exc}") from exc
     return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,11 @@ from ckpt.agent.facts import Presence, State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
 from ckpt.agent.server import Peer
-from ckpt.agent.storeside import Options
+from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, Superseded
+from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.format.declaration import decode_layout
-from ckpt.policy.every import Best, Every, Keep, Limits
+from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: what is larger is a mistake, not a size
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
 
 
@@ -48,6 +50,8 @@ class Job(Carrier):
     @property
     def needed(self) -> bool:
         """Whether it has something to do, or somebody to do it for."""
+        if self.failed:
+            return False
         if self.group.superseded_by:
             return self.group.at_work
         return not self.group.all_gone or self.group.at_work or not self.group.closed_in_store
@@ -58,7 +62,7 @@ class Job(Carrier):
         newest, group = self.group.newest, self.group
         if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
             return False
-        return newest.round.store is Store.FAILED and not group.closed_in_store
+        return newest.round.store is Store.FAILED and not group.closed_in_store and not self.failed
 
     @property
     def newest_step(self) -> int:
@@ -100,7 +104,7 @@ class Job(Carrier):
                 if slot.bytes or slot.making or slot.round
             ],
             "committed": str(group.committed_tick) if group.committed_tick else None,
-            "error": group.last_error or group.refusal or None,
+            "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
             "memory": self.plan.table() if self.plan is not None else None,
         }
@@ -115,24 +119,32 @@ class Job(Carrier):
             raise AgentError(f"rank {rank} of {fields['world']} cannot join a job of {self.world} ranks")
         if self.group.superseded_by:
             raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
+        if self.failed:  # not one connection stays: the agent ends where it has no other job, and another takes over
+            peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
+            self._services.server.lose(peer)
+            return
         if self.group.members[rank].presence is not Presence.HERE or self.group.closed_in_store:
             raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
         known = self._members.get(rank)
         if known is not None and known.pid != peer.pid:
             raise AgentError(f"rank {rank} of {self.epoch} is process {known.pid} already")
         held = self._held(message, str(fields["coordinate"]))
+        request_id = int(fields["id"])
+        policy = _policy_from(fields["options"])
+        options = options_from(fields["options"])
         self._services.server.watch_death(peer)
+        if resume:
+            self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
         if known is not None and known.peer is not peer:
             self._services.server.forget(known.peer)
             self._services.server.lose(known.peer)
         self._members[rank] = Member(peer, peer.pid, held)
         if rank == 0:
-            self._set_options(fields["options"])
-        if resume:
-            self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
+            self.options = options
+            self.group.follow(policy, time.monotonic())
         self.group.joined(rank)
         self.group.layout(rank)
-        peer.reply(int(fields["id"]), {}, [self.page.fd])
+        peer.reply(request_id, {}, [self.page.fd])
         if self._recovery is not None and len(self._members) == self.world:
             self._recover(self._recovery)
 
@@ -193,6 +205,8 @@ class Job(Carrier):
         rank = self.rank_of(peer)
         if rank is not None:
             self.group.lost(rank, time.monotonic())
+        elif self.first is peer and not self._members:
+            self.group.died(0)  # entering failed there: nobody will ever join this epoch
         if self.restore is not None:
             self.restore.drop(peer)
 
@@ -214,14 +228,20 @@ class Job(Carrier):
         else:
             self.group.started(claim.parent.tick.step if claim.parent else 0, now_s)
         store = self._services.store
-        self._services.bulk.run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
-        self._services.server.later(self._services.heartbeat_s, self._beat)
+        self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+        self._later(self._services.heartbeat_s, self._beat)
 
     def settle(self) -> float | None:
         """Decides and acts until nothing is left to do now; when to look again, on the monotonic clock."""
-        if self._dropped:
+        if self._dropped or self.failed:
             return None
         now_s = time.monotonic()
+        self._guard(lambda: self._decide(now_s))
+        if self.group.all_gone and self.gone_s is None:
+            self.gone_s = now_s
+        return self.group.next_wake_s(now_s) if not self.failed else None
+
+    def _decide(self, now_s: float) -> None:
         found = True
         while found:
             steps = [self.page.entered(rank) for rank in range(self.world)]
@@ -230,9 +250,6 @@ class Job(Carrier):
             for action in actions:
                 self._act(action)
             found = bool(actions)
-        if self.group.all_gone and self.gone_s is None:
-            self.gone_s = now_s
-        return self.group.next_wake_s(now_s)
 
     def drop(self) -> None:
         """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease."""
@@ -255,15 +272,24 @@ class Job(Carrier):
     def recover_from_trainers(self) -> None:
         """This agent takes over a running job: the trainers bring the arenas."""
         self._recovery = Recovery(self.world, len(self.group.slots))
-        self._services.server.later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
+        self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
 
     def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
-        if self._recovery is None:
-            return  # the connection broke, not the agent: we have them
+        if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
+            self._handed = {each for each in self._handed if each[1] != rank}
+            self._handed |= {
+                (slot, rank) for slot, fd in zip(slots, message.fds, strict=False) if self._has(slot, rank, fd)
+            }
+            return
         self._recovery.take(rank, slots, message.fds)
         for slot in slots:
             self._handed.add((slot, rank))
             self.group.slots[slot].making = True
+
+    def _has(self, slot: int, rank: int, fd: int) -> bool:
+        """Whether that is the arena that the slot has now."""
+        by_rank = self.arenas.get(slot)
+        return by_rank is not None and os.path.samestat(os.fstat(fd), os.fstat(by_rank[rank].fd))
 
     def _recover(self, recovery: Recovery) -> None:
         """All ranks are here: what is whole in their arenas is looked for."""
@@ -272,14 +298,16 @@ class Job(Carrier):
         for slot in lost:
             self._let_go(slot, [])
         store = self._services.store
-        self._services.bulk.run(
+        self._run(
             Lane.MEMORY,
             lambda: look_for(self.epoch, whole, self._assembler, store),
             lambda done: self._recovered(whole, done),
         )
 
     def _recovered(self, arenas: dict[int, list[Arena]], done: Future[Found]) -> None:
-        found = done.result()
+        if error := failure(done):
+            self.emit("recovery.failed", f"what the trainers had in memory cannot be read: {error}", True)
+        found = Found({}, frozenset()) if error else done.result()
         for slot, by_rank in arenas.items():
             if self._dropped:
                 self._let_go(slot, by_rank)
@@ -290,6 +318,7 @@ class Job(Carrier):
                 checkpoint = found.checkpoints[slot]
                 self.checkpoints[slot] = checkpoint
                 self.group.holds(slot, checkpoint.identity.tick, checkpoint.identity in found.committed)
+        self.group.recovered()
         steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
         self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})
 
@@ -299,6 +328,7 @@ class Job(Carrier):
             return
         if why:
             log.warning("what the trainers had in memory cannot be taken over: %s", why)
+            self.group.recovered()
         for slot in recovery.end(keep=False)[1]:
             self._let_go(slot, [])
 
@@ -315,17 +345,16 @@ class Job(Carrier):
         if len(message.blobs) != 2:
             raise AgentError(f"{message.kind!r} comes with a layout and hashes")
         layout, hashes = decode_layout(message.blobs[0]), hashes_from(message.blobs[1])
-        return Held(coordinate, layout, hashes, str(fields["tick"]), int(fields["values_bytes"]))
+        values_bytes = int(fields["values_bytes"])
+        if not 0 <= values_bytes <= VALUES_BYTES_MAX:
+            raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
+        return Held(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
 
-    def _set_options(self, options: dict[str, Any]) -> None:
-        policy, keep, limits = options["policy"], options["keep"], options["limits"]
-        best = Best(*keep["best"]) if keep.get("best") else None
-        self.group.follow(Every(steps=policy["steps"], seconds=policy["seconds"]), time.monotonic())
-        self.options = Options(
-            Keep(keep["last"], keep["every"], best),
-            Limits(memory=limits["memory"], bandwidth=limits["bandwidth"]),
-            options["codec"],
-        )
+
+def _policy_from(options: Any) -> Every:
+    """Errors: UsageError names the field."""
+    policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
+    return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 
 def _numbers(value: Any) -> list[int]:

@@ -13,9 +13,9 @@ from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.starts import LISTED_MAX, Starts
+from ckpt.agent.storeside import keep_from
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError
-from ckpt.policy.every import Best, Keep
+from ckpt.errors import AgentError, UsageError
 from ckpt.settings import Settings
 from ckpt.types import Identity
 
@@ -111,13 +111,14 @@ class Node(Starts):
         elif message.kind == "preempt":
             if job is None or job.group.all_gone:
                 raise AgentError(f"no job is running on {self.url}")
-            job.group.preempt(time.monotonic() + float(fields["deadline_s"]))
+            deadline_s = float(fields["deadline_s"])
+            if not math.isfinite(deadline_s):
+                raise UsageError(f"preempt: deadline_s is {deadline_s}, not a number of seconds from now")
+            job.group.preempt(time.monotonic() + deadline_s)
             job.emit("notice", f"the node goes away ({str(fields.get('source', 'unknown'))[:200]})", True)
             peer.reply(request_id, {})
         else:
-            keep = fields.get("keep") or {}
-            best = Best(*keep["best"]) if keep.get("best") else None
-            rule = Keep(keep.get("last"), keep.get("every"), best)
+            rule = keep_from(fields.get("keep") or {}, "keep")
             also = [Identity.parse(str(text)) for text in fields.get("also") or []]
             epoch = job.epoch if job is not None and self._store.is_claimed(job.epoch) else None
             yes = bool(fields["yes"])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.checkpoint import Assembler, Checkpoint
 from ckpt.agent.storeside import StoreSide
 from ckpt.errors import AgentError, CkptError
 from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
 
@@ -26,7 +32,8 @@ class Recovery:
         self._arenas: dict[int, dict[int, Arena]] = {}
 
     def take(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
-        """Takes over the descriptors, one for each slot. Errors: AgentError."""
+        """Takes over the descriptors, one for each slot. Errors: AgentError; what was taken until then is kept, and
+        replaced when the rank comes again."""
         if len(slots) != len(fds) or not set(slots) <= set(range(self.slots_max)):
             raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(fds)}")
         for slot in slots:
@@ -50,6 +57,18 @@ class Recovery:
                 arena.close()
         self._arenas.clear()
         return whole, lost
+
+
+def claim_told(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
+    """What a rank that joins says of its epoch. Errors: UsageError, ValueError, TypeError."""
+    from ckpt.store.lineage import Ancestor, Claim
+
+    def identity(text: Any) -> Identity | None:
+        return None if text is None else Identity.parse(str(text))
+
+    ancestors = tuple(Ancestor(Epoch.parse(str(each)), identity(parent)) for each, parent in fields["ancestors"])
+    launch, host = str(fields["launch"])[:200], socket.gethostname()[:200]
+    return Claim(epoch, identity(fields["parent"]), ancestors, launch, host, time.time())
 
 
 @dataclass(frozen=True, slots=True)

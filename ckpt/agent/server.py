@@ -1,7 +1,8 @@
 """The agent's main thread: one loop over its socket, its peers, their processes' ends, timers and results of threads.
 
 Nothing here waits but the loop itself, and it sleeps until something happens: an idle agent uses no processor time.
-A message that cannot be understood closes the connection that it came on, and nothing else.
+A message that cannot be understood, or whose handling fails, closes the connection that it came on, and nothing else.
+Whatever else fails is logged with its traceback, and the loop goes on: it serves more than one job.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ log = logging.getLogger("ckpt")
 
 OUTBOX_MAX = 10_000  # packets for a peer that does not read; then it is let go
 AT_ONCE = 64  # messages of one peer before the others have their turn
+WAIT_S_MAX = 3600.0  # what the kernel is asked to wait at once: it counts in 32 bits of milliseconds
+AGAIN_S = 1.0  # until what failed, settling or accepting, is tried again
 _UCRED = struct.Struct("3i")
 
 
@@ -36,7 +39,7 @@ class Handler(Protocol):
     """What the messages mean. All of it runs on the main thread."""
 
     def message(self, peer: Peer, message: wire.Message) -> None:
-        """Errors: CkptError is answered; KeyError, TypeError, ValueError: the message is malformed."""
+        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
         ...
 
     def ended(self, peer: Peer) -> None:
@@ -143,21 +146,22 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         while True:
-            wake_s = handler.settle()
+            wake_s = self._settle()
             while self._lost:
-                self._drop(self._lost.pop())
-                wake_s = handler.settle()
+                self._guard(handler.ended, self._lost.pop())
+                wake_s = self._settle()
             if handler.finished() and self._end():
                 return
             if self._timers:
                 wake_s = min(self._timers[0][0], wake_s if wake_s is not None else self._timers[0][0])
-            timeout_s = None if wake_s is None else max(0.0, wake_s - time.monotonic())
+            timeout_s = None if wake_s is None else min(max(0.0, wake_s - time.monotonic()), WAIT_S_MAX)
             for key, events in self._selector.select(timeout_s):
-                key.data(events)
+                self._guard(key.data, events)
             while self._posted:
-                self._posted.popleft()()
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                heapq.heappop(self._timers)[2]()
+                self._guard(self._posted.popleft())
+            now_s = time.monotonic()  # read once: a timer that sets itself anew must not keep the loop
+            while self._timers and self._timers[0][0] <= now_s:
+                self._guard(heapq.heappop(self._timers)[2])
 
     def post(self, what: Callable[[], None]) -> None:
         """Runs it on the main thread, soon and in order."""
@@ -211,6 +215,20 @@ class Server:
 
     # -- inside
 
+    def _guard(self, what: Callable[..., None], *given: object) -> None:
+        """A mistake in one callback is not the end of all jobs."""
+        try:
+            what(*given)
+        except Exception:
+            log.exception("the agent made a mistake, and goes on")
+
+    def _settle(self) -> float | None:
+        try:
+            return self._handler.settle()
+        except Exception:
+            log.exception("the agent made a mistake, and goes on")
+            return time.monotonic() + AGAIN_S
+
     def _listen(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with contextlib.suppress(FileNotFoundError):
@@ -219,6 +237,21 @@ class Server:
         self._listener.listen(256)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
 
+    def _rest(self) -> None:
+        """Who waits to be accepted is left alone for a while: it would keep the loop busy, to no end."""
+        listener = self._listener
+        self._deafen()
+
+        def again() -> None:
+            if listener.fileno() >= 0:  # else it was closed meanwhile
+                self._selector.register(listener, selectors.EVENT_READ, self._on_connect)
+
+        self.later(AGAIN_S, again)
+
+    def _deafen(self) -> None:
+        with contextlib.suppress(KeyError):  # it rests
+            self._selector.unregister(self._listener)
+
     def _end(self) -> bool:
         """Takes the socket away, unless somebody is just connecting or has not got all of its messages."""
         if any(peer.outbox for peer in self.peers):
@@ -226,7 +259,7 @@ class Server:
         self.path.unlink(missing_ok=True)
         before = len(self.peers)
         self._on_connect(selectors.EVENT_READ)
-        self._selector.unregister(self._listener)
+        self._deafen()
         self._listener.close()
         if len(self.peers) > before:
             self._listen()
@@ -249,6 +282,7 @@ class Server:
                 return
             except OSError as exc:  # no more descriptors, or the caller is gone again
                 log.warning("a connection could not be accepted: %s", exc)
+                self._rest()
                 return
             sock.setblocking(False)
             pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -281,7 +315,7 @@ class Server:
             return False
         except OSError:
             message = None
-        except AgentError as exc:
+        except Exception as exc:
             log.warning("a connection of process %d was closed: %s", peer.pid, exc)
             message = None
         if message is None:
@@ -295,9 +329,9 @@ class Server:
                 peer.refuse(request_id, exc)
             else:
                 log.warning("%s of process %d: %s", message.kind, peer.pid, exc)
-        except (KeyError, TypeError, ValueError) as exc:
+        except Exception as exc:
             what = "a connection of process %d was closed: its message %r is malformed: %r"
-            log.warning(what, peer.pid, message.kind, exc, exc_info=True)
+            log.warning(what, peer.pid, message.kind[:100], exc, exc_info=True)
             self.lose(peer)
         finally:
             message.close()
@@ -307,8 +341,5 @@ class Server:
         while self._receive(peer):
             pass
         self.forget(peer)
-        self._handler.died(peer)
+        self._guard(self._handler.died, peer)
         self.lose(peer)
-
-    def _drop(self, peer: Peer) -> None:
-        self._handler.ended(peer)

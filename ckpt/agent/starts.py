@@ -9,12 +9,14 @@ any of them is struck out for all, and the next is chosen.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,21 +25,25 @@ from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.candidates import Candidate, Remembered
 from ckpt.agent.carrier import Carrier, Services
 from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
+from ckpt.agent.recovery import claim_told
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded
+from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Manifest
-from ckpt.settings import Settings
-from ckpt.types import Epoch, Identity
+from ckpt.settings import Settings, adopt_store_environment
+from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
+
+T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
@@ -85,10 +91,7 @@ class Starts:
         self._server = server
         self._bulk = Bulk(server.post)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
-        owner = (
-            "".join(c if c.isalnum() or c in "._-" else "-" for c in socket.gethostname())[:40].lstrip(".") or "node"
-        )
-        self._store = StoreSide(url, settings, self._events, owner)
+        self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
         self._services = Services(server, self._bulk, self._store, settings.heartbeat_s, self._kept_bytes)
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
@@ -135,6 +138,9 @@ class Starts:
     def _begin(self, peer: Peer, message: Message) -> None:
         fields = message.fields
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
+        request_id = int(fields["id"])
+        if not 0 < world <= WORLD_MAX:
+            raise UsageError(f"world is {world}: one node has 1 to {WORLD_MAX} ranks")
         if launch in self._refused and not take_over:
             raise Superseded(
                 f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
@@ -144,11 +150,26 @@ class Starts:
             self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
         self._end_restore()
         self._server.watch_death(peer)
+        if adopt_store_environment(dict(fields.get("store_env") or {})):
+            self._store.reopen()
         if self.current is not None:
             self._move_aside(self.current, launch)
-        start = self._start = Start(peer, int(fields["id"]), launch, world, take_over)
+        start = self._start = Start(peer, request_id, launch, world, take_over)
         memory = bool(self._remembered())
-        self._bulk.run(Lane.FRONT, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+        self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _for(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
+        """Runs `work` on a thread and `then` after it, while that start is still the one under way."""
+        self._bulk.run(Lane.FRONT, work, lambda done: self._guard_start(start, lambda: then(done)))
+
+    def _guard_start(self, start: Start, what: Callable[[], None]) -> None:
+        """What goes wrong in it is told to whoever waits for it, and ends no other job."""
+        if self._start is not start:
+            return
+        try:
+            what()
+        except Exception as exc:
+            self._fail_start(start, exc)
 
     def _move_aside(self, job: Job, launch: str) -> None:
         if not job.group.all_gone:
@@ -169,8 +190,6 @@ class Starts:
         return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
 
     def _looked(self, start: Start, memory: bool, done: Future[RunView]) -> None:
-        if self._start is not start:
-            return
         error = done.exception()
         if error is None:
             start.view = done.result()
@@ -186,18 +205,16 @@ class Starts:
         start = self._start
         if start is None or not start.listed or start.resolving or start.request_id is None:
             return
-        if any(slot.state is State.STAGED for job in self.former for slot in job.group.slots):
+        if any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots):
             return
-        start.resolving = True
-        try:
-            found = candidates.candidates(start.view, self._remembered())
-        except DamagedData as exc:
-            start.resolving = False
-            self._fail_start(start, exc)
-            return
+        self._guard_start(start, lambda: self._choose(start))
+
+    def _choose(self, start: Start) -> None:
+        found = candidates.candidates(start.view, self._remembered())
         start.has_any = bool(found)
         held = [(each, self._in_memory(each.identity)) for each in found if each.identity not in self._struck]
-        self._bulk.run(Lane.FRONT, lambda: self._resolve(held), lambda done: self._resolved(start, done))
+        start.resolving = True
+        self._for(start, lambda: self._resolve(held), lambda done: self._resolved(start, done))
 
     def _resolve(self, held: list[tuple[Candidate, Checkpoint | None]]) -> tuple[Resolved | None, dict[Identity, str]]:
         """On a thread: the first candidate whose manifest can be read, and those before it that cannot."""
@@ -218,8 +235,6 @@ class Starts:
 
     def _resolved(self, start: Start, done: Future[tuple[Resolved | None, dict[Identity, str]]]) -> None:
         start.resolving = False
-        if self._start is not start:
-            return
         error = done.exception()
         if error is not None:
             self._fail_start(start, error)
@@ -241,8 +256,7 @@ class Starts:
         return self.current
 
     def _offer_candidate(self, start: Start, job: Job, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
-        request_id, start.request_id = start.request_id, None
-        assert request_id is not None
+        assert start.request_id is not None
         start.chosen = chosen.candidate if chosen is not None else None
         body: dict[str, Any] = {
             "epoch": str(job.epoch),
@@ -254,7 +268,7 @@ class Starts:
         for identity, why in damaged.items():
             job.emit("restore.struck", f"step {identity.tick.step} cannot be read and is passed over: {why}", True)
         if chosen is None:
-            start.peer.reply(request_id, body)
+            self._answer(start, body, [])
             return
         identity = chosen.candidate.identity
         where = self._slot_of(identity)
@@ -285,16 +299,21 @@ class Starts:
             },
             "steps_lost": max(0, lost[0]) if lost else None,
         }
-        start.peer.reply(request_id, body, blobs=[chosen.encoded])
+        self._answer(start, body, [chosen.encoded])
+
+    def _answer(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
+        assert start.request_id is not None
+        start.peer.reply(start.request_id, body, blobs=blobs)
+        start.request_id = None  # only now: until it is sent, whoever waits can still be told of an error
 
     def _next(self, peer: Peer, message: Message) -> None:
         """The candidate failed on some rank: it is struck out for all, and remembered."""
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
-        identity = Identity.parse(str(fields["identity"]))
+        identity, request_id = Identity.parse(str(fields["identity"])), int(fields["id"])
         self._struck[identity] = str(fields["why"])[:2000]
         self._end_restore()
-        start.request_id = int(fields["id"])
+        start.request_id = request_id
 
     def _restored(self, peer: Peer, message: Message) -> None:
         fields = message.fields
@@ -318,6 +337,8 @@ class Starts:
 
     def _fail_start(self, start: Start, error: BaseException) -> None:
         """Nothing can be begun, and that is told. An epoch that was begun has no trainers then, and ends."""
+        if not isinstance(error, CkptError):
+            log.error("a start of launch %r failed in the agent", start.launch, exc_info=error)
         request_id, start.request_id = start.request_id, None
         if request_id is not None:
             start.peer.refuse(request_id, error)
@@ -367,21 +388,14 @@ class Starts:
 
     def _resume(self, peer: Peer, epoch: Epoch, message: Message) -> Job:
         """A trainer whose agent died brings its arenas."""
-        from ckpt.store.lineage import Ancestor, Claim
-
-        fields = message.fields
         if self._start is not None or self.current is not None:
             raise Superseded(f"a newer start owns {self.url}; {epoch} was superseded")
+        claim = claim_told(epoch, message.fields)
+        self._server.watch_death(peer)  # if it comes no further than this, the job ends with it
+        job = self.current = Job(self._services, epoch, int(message.fields["world"]), claim.launch, peer)
         self._store.begun.add(epoch)
-        launch = str(fields["launch"])[:200]
-        job = self.current = Job(self._services, epoch, int(fields["world"]), launch, peer)
-        parent = Identity.parse(str(fields["parent"])) if fields["parent"] is not None else None
-        ancestors = tuple(
-            Ancestor(Epoch.parse(str(e)), None if p is None else Identity.parse(str(p))) for e, p in fields["ancestors"]
-        )
         job.recover_from_trainers()
-        host = socket.gethostname()[:200]
-        job.begin_training(Claim(epoch, parent, ancestors, launch, host, time.time()), resumed=True)
+        job.begin_training(claim, resumed=True)
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:
@@ -389,7 +403,7 @@ class Starts:
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
             raise AgentError(f"{identity} is not being restored now")
-        if len(message.blobs) != 1 or len(message.blobs[0]) % 4:
+        if len(message.blobs) != 1 or len(message.blobs[0]) % 4 or len(message.blobs[0]) > 4 * FRAMES_MAX:
             raise AgentError("fetch comes with the numbers of frames")
         frames = np.frombuffer(message.blobs[0], dtype="<u4").tolist()
         peer.reply(int(message.fields["id"]), {})
@@ -401,6 +415,11 @@ class Starts:
             if rank is not None:
                 return job, rank
         raise AgentError("this connection has joined no job")
+
+
+def owner_of(host: str) -> str:
+    """The host's name as it may stand in a key (types.PATH_NAME)."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:40].lstrip(".") or "node"
 
 
 def _texts(claim: Claim) -> list[list[str | None]]:

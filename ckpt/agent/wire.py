@@ -9,6 +9,7 @@ The last descriptors of a packet are its blobs, as many as the map's `_blobs` sa
 
 from __future__ import annotations
 
+import array
 import fcntl
 import os
 import socket
@@ -29,8 +30,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 @dataclass(slots=True)
 class Message:
-    """`fields`: the map. `fds`: descriptors, now owned by the receiver: it closes what it does not keep.
-    `blobs`: the bytes of each blob, already closed."""
+    """`fields`: the map. `fds`: descriptors, now owned by the receiver: it closes what it does not keep. A program that
+    the receiver starts does not inherit them. `blobs`: the bytes of each blob, already closed."""
 
     fields: dict[str, Any]
     fds: list[int] = field(default_factory=list)
@@ -93,8 +94,8 @@ def send(sock: socket.socket, fields: dict[str, Any], fds: Sequence[int] = (), b
 def receive(sock: socket.socket) -> Message | None:
     """The next message; None at the end of the connection. On a non-blocking socket: BlockingIOError when there is
     none. Errors: AgentError for what does not parse; the caller drops that connection only."""
-    data, fds, flags, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX + 1, FDS_MAX)
-    message = Message({}, list(fds))
+    data, fds, flags = _receive_packet(sock)
+    message = Message({}, fds)
     try:
         if not data:
             message.close()
@@ -127,6 +128,17 @@ def raise_error(message: Message) -> None:
     if message.kind == "error":
         message.close()
         raise from_kind(str(message.fields.get("kind", "")), str(message.fields.get("message", "")))
+
+
+def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """What `socket.recv_fds` does, but for its flags, which it does not pass on: no other program gets these."""
+    room = socket.CMSG_LEN(FDS_MAX * array.array("i").itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX + 1, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, rights in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+    return data, fds.tolist(), flags
 
 
 def _unpack(data: bytes) -> dict[str, Any]:

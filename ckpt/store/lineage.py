@@ -190,7 +190,9 @@ def next_epoch(known: Iterable[Epoch]) -> Epoch:
     Errors: UsageError where the numbers are used up, which only foreign objects can bring about."""
     number = 1 + max((epoch.number for epoch in known), default=0)
     if number > NUMBER_MAX:
-        raise UsageError(f"the store claims an epoch number of {number - 1}; delete that object below epochs/ to go on")
+        raise UsageError(
+            f"the store claims an epoch number of {number - 1}; delete the object of that name below epochs/, commits/, closed/, alive/ or retired/ to go on"
+        )
     return Epoch.new(number)
 
 

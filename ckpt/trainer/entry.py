@@ -22,6 +22,7 @@ from ckpt.format.record import decode_manifest
 from ckpt.settings import Settings, store_environment
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, restore
+from ckpt.trainer.asked import Asked
 from ckpt.trainer.coords import Coordinate
 from ckpt.trainer.coords import coordinate as find_coordinate
 from ckpt.trainer.initial import load_weights
@@ -38,22 +39,6 @@ T = TypeVar("T")
 
 LINES_MAX = 50  # differences named in one message
 BEGIN_TIMEOUT_S = 900.0  # the agent lists the store, and may watch another job's heartbeats
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the user gave to the Checkpointer, checked."""
-
-    url: str
-    state: dict[str, Any]
-    options: dict[str, Any]
-    mesh: Any
-    process_group: Any
-    init: str | None
-    lazy: bool
-    strict: bool
-    generators: bool
-    take_over: bool
 
 
 @dataclass(frozen=True, slots=True)

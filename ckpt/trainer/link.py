@@ -322,6 +322,7 @@ class Link:
                 self._join(resume=True)
             except (CkptError, OSError) as exc:
                 self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                self._drop_connection()
                 self.tasks.stopping.wait(delay_s)
                 delay_s = min(10.0, 2 * delay_s)
                 continue
@@ -341,13 +342,16 @@ class Link:
 
     # -- the end
 
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self.words = _NOTHING_APPOINTED
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._drop_connection()
         for slot in self.slots.values():
             slot.arena.close()
         self.slots.clear()

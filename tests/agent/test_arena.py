@@ -79,7 +79,6 @@ def test_an_arena_cannot_be_shrunk_and_only_such_a_one_is_adopted(arena: Arena) 
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     with pytest.raises(AgentError, match="sealed"):
         Arena.adopt(loose)
-    os.close(loose)
 
 
 def test_values_that_do_not_fit_are_refused_and_leave_it_unsealed(arena: Arena) -> None:

@@ -45,6 +45,14 @@ def test_a_message_arrives_with_its_descriptors_and_blobs(pair: Pair) -> None:
     assert open_fds() == before
 
 
+def test_descriptors_that_arrive_are_not_inherited_by_programs_that_are_started(pair: Pair) -> None:
+    wire.send(pair[0], {"t": "x"}, fds=[pair[0].fileno()], blobs=[b"b"])
+    got = wire.receive(pair[1])
+    assert got is not None
+    assert [os.get_inheritable(fd) for fd in got.fds] == [False]
+    got.close()
+
+
 def test_the_end_of_the_connection_is_none(pair: Pair) -> None:
     pair[0].close()
     assert wire.receive(pair[1]) is None

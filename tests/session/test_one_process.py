@@ -19,7 +19,7 @@ from tests.session.loops import Job, losses, make, wait_agent_gone
 
 
 def agent_pid(url: str) -> int | None:
-    sock = client.connect_nowait(client.places(ckpt.session.canonical(url), read()))
+    sock = client.connect_nowait(client.places(ckpt.storage.canonical(url), read()))
     if sock is None:
         return None
     from ckpt.tasks import Tasks

@@ -17,6 +17,6 @@ def test_the_snapshot_benchmark_runs_small(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["machine"]["name"]
     assert found["small"]
-    assert len(found["rows"]) == 4
+    assert len(found["rows"]) == 5
     assert all(row["figure"] is not None for row in found["rows"])
     assert done.stdout.startswith(f"snapshot on {found['machine']['name']}")

@@ -1,0 +1,101 @@
+"""A file that appears: the way in for every system that ckpt does not know. Removing it withdraws the notice.
+
+What it holds may be a time: RFC 3339 ("2030-01-31T12:00:00Z"), Unix seconds ("1896091200"), or seconds from the moment
+the file was written ("+120"). Anything else, and nothing, means that the configured lead counts from when it was seen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt.events import Events
+from ckpt.notices.asking import Fault, keep_asking
+from ckpt.notices.metadata import iso_time_s, words
+from ckpt.notices.notice import Known, Notice, Tell
+
+POLL_S = 1.0
+LEAD_S = 30.0
+CONTENT_BYTES_MAX = 256
+_NUMBER = re.compile(r"(\+\d{1,9}|\d{9,12})(\.\d{1,9})?")  # an unsigned small number is neither
+
+
+class FileListener:
+    """Looks for `path` every second. Have it on a local file system: one that hangs keeps the listener from ending.
+
+    Whatever stands there counts, a folder or a pipe too; only a regular file is read, and only its first 256 bytes.
+    It is best written elsewhere and renamed; when what it holds changes, the later time replaces the earlier.
+    """
+
+    name = "file"
+
+    def __init__(
+        self,
+        path: Path,
+        lead_s: float = LEAD_S,
+        *,
+        events: Events | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = path
+        self._lead_s = lead_s
+        self._events = events
+        self._now_s = now_s
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        known = Known(tell)
+        key = words(os.fspath(self._path))
+        seen_s: float | None = None
+
+        def ask() -> float:
+            nonlocal seen_s
+            found = self._read()
+            if found is None:
+                seen_s = None
+                known.standing(self.name, [])
+                return POLL_S
+            seen_s = self._now_s() if seen_s is None else seen_s
+            deadline_s = deadline_of(found[0], min(seen_s, found[1]))
+            if deadline_s is None:
+                deadline_s = seen_s + self._lead_s
+            known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
+            return POLL_S
+
+        keep_asking(self.name, stop, ask, self._events)
+
+    def _read(self) -> tuple[str, float] | None:
+        """What the file holds, and when it was written; None where there is none. Errors: Fault."""
+        try:
+            found = os.stat(self._path)
+            if not stat.S_ISREG(found.st_mode):
+                return "", found.st_mtime
+            # Without O_NONBLOCK a pipe that takes the file's place just now would hang us.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return os.read(descriptor, CONTENT_BYTES_MAX).decode(errors="replace"), os.fstat(descriptor).st_mtime
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            if os.path.lexists(self._path):
+                return "", self._now_s()
+            raise Fault(f"{self._path} may not be looked at") from None
+        except OSError as exc:
+            raise Fault(f"{self._path} cannot be read: {exc}") from exc
+
+
+def deadline_of(content: str, written_s: float) -> float | None:
+    """The time that the content names, in Unix seconds; None where it names none."""
+    text = content.strip()
+    if (number := _NUMBER.fullmatch(text)) is not None:
+        return float(number[0]) + (written_s if text.startswith("+") else 0.0)
+    try:
+        return iso_time_s(text)
+    except Fault:
+        return None

@@ -1,0 +1,190 @@
+"""SIGTERM and SIGUSR1 as notices.
+
+- The handler records that the signal came (a flag, and a byte into a pipe), then calls the handler that was there
+  before; nothing else. No lock is taken, nothing is allocated for long, nothing is sent or saved there.
+- Python runs handlers only between two bytecodes of the main thread, which may sit in a collective for minutes. The
+  interpreter's wake-up descriptor is therefore the same pipe: the byte is there at once, and `listen` reads it. Who
+  sets another wake-up descriptor inside the block (an event loop) leaves us with the handler's byte.
+- On exit everything is as it was: handlers, wake-up descriptor. A signal that nobody consumed, and that nobody's
+  handler has seen, is delivered again; with the default action that ends the process, as it would have without us.
+- A forked child (a loader's worker, which is ended by SIGTERM) gets back what was there before: its signals are no
+  notices to its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ckpt.errors import CkptError, UsageError
+from ckpt.notices.notice import Notice, Tell
+
+SLICE_S = 0.25
+CLOSE_S = 5.0
+LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
+
+
+class Signals:
+    """A context manager for the main thread, and a Listener for another thread while it is entered.
+
+    `leads_s`: what to listen to, and the seconds from each signal to the end, which no signal says by itself.
+    A signal that is ignored, or whose handler is not Python's, is left alone. Entering elsewhere than on the main
+    thread raises UsageError. Several may be entered at once; each hears every signal.
+    """
+
+    name = "signals"
+
+    def __init__(
+        self, leads_s: Mapping[signal.Signals, float] = LEADS_S, *, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._leads_s = dict(leads_s)
+        self._now_s = now_s
+        self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
+        self._consumed: set[int] = set()
+        self._previous: dict[int, Any] = {}
+        self._handler = self._handle  # one object: bound methods are made anew each time
+        self._is_open = False
+        self._read, self._write, self._woken_before = -1, -1, -1
+        self._listening = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("signals can be listened to only from the main thread; enter there, or do without them")
+        if self._is_open:
+            raise UsageError("already listening to signals; make another Signals")
+        self._came = dict.fromkeys(self._leads_s, False)
+        self._consumed.clear()
+        self._previous.clear()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._is_open = True
+        _open.append(self)
+        self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._leads_s:
+            previous = signal.getsignal(number)
+            if previous is not None and previous is not signal.SIG_IGN:
+                self._previous[number] = previous
+                signal.signal(number, self._handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Restores, then delivers again; ends `listen`. Errors: CkptError if that still runs five seconds later."""
+        if not self._is_open:  # a forked child, which has nothing of it any more
+            return
+        left = [number for number, came in self._restored().items() if came and number not in self._consumed]
+        try:
+            os.write(self._write, b"\0")
+            if not self._listening.acquire(timeout=CLOSE_S):
+                raise CkptError(f"listening to signals did not end within {CLOSE_S:g} s; end it before the block")
+            self._pass_on()
+            os.close(self._read)
+            os.close(self._write)
+            self._listening.release()
+        finally:
+            for number in left:
+                signal.raise_signal(number)
+
+    def consume(self, number: signal.Signals) -> None:
+        """The signal has been acted upon: it is not delivered again on exit. On any thread, at any time."""
+        self._consumed.add(number)
+
+    def listen(self, stop: threading.Event, tell: Tell) -> None:
+        """As Listener.listen. Each signal is told once, with its first deadline; a second SIGTERM is no news."""
+        told: set[int] = set()
+        with self._listening:
+            if not self._is_open:
+                raise UsageError("signals are listened to only inside the with block")
+            poll = select.poll()
+            poll.register(self._read, select.POLLIN)
+            while self._is_open and not stop.is_set():
+                poll.poll(SLICE_S * 1000)
+                for number in self._pass_on():
+                    if number in self._previous and number not in told:
+                        told.add(number)
+                        tell(self._notice(signal.Signals(number)))
+
+    def _notice(self, number: signal.Signals) -> Notice:
+        lead_s = self._leads_s[number]
+        told = f"{number.name} has come; {lead_s:g} s are taken to be left"
+        return Notice(self._now_s() + lead_s, "signal", True, number.name, told)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number, signal.SIG_DFL)
+        if self._is_open:
+            self._came[number] = True
+            with contextlib.suppress(OSError):  # full: there is enough to wake up for
+                os.write(self._write, bytes((number,)))
+        elif signal.getsignal(number) is self._handler:
+            # Put back after our exit by somebody who had found it installed: out of the way, once and for all.
+            signal.signal(number, previous)
+            signal.raise_signal(number)
+            return
+        if callable(previous):
+            previous(number, frame)
+
+    def _pass_on(self) -> bytes:
+        """The numbers of the signals that came. Whoever was to be woken before us is woken as well (asyncio)."""
+        try:
+            came = os.read(self._read, 512).replace(b"\0", b"")
+        except BlockingIOError:
+            return b""
+        if self._woken_before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._woken_before, came)
+        return came
+
+    def _restored(self) -> dict[int, bool]:
+        """Which signals came that no handler but ours has seen. What others have installed over ours stays."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, previous)
+        self._is_open = False  # after that: a signal until now is recorded
+        _open.remove(self)
+        for other in _open:  # that was entered inside us, and stays longer
+            for number, previous in self._previous.items():
+                if other._previous.get(number) is self._handler:
+                    other._previous[number] = previous
+            if other._woken_before == self._write:
+                other._woken_before = self._woken_before
+        if (current := signal.set_wakeup_fd(-1)) == self._write:
+            current = self._woken_before
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile: nobody is to be woken
+            signal.set_wakeup_fd(current)
+        return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
+
+
+_open: list[Signals] = []
+
+
+_mask_before = threading.local()
+
+
+def _hold_back() -> None:
+    """Before a fork: until the child has its own handlers back, a signal to it would run ours, and wake its parent."""
+    numbers = {number for each in _open for number in each._leads_s}
+    _mask_before.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before.value)
+
+
+def _forget() -> None:
+    for each in reversed(_open.copy()):
+        each._is_open = False
+        with contextlib.suppress(ValueError, OSError):
+            each._restored()
+        os.close(each._read)
+        os.close(each._write)
+    _let_through()
+
+
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget)

@@ -1,0 +1,66 @@
+"""What the user asked for, checked before anything is begun."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import UsageError
+from ckpt.policy.every import Every, Keep, Limits
+from ckpt.settings import Settings
+from ckpt.storage import canonical
+
+CODECS = ("auto", "raw", "zstd", "planes")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`options`: what the agent needs of policy, keep, limits and codec."""
+
+    url: str
+    state: dict[str, Any]
+    options: dict[str, Any]
+    mesh: Any
+    process_group: Any
+    init: str | None
+    lazy: bool
+    strict: bool
+    generators: bool
+    take_over: bool
+
+
+def find_url(url: object, settings: Settings) -> str:
+    """The run's URL in its one canonical form. Errors: UsageError."""
+    if not isinstance(url, (str, os.PathLike)) or not isinstance(os.fspath(url), str):
+        raise UsageError(f"url={url!r}: a folder, or a URL such as s3://bucket/run")
+    found = settings.redirected(canonical(str(os.fspath(url))))
+    if found.startswith("memory:"):
+        raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
+    return found
+
+
+def check_state(state: object) -> None:
+    """Errors: UsageError where it is no dict of names."""
+    if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
+        raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
+
+
+def make_options(policy: Every, keep: Keep, limits: Limits, codec: str) -> dict[str, Any]:
+    """Plain values, as they travel. Errors: UsageError."""
+    if codec not in CODECS:
+        raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
+    for name, value, kind in (("policy", policy, Every), ("keep", keep, Keep), ("limits", limits, Limits)):
+        if not isinstance(value, kind):
+            raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
+    best = keep.best
+    return {
+        "policy": {"steps": policy.steps, "seconds": policy.seconds},
+        "keep": {
+            "last": keep.last,
+            "every": keep.every,
+            "best": None if best is None else [best.metric, best.mode],
+        },
+        "limits": {"memory": limits.memory, "bandwidth": limits.bandwidth},
+        "codec": codec,
+    }

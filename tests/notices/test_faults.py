@@ -1,0 +1,289 @@
+"""Every listener that asks over HTTP survives every fault of the fake service, and hears the notice after it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.events import Event, Events
+from ckpt.notices.asking import MUTE_FAULTS, PAUSE_MAX_S, keep_asking
+from ckpt.notices.aws import AwsListener
+from ckpt.notices.azure import AzureListener
+from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener
+from ckpt.notices.metadata import BODY_BYTES_MAX, Fault, Service
+from ckpt.notices.notice import Listener, Notice, Tell, Withdrawn
+from tests.notices.fakes import (
+    NOT_THERE,
+    NOW_S,
+    Asked,
+    Bad,
+    Clock,
+    FakeService,
+    Says,
+    Turns,
+    connections,
+    heard,
+    listening,
+    same,
+    serving,
+)
+
+TIMEOUT_S = 0.15  # of one request, where the fake hangs
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A listener, and what its service says while a certain notice stands and while none does."""
+
+    make: Callable[..., Listener]
+    stands: Callable[[Asked], Says]
+    nothing: Callable[[Asked], Says]
+    question: str  # a part of the path that is spoiled
+
+
+def aws(action: Says) -> Callable[[Asked], Says]:
+    def answer(asked: Asked) -> Says:
+        if asked.method == "PUT":
+            return Says(body="token")
+        return action if "instance-action" in asked.path else NOT_THERE
+
+    return answer
+
+
+def azure(events: str) -> Callable[[Asked], Says]:
+    return lambda asked: Says(body="vm-1" if "compute/name" in asked.path else f'{{"Events": [{events}]}}')
+
+
+def gcp(value: str) -> Callable[[Asked], Says]:
+    return lambda asked: Says(body=value, headers={"ETag": value})
+
+
+def a_gcp(question: Any) -> Callable[..., Listener]:
+    return lambda endpoint, **more: GcpListener(question, endpoint, wait_s=0, **more)
+
+
+AZURE_EVENT = (
+    '{"EventId": "A1", "EventType": "Preempt", "Resources": ["vm-1"], "EventStatus": "Scheduled", "NotBefore": ""}'
+)
+KINDS = {
+    "aws": Kind(
+        AwsListener,
+        aws(Says(body='{"action": "terminate", "time": "2030-03-17T17:48:20Z"}')),
+        aws(NOT_THERE),
+        "instance-action",
+    ),
+    "gcp-preempted": Kind(a_gcp(PREEMPTED), gcp("TRUE"), gcp("FALSE"), "preempted"),
+    "gcp-maintenance": Kind(a_gcp(MAINTENANCE), gcp("TERMINATE_ON_HOST_MAINTENANCE"), gcp("NONE"), "maintenance"),
+    "azure": Kind(
+        lambda endpoint, **more: AzureListener(endpoint, first_answer_s=TIMEOUT_S, **more),
+        azure(AZURE_EVENT),
+        azure(""),
+        "scheduledevents",
+    ),
+}
+
+
+def make(kind: Kind, service: FakeService, clock: Clock, **more: Any) -> Listener:
+    service.now_s = clock.now_s
+    return kind.make(service.endpoint, timeout_s=TIMEOUT_S, now_s=clock.now_s, **more)
+
+
+@pytest.mark.parametrize("bad", Bad, ids=lambda bad: bad.name)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_notice_is_heard_after_any_fault_and_neither_told_nor_withdrawn_by_it(name: str, bad: Bad) -> None:
+    kind, clock = KINDS[name], Clock()
+    is_silence = name == "aws" and bad is Bad.NO_SUCH_PATH  # there it means that nothing stands
+    with serving() as service, connections() as seen:
+        service.answer = kind.stands
+        service.bad(bad, path=kind.question)
+
+        def again() -> None:
+            service.bad(bad, path=kind.question)
+
+        told = heard(make(kind, service, clock), clock, same, again, same)
+    assert isinstance(told[0], Notice)
+    assert told[0].certain
+    assert [type(word) for word in told] == ([Notice, Withdrawn, Notice] if is_silence else [Notice])
+    assert seen == {("127.0.0.1", service.port)}, "something else was connected to"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_is_told_while_nothing_stands(name: str) -> None:
+    kind, clock = KINDS[name], Clock()
+    with serving() as service:
+        service.answer = kind.nothing
+        assert heard(make(kind, service, clock), clock, same, same) == []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_repeated_report_is_no_second_notice_and_one_that_is_gone_is_withdrawn_once(name: str) -> None:
+    kind, clock = KINDS[name], Clock()
+    with serving() as service:
+        service.answer = kind.stands
+
+        def over() -> None:
+            service.answer = kind.nothing
+
+        told = heard(make(kind, service, clock), clock, same, same, over, same)
+    notice, withdrawn = told
+    assert isinstance(notice, Notice)
+    assert withdrawn == Withdrawn(notice.source, notice.key)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_service_that_is_not_there_is_asked_ever_more_rarely_and_reported_once(name: str) -> None:
+    kind, clock, said = KINDS[name], Clock(), list[Event]()
+    with serving() as service:
+        listener = make(kind, service, clock, events=Events(said.append))
+    stop = Turns(clock, *[same] * 12)  # the server is gone, so that every connection is refused
+    listener.listen(stop, lambda word: pytest.fail(f"told {word}"))
+    assert len(stop.pauses) == 12
+    for pause_s, whole_s in zip(stop.pauses, [1, 2, 4, 8, *[PAUSE_MAX_S] * 8], strict=True):
+        assert whole_s / 2 <= pause_s <= whole_s
+    assert len({round(pause_s, 6) for pause_s in stop.pauses}) == 12, "pauses have no jitter"
+    assert [(event.name, event.loud) for event in said] == [("notices.mute", True)]
+    assert said[0].data == {"source": listener.name}
+
+
+@pytest.mark.parametrize("bad", [Bad.SLOW, Bad.DRIP], ids=lambda bad: bad.name)
+@pytest.mark.parametrize("name", KINDS)
+def test_stop_ends_a_request_that_hangs_within_a_second(name: str, bad: Bad) -> None:
+    kind = KINDS[name]
+    with serving() as service:
+        service.bad(bad)
+        listener = kind.make(service.endpoint, timeout_s=60)
+        with listening(listener) as (stop, told, _):
+            assert service.came.acquire(timeout=10)
+            began_s = time.monotonic()
+            stop.set()
+        assert time.monotonic() - began_s < 1.0
+        assert not told
+
+
+def test_a_request_that_drips_ends_when_its_time_is_up() -> None:
+    with serving() as service:
+        service.bad(Bad.DRIP)
+        began_s = time.monotonic()
+        with pytest.raises(Fault, match="no answer in time"):
+            Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=TIMEOUT_S)
+        assert time.monotonic() - began_s < TIMEOUT_S + 1.0
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (Bad.CUT, "3 bytes came, not the whole reply"),
+        (Bad.CLAIMS_HUGE, "1 bytes came, not the whole reply"),
+        (Bad.OVERSIZED, f"{BODY_BYTES_MAX + 1} bytes came, not the whole reply"),
+        (Bad.ENDLESS_HEAD, "more bytes came than a right answer has"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Bad) else "",
+)
+def test_a_reply_that_is_not_whole_or_too_large_is_a_fault_and_not_waited_for(bad: Bad, why: str) -> None:
+    with serving() as service:
+        service.bad(bad)
+        with pytest.raises(Fault, match=why):
+            Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
+
+
+def test_a_body_of_unknown_length_is_bounded_too() -> None:
+    with serving() as service:
+        service.answer = lambda asked: Says(body="a" * (BODY_BYTES_MAX + 1))
+        service.has_lengths = False
+        with pytest.raises(Fault, match=f"{BODY_BYTES_MAX + 1} bytes came"):
+            Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
+        service.answer = lambda asked: Says(body="a" * BODY_BYTES_MAX)
+        reply = Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
+    assert len(reply.body) == BODY_BYTES_MAX
+
+
+def test_an_end_to_the_faults_is_reported_too() -> None:
+    said, clock, turns = list[Event](), Clock(), iter(range(MUTE_FAULTS + 3))
+
+    def ask() -> float:
+        if next(turns) < MUTE_FAULTS + 1:
+            raise Fault("no")
+        return 1.0
+
+    keep_asking("x", Turns(clock, *[same] * (MUTE_FAULTS + 2)), ask, Events(said.append))
+    assert [event.name for event in said] == ["notices.mute", "notices.heard"]
+
+
+def test_pauses_begin_anew_after_an_answer() -> None:
+    clock, answers = Clock(), iter([None, None, 7.0, None, None])
+    stop = Turns(clock, *[same] * 4)
+
+    def ask() -> float:
+        if (pause_s := next(answers)) is None:
+            raise Fault("no")
+        return pause_s
+
+    keep_asking("x", stop, ask)
+    assert stop.pauses[1] >= 1.0  # the second fault in a row
+    assert stop.pauses[2] == 7.0
+    assert stop.pauses[3] <= 1.0  # the first one again
+
+
+@pytest.mark.parametrize("skew_s", [-7200.0, 0.0, 90.0, None])
+def test_the_deadline_is_by_our_clock_and_never_later_than_it_is(skew_s: float | None) -> None:
+    """The service names the time that is 120 s ahead by its own clock."""
+    clock = Clock()
+    theirs_s = NOW_S + (skew_s or 0.0) + 120
+    body = f'{{"action": "stop", "time": "{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(theirs_s))}"}}'
+    with serving() as service:
+        service.skew_s, service.answer = skew_s, aws(Says(body=body))
+        (notice,) = heard(AwsListener(service.endpoint, now_s=clock.now_s), clock)
+    assert isinstance(notice, Notice)
+    assert notice.deadline_s - NOW_S == (120 if skew_s is None else 119)  # its Date has whole seconds
+
+
+@pytest.mark.parametrize("date", ["", "yesterday", "Mon, 99 Foo 2030 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"])
+def test_a_date_that_is_none_corrects_nothing(date: str) -> None:
+    with serving() as service:
+        service.skew_s, service.answer = None, lambda asked: Says(headers={"Date": date})
+        reply = Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=5)
+    assert reply.date_s is None
+    assert reply.ours_s(5.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "path"),
+    [("http://127.0.0.1:{}", "/x"), ("http://127.0.0.1:{}/base/", "/base/x"), ("127.0.0.1:{}", "/x")],
+)
+def test_endpoints_are_urls_or_host_and_port(endpoint: str, path: str) -> None:
+    with serving() as service:
+        Service(endpoint.format(service.port)).request("GET", "/x", {}, threading.Event(), timeout_s=5)
+        assert service.paths() == [f"GET {path}"]
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "https://host", "http://", "http://u:p@host", "http://h:port", "http://h?a=b"]
+)
+def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="no address of a metadata service"):
+        Service(endpoint)
+
+
+def test_a_header_that_would_end_early_is_a_fault_and_is_not_sent() -> None:
+    with serving() as service:
+        with pytest.raises(Fault):
+            Service(service.endpoint).request("GET", "/", {"A": "b\r\nC: d"}, threading.Event(), timeout_s=5)
+        assert service.asked == []
+
+
+def test_an_error_of_the_owner_is_not_taken_for_a_fault_of_the_service() -> None:
+    def tell(word: object) -> None:
+        raise RuntimeError("the owner's")
+
+    clock, told = Clock(), tell
+    with serving() as service:
+        service.answer = gcp("TRUE")
+        telling: Tell = told
+        with pytest.raises(RuntimeError, match="the owner's"):
+            GcpListener(PREEMPTED, service.endpoint).listen(Turns(clock), telling)

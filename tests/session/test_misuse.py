@@ -1,0 +1,325 @@
+"""What users do by mistake, and what their own code does at a bad moment: said clearly, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from tests.session.loops import losses, make, wait_agent_gone
+from tests.session.test_one_process import agent_pid, wait_gone
+
+EVERY = ckpt.Every(steps=1)
+
+
+class Loaderlike(torch.utils.data.DataLoader[Any]):
+    """What is taken for a loader: a DataLoader that has a state."""
+
+    def __init__(self) -> None:
+        super().__init__([0])
+        self.read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+class Trouble:
+    """An object of the user's; `at_save` runs whenever its state is read."""
+
+    def __init__(self) -> None:
+        self.at_save: Callable[[], None] = lambda: None
+
+    def state_dict(self) -> dict[str, int]:
+        self.at_save()
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------- wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"policy": 100}, r"policy=100: a ckpt\.Every"),
+        ({"keep": 3}, r"keep=3: a ckpt\.Keep"),
+        ({"limits": {"memory": 1}}, r"limits=.*: a ckpt\.Limits"),
+        ({"codec": "zip"}, "codec='zip'"),
+        ({"url": None}, "url=None: a folder"),
+        ({"url": b"run"}, "url=b'run': a folder"),
+        ({"url": "memory://run"}, "forgotten with the process"),
+        ({"state": {"a": object()}}, "a"),
+    ],
+)
+def test_a_wrong_argument_is_named(tmp_path: Path, what: dict[str, Any], said: str) -> None:
+    given = {"url": tmp_path, "state": {"x": torch.ones(2)}} | what
+    with pytest.raises(ckpt.UsageError, match=said):
+        ckpt.Checkpointer(given.pop("url"), given.pop("state"), **given).__enter__()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ckpt.Every(steps="3"),  # type: ignore[arg-type]
+        lambda: ckpt.Every(steps=2.5),  # type: ignore[arg-type]
+        lambda: ckpt.Every(seconds=float("nan")),
+        lambda: ckpt.Keep(last=2.5),  # type: ignore[arg-type]
+        lambda: ckpt.Keep(best="val"),  # type: ignore[arg-type]
+        lambda: ckpt.Best("val", "lowest"),  # type: ignore[arg-type]
+        lambda: ckpt.Limits(memory="8GB"),  # type: ignore[arg-type]
+        lambda: ckpt.Limits(exit_s=None),  # type: ignore[arg-type]
+        lambda: ckpt.Limits(exit_s=float("inf")),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused_where_it_is_made(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ckpt.UsageError, match=r"ckpt\."):
+        wrong()
+
+
+def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: Path) -> None:
+    job, seen = make(), []
+    with ckpt.Checkpointer(tmp_path, job.state, sinks=(lambda e: seen.append(e.name),)) as ck:
+        for step in ck.steps(2):
+            job.train(step)
+            ck.step()
+            ck.save(metrics={"loss": float("nan"), "accuracy": 0.5}).wait(timeout_s=60)
+        with pytest.raises(ckpt.UsageError, match="metrics="):
+            ck.save(metrics={"loss": "low"})  # type: ignore[dict-item]
+        with pytest.raises(ckpt.UsageError, match="no level 'peers'"):
+            ck.wait("peers")  # type: ignore[arg-type]
+    assert seen.count("metric.dropped") == 2
+
+
+# ------------------------------------------------------------------------------------------------- half a step
+
+
+def test_nothing_is_saved_while_a_loader_is_ahead_of_the_last_step(tmp_path: Path) -> None:
+    """zip(ck.steps(n), loader) draws the batch before the body begins."""
+    loader, model = Loaderlike(), torch.nn.Linear(1, 1)
+    with ckpt.Checkpointer(tmp_path, {"loader": loader, "model": model}, policy=ckpt.Every(seconds=0.05)) as ck:
+        for step in ck.steps(3):
+            loader.read += 1
+            with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
+                ck.save()
+            until = time.monotonic() + 0.3
+            while step == 2 and time.monotonic() < until:
+                ck.poll()
+            ck.step()
+        assert ck.restored.step == 0
+    wait_agent_gone(tmp_path)
+    again = Loaderlike()
+    with ckpt.Checkpointer(tmp_path, {"loader": again, "model": model}) as ck:
+        assert (ck.restored.step, again.read) == (3, 3)
+
+
+def test_leaving_before_the_update_says_that_a_batch_is_lost(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with ckpt.Checkpointer(tmp_path, {"loader": Loaderlike()}, sinks=(lambda e: seen.append(e.name),)) as ck:
+        for step in ck.steps(3):
+            if step == 2:
+                break
+    assert "step.unfinished" in seen
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_step_that_was_left_after_its_update_has_ended(tmp_path: Path, registered: bool) -> None:
+    """By a break; also where the optimizer is not registered, or hidden in an object."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optim": optim} if registered else {"model": model}
+    updates = 0
+
+    def train() -> None:
+        nonlocal updates
+        model(torch.ones(2)).sum().backward()
+        optim.step()
+        updates += 1
+
+    with ckpt.Checkpointer(tmp_path, state) as ck:
+        for step in ck.steps(10):
+            train()
+            if step == 4:
+                break
+        with pytest.raises(ckpt.UsageError, match="whole number"):
+            next(ck.steps("10"))  # type: ignore[arg-type]
+        for step in ck.steps(10):
+            train()
+            if step == 7:
+                break
+    wait_agent_gone(tmp_path)
+    assert updates == 7
+    with ckpt.Checkpointer(tmp_path, state) as ck:
+        assert ck.restored.step == 7
+
+
+# ------------------------------------------------------------------------------------------------- troubled code
+
+
+def test_a_value_that_cannot_be_saved_for_a_while_costs_only_that_while(tmp_path: Path) -> None:
+    job = make()
+    with ckpt.Checkpointer(tmp_path, {**job.state, "note": 1}, policy=EVERY) as ck:
+        for step in ck.steps(9):
+            job.train(step)
+            ck.state["note"] = (lambda: 1) if step in (3, 4) else step
+            ck.step()
+        ck.save().wait(timeout_s=60)
+    wait_agent_gone(tmp_path)
+    again = make(seed=3)
+    with ckpt.Checkpointer(tmp_path, {**again.state, "note": 0}) as ck:
+        assert (ck.restored.step, ck.state["note"]) == (9, 9)
+
+
+def test_an_object_that_fails_when_it_is_read_does_not_fail_training(tmp_path: Path) -> None:
+    job, trouble, seen = make(), Trouble(), []
+
+    def fail() -> None:
+        raise RuntimeError("not now")
+
+    found = []
+    with ckpt.Checkpointer(
+        tmp_path, {**job.state, "mine": trouble}, policy=EVERY, sinks=(lambda e: seen.append(e.message),)
+    ) as ck:
+        for step in ck.steps(6):
+            found.append(job.train(step))
+            ck.step()
+            trouble.at_save = fail if step in (3, 4) else lambda: None
+            handle = ck.save()
+            if step in (3, 4):
+                with pytest.raises(ckpt.SaveFailed, match="not now"):
+                    handle.wait(timeout_s=60)
+    assert found == losses(6)
+    assert any("not now" in message for message in seen)
+    assert ck.receipt["committed_step"] == 6
+
+
+def test_a_sink_that_fails_is_not_called_again_and_harms_nothing(tmp_path: Path) -> None:
+    job, called = make(), []
+
+    def sink(event: ckpt.Event) -> None:
+        called.append(event.name)
+        raise RuntimeError("sink")
+
+    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY, sinks=(sink,)) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+    assert len(called) == 1
+    assert ck.receipt["committed_step"] == 3
+
+
+def test_an_interrupted_snapshot_makes_nobody_wait(tmp_path: Path) -> None:
+    """Ctrl-C while the state is read, caught by the user, who goes on."""
+    job, trouble = make(), Trouble()
+
+    def interrupt() -> None:
+        trouble.at_save = lambda: None
+        raise KeyboardInterrupt
+
+    with ckpt.Checkpointer(tmp_path, {**job.state, "mine": trouble}, policy=EVERY) as ck:
+        interrupted = 0
+        for step in ck.steps(6):
+            job.train(step)
+            ck.step()
+            trouble.at_save = interrupt if step == 3 else lambda: None
+            try:
+                ck.save()
+            except KeyboardInterrupt:
+                interrupted += 1
+        ck.save().wait("store")  # without a time-out: nothing is in the way
+    assert interrupted == 1
+    assert ck.receipt["committed_step"] == 6
+
+
+def test_an_agent_that_dies_while_the_state_is_read_costs_that_snapshot_and_no_more(tmp_path: Path) -> None:
+    job, trouble, lost = make(), Trouble(), threading.Event()
+
+    def note(event: ckpt.Event) -> None:
+        if event.name == "agent.lost":
+            lost.set()
+
+    def kill() -> None:
+        trouble.at_save = lambda: None
+        pid = agent_pid(str(tmp_path))
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_gone(pid)
+        assert lost.wait(20)
+
+    found = []
+    with ckpt.Checkpointer(tmp_path, {**job.state, "mine": trouble}, policy=EVERY, sinks=(note,)) as ck:
+        for step in ck.steps(4):
+            found.append(job.train(step))
+            ck.step()
+        ck.wait("local")
+        trouble.at_save = kill
+        for step in ck.steps(12):
+            found.append(job.train(step))
+            ck.step()
+            time.sleep(0.05)
+        trouble.at_save = kill
+        handle = ck.save()
+        with pytest.raises(ckpt.SaveFailed):
+            handle.wait("store")  # without a time-out: it has to be told
+    assert found == losses(12)
+    assert ck.receipt["committed_step"] == 12
+    assert ck.receipt["agent_restarts"] >= 1
+
+
+# ------------------------------------------------------------------------------------------------- other processes
+
+
+def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> None:
+    job = make()
+    read, write = os.pipe()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY) as ck:
+        for step in ck.steps(6):
+            job.train(step)
+            if step == 3:
+                pid = os.fork()
+                if pid == 0:
+                    said = ""
+                    try:
+                        with ck:  # __enter__ again is misuse as well
+                            pass
+                    except ckpt.UsageError:
+                        said += "enter "
+                    try:
+                        ck.step()
+                    except ckpt.UsageError:
+                        said += "step "
+                    ck.__exit__(None, None, None)
+                    os.write(write, (said + "left").encode())
+                    os._exit(0)
+                assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(read, 100) == b"enter step left"
+    os.close(read)
+    os.close(write)
+    assert ck.receipt["committed_step"] == 6
+
+
+def test_another_thread_cannot_end_a_step(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def end(ck: ckpt.Checkpointer) -> None:
+        try:
+            ck.step()
+        except ckpt.UsageError as exc:
+            errors.append(exc)
+
+    with ckpt.Checkpointer(tmp_path, {"x": torch.ones(2)}) as ck:
+        thread = threading.Thread(target=end, args=(ck,))
+        thread.start()
+        thread.join()
+    assert "the thread that entered it" in str(errors[0])

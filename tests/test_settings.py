@@ -1,0 +1,42 @@
+"""What comes from the environment: a value that cannot be is refused by the name of its variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.settings import read
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "soon", "", "1e999"])
+@pytest.mark.parametrize(
+    "name",
+    ["CKPT_LINGER_S", "CKPT_HEARTBEAT_S", "CKPT_RETRY_S", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"],
+)
+def test_a_number_in_the_environment_that_is_none_is_refused_by_its_name(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        read({name: text})
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "1e-9"])
+def test_a_heartbeat_takes_some_time(text: str) -> None:
+    with pytest.raises(UsageError, match="CKPT_HEARTBEAT_S"):
+        read({"CKPT_HEARTBEAT_S": text})
+    assert read({"CKPT_LINGER_S": "0", "CKPT_RETRY_S": "0"}).linger_s == 0
+
+
+@pytest.mark.parametrize("text", ["5", "[1, 2]", '["a"]', '{"a": 1, "b": 2}', "x", "null"])
+def test_a_redirect_that_is_no_pair_of_urls_is_refused_by_its_name(text: str) -> None:
+    with pytest.raises(UsageError, match="CKPT_REDIRECT"):
+        read({"CKPT_REDIRECT": text})
+
+
+def test_paths_are_absolute_since_the_agent_works_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read({"CKPT_RUNTIME_DIR": "here", "CKPT_AGENT_LOG": "../log"})
+    assert found.runtime_dir == tmp_path / "here"
+    assert found.agent_log == tmp_path.parent / "log"
