@@ -191,7 +191,8 @@ def next_epoch(known: Iterable[Epoch]) -> Epoch:
     number = 1 + max((epoch.number for epoch in known), default=0)
     if number > NUMBER_MAX:
         raise UsageError(
-            f"the store claims an epoch number of {number - 1}; delete the object of that name below epochs/, commits/, closed/, alive/ or retired/ to go on"
+            f"the store claims an epoch number of {number - 1}; to go on, delete the objects of that name below epochs/, "
+            "commits/, closed/, alive/ or retired/"
         )
     return Epoch.new(number)
 
