@@ -191,7 +191,7 @@ def next_epoch(known: Iterable[Epoch]) -> Epoch:
     number = 1 + max((epoch.number for epoch in known), default=0)
     if number > NUMBER_MAX:
         raise UsageError(
-            f"the store claims an epoch number of {number - 1}; to go on, delete the objects of that name below epochs/, "
+            f"the store claims an epoch number of {number - 1}; to go on, delete what is named so below epochs/, "
             "commits/, closed/, alive/ or retired/"
         )
     return Epoch.new(number)
