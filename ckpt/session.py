@@ -346,6 +346,9 @@ class Checkpointer:
         self._parts.saver.quiet()
         if self._parts.saver.restarts_follow:
             return None  # the agent goes on without us, and a restart must not wait for it
+        if self._parts.saver.link.levels.are_open:
+            text = f"ckpt: waiting up to {self._limits.exit_s:g} s for what is being saved (ckpt.Limits(exit_s=))"
+            self.events.emit("exit.waiting", text, loud=True)
         return self._leave("exception", time.monotonic() + self._limits.exit_s)
 
     def _leave(self, outcome: str, deadline: float) -> CkptError | None:

@@ -26,6 +26,7 @@ from ckpt.agent.group import Group
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options, StoreSide
 from ckpt.errors import AgentError, Superseded
+from ckpt.events import Event
 from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
@@ -59,6 +60,16 @@ class Member:
     peer: Peer
     pid: int
     held: Held
+
+
+def tell(peer: Peer, event: Event) -> None:
+    """Sends an event to a trainer."""
+    text = event.message[:4000].encode(errors="replace").decode()
+    fields = {"t": "event", "name": event.name, "message": text, "loud": event.loud, "data": event.data}
+    try:
+        peer.send(fields)
+    except (AgentError, ValueError, OverflowError):  # too large for a message, or no text: names may be
+        peer.send({**fields, "data": {}})
 
 
 class Carrier:
@@ -120,14 +131,9 @@ class Carrier:
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """An event, told to the lowest rank that is there: one is enough."""
         log.log(logging.WARNING if loud else logging.INFO, "%s", message)
-        text = message[:4000].encode(errors="replace").decode()
-        fields = {"t": "event", "name": name, "message": text, "loud": loud, "data": data or {}}
         for _, member in sorted(self._members.items()):
             if member.peer.open:
-                try:
-                    member.peer.send(fields)
-                except (AgentError, ValueError, OverflowError):  # too large for a message, or no text: names may be
-                    member.peer.send({**fields, "data": {}})
+                tell(member.peer, Event(name, message, loud, data or {}))
                 return
 
     def _act(self, action: do.Action) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from ckpt.agent import candidates
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.candidates import Candidate, Remembered
-from ckpt.agent.carrier import Carrier, Services
+from ckpt.agent.carrier import Carrier, Services, tell
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
@@ -132,6 +132,8 @@ class Starts:
     def _event(self, event: Event) -> None:
         if self.current is not None:
             self.current.emit(event.name, event.message, event.loud, event.data)
+        elif self._start is not None:
+            tell(self._start.peer, event)
 
     # -- a start
 

@@ -168,7 +168,8 @@ class Run:
         self.events.emit(
             "run.watching",
             f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
-            f"{2 * period_s:g} s",
+            f"{2 * period_s:g} s (ckpt.Checkpointer(take_over=True) does not wait)",
+            loud=True,
             epoch=str(epoch),
         )
         for _ in range(2 * _LOOKS):

@@ -72,6 +72,12 @@ class Levels:
             self._end = message
             self._changed.notify_all()
 
+    @property
+    def are_open(self) -> bool:
+        """Whether something that was taken here is neither in the store nor given up."""
+        with self._changed:
+            return bool(self._expected)
+
     def is_staged(self, tick: Tick) -> bool:
         return self.level(tick) != "none"
 

@@ -134,6 +134,7 @@ def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path) -> No
         assert second.process.wait(60) != 0
         text = second.log.read_text()
         assert "RunInUse" in text
+        assert any(line.get("event") == "run.watching" for line in second.lines()), "it waited without a word"
         assert "take_over" in text
         third = train(tmp_path / "3.log", tmp_path / "run", 400, "--take-over", "--every", "20", **env)
         third.wait_for(lambda line: "restored" in line)
