@@ -12,6 +12,7 @@
     |- DamagedData         bytes that do not hash to what was recorded, or do not parse: names the object
     |- NoCheckpoint        nothing restorable where it was looked for
     |- SaveFailed          a checkpoint did not reach the level that was waited for
+    |  |- NotStaged          ... nor will it ever reach any: that snapshot was given up; another one may
     |  `- CommitFailed       ... at the end of the run
     |- Superseded          a newer start of the run owns the URL
     |- RunInUse            another living job writes to the URL
@@ -71,6 +72,10 @@ class NoCheckpoint(CkptError):
 
 class SaveFailed(CkptError):
     kind = "save-failed"
+
+
+class NotStaged(SaveFailed):
+    kind = "not-staged"
 
 
 class CommitFailed(SaveFailed):

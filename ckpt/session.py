@@ -16,14 +16,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt.agent.control import Kind, Place, Word
-from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, SaveFailed, UsageError
+from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
 from ckpt.events import Events, Sink
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
 from ckpt.tasks import Tasks
 from ckpt.trainer import entry
 from ckpt.trainer.asked import Asked, check_state, find_url, make_options
-from ckpt.trainer.levels import Level, NotStaged
+from ckpt.trainer.levels import Level
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver, check_metrics
 from ckpt.trainer.updates import Updates

@@ -130,11 +130,10 @@ class Carrier:
 
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """An event, told to the lowest rank that is there: one is enough."""
-        log.log(logging.WARNING if loud else logging.INFO, "%s", message)
-        for _, member in sorted(self._members.items()):
-            if member.peer.open:
-                tell(member.peer, Event(name, message, loud, data or {}))
-                return
+        members = [member for _, member in sorted(self._members.items()) if member.peer.open]
+        log.log(logging.WARNING if loud else logging.INFO, "%s", message, extra={"told": bool(members)})
+        if members:
+            tell(members[0].peer, Event(name, message, loud, data or {}))
 
     def _act(self, action: do.Action) -> None:
         match action:

@@ -103,12 +103,12 @@ def _step_back() -> None:
 
 
 class _Loud(logging.Handler):
-    """Notes whether anything was worth keeping the log for."""
+    """Notes whether anything was worth keeping the log for: what no trainer was told."""
 
     spoke = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.spoke = True
+        self.spoke = self.spoke or not getattr(record, "told", False)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,11 @@ import threading
 import time
 from typing import Literal
 
-from ckpt.errors import SaveFailed, UsageError
+from ckpt.errors import NotStaged, SaveFailed, UsageError
 from ckpt.types import Tick
 
 Level = Literal["none", "local", "store"]
 ORDER: dict[str, int] = {"none": 0, "local": 1, "store": 2}
-
-
-class NotStaged(SaveFailed):
-    """No checkpoint of that tick will ever be complete; another snapshot may."""
 
 
 class Levels:

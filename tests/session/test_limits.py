@@ -11,6 +11,7 @@ import torch
 
 import ckpt
 from ckpt.events import Event
+from ckpt.settings import read
 from ckpt.types import Identity
 from tests.cli.stores import begin
 from tests.session.loops import losses, make, wait_agent_gone
@@ -68,6 +69,7 @@ def test_memory_that_is_short_gives_fewer_slots_and_every_save_lands(tmp_path: P
     assert "Limits(memory=)" in told.message
     assert seen.named("commit.failed") == seen.named("round.abandoned") == []
     assert committed_steps(seen) == {1, 2, 3, 4, 5, 6}
+    assert list(read().runtime_dir.glob("*.log")) == [], "what it had to say was told"
     assert run(tmp_path / "run", 6).from_step == 6
 
 
