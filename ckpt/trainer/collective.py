@@ -69,17 +69,22 @@ class TorchGroup:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
-# Our groups, by the job's default group and by ranks. They are kept as long as the default group, for torch names a
-# group after its ranks: one that is made again after it was destroyed finds the addresses of the former in the store.
-_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+# Our groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and they are
+# not made anew meanwhile: torch names a group after its ranks, and one that is made again after it was destroyed finds
+# the addresses of the former in the store. No reference of ours keeps one alive for longer: its threads have to end
+# before the interpreter does.
+_Groups = weakref.WeakValueDictionary[tuple[int, ...], Any]
+_GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
 
 
 def _gloo(ranks: tuple[int, ...]) -> Any:
-    groups = _GROUPS.setdefault(dist.group.WORLD, {})
-    if ranks not in groups:
+    groups = _GROUPS.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+    group = groups.get(ranks)
+    if group is None:
         timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
-        groups[ranks] = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
-    return groups[ranks]
+        group = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+        groups[ranks] = group
+    return group
 
 
 def open_group(process_group: dist.ProcessGroup | None) -> Group:
