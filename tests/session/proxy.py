@@ -18,13 +18,13 @@ import contextlib
 import fnmatch
 import http.client
 import socket
-import struct
 import threading
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
+from tests.handlers import FaultyHandler
 from tests.servers import Server
 
 UPSTREAM_TIMEOUT_S = 30.0
@@ -141,22 +141,8 @@ def proxy(server: Server) -> Iterator[Proxy]:
         thread.join(10)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(FaultyHandler):
     server: Proxy
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.open_sockets.add(self.connection)
-
-    def finish(self) -> None:
-        self.server.open_sockets.discard(self.connection)
-        with contextlib.suppress(OSError):
-            super().finish()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
@@ -174,17 +160,14 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._reply(*done, None)
         elif fault == RESET:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.close_connection = True
-            self.connection.close()
+            self.reset()
         elif fault is not None and fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>planned</Message></Error>".encode()
             self._reply(fault.status, [], body, None)
         else:
             status, headers, body = self._pass_on(data)
             if fault == LOST_REPLY:
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
+                self.lose_reply()
             else:
                 self._reply(status, headers, body, fault)
 
@@ -214,9 +197,6 @@ class _Handler(BaseHTTPRequestHandler):
         if is_head:
             return
         if fault == CUT:
-            self.close_connection = True
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.write_half(body)
             return
         self.wfile.write(body)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import urllib.parse
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import ClassVar
 
+from tests.handlers import FaultyHandler
 from tests.servers import Server
 
 RESET, SILENT, LOST_REPLY, CUT = "reset", "silent", "lost reply", "cut"
@@ -72,23 +72,9 @@ def tiny() -> Iterator[TinyS3]:
         thread.join(10)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(FaultyHandler):
     server: TinyS3
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     statuses: ClassVar = {"PUT": 200, "DELETE": 204}
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.open_sockets.add(self.connection)
-
-    def finish(self) -> None:
-        self.server.open_sockets.discard(self.connection)
-        with contextlib.suppress(OSError):
-            super().finish()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         parsed = urllib.parse.urlsplit(self.path)
@@ -99,9 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {self.key} {asked}".strip())
         fault = self.server.fault(self.command)
         if fault == RESET:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.close_connection = True
-            self.connection.close()
+            self.reset()
         elif fault == SILENT:
             self.server.ending.wait()
             self.close_connection = True
@@ -130,8 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command == "DELETE" and upload:
             uploads.pop(upload, None)
         if fault == LOST_REPLY:
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.lose_reply()
         elif self.command in ("PUT", "DELETE"):
             self._reply(self.statuses[self.command], b"")
         elif self.key not in objects:
@@ -160,9 +143,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if fault == CUT:
-            self.close_connection = True
-            self.wfile.write(data[: len(data) // 2])
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.write_half(data)
             return
         self.wfile.write(data)
