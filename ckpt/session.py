@@ -76,7 +76,6 @@ class _Parts:
     tasks: Tasks
     saver: Saver
     updates: Updates
-    thread: int
     closing: contextlib.ExitStack
 
 
@@ -172,10 +171,7 @@ class Checkpointer:
         self._end_step()
 
     def _end_step(self) -> None:
-        parts = self._entered
-        if parts is None or parts.saver.forked or threading.get_ident() != parts.thread:
-            self._check_use()
-            return
+        parts = self._check_use()
         self._step = step = self._step + 1
         self._sub = 0
         parts.saver.boundary()
@@ -203,8 +199,7 @@ class Checkpointer:
         changed by hand. Nothing is taken once an optimizer has stepped since the last boundary; nor, where a loader is
         registered, in the body of a step of ck.steps() that has not ended.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
-        self._check_use()
-        parts = self._parts
+        parts = self._check_use()
         parts.saver.poll()
         self._next_tick()
         word = parts.saver.link.words[0]
@@ -216,8 +211,7 @@ class Checkpointer:
     def fence(self) -> None:
         """Waits for copies that still run under the step; call it before changing parameters or optimizer state by
         hand (outside optimizer.step()) in the middle of a step."""
-        self._check_use()
-        self._parts.saver.fence()
+        self._check_use().saver.fence()
 
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
         """Saves the last ended step, now; called by all ranks at the same step. metrics: numbers kept with it (for
@@ -243,8 +237,7 @@ class Checkpointer:
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Returns when the newest snapshot taken here has reached `level`. Errors: SaveFailed."""
-        self._check_use()
-        last = self._parts.saver.last
+        last = self._check_use().saver.last
         if last is not None:
             self._wait_for(last, level, timeout_s)
 
@@ -269,7 +262,7 @@ class Checkpointer:
             tasks = stack.enter_context(Tasks("trainer", pool_size=4))
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
             updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
-            self._entered = _Parts(tasks, saver, updates, threading.get_ident(), stack.pop_all())
+            self._entered = _Parts(tasks, saver, updates, stack.pop_all())
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
@@ -432,12 +425,13 @@ class Checkpointer:
             raise UsageError("used outside the `with ckpt.Checkpointer(...)` block")
         return self._entered
 
-    def _check_use(self) -> None:
+    def _check_use(self) -> _Parts:
         parts = self._parts
         if parts.saver.forked:
             raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
         if threading.current_thread() is not parts.saver.thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
+        return parts
 
     def _update_receipt(self) -> None:
         self._receipt.end_step = self._step

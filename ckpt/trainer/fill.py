@@ -33,16 +33,16 @@ class Filler:
             self._cuts.setdefault(cut.frame, []).append(cut)
         self._hi, self._lo = manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist()
         lengths = manifest.frames["length"].tolist()
-        self._runs: dict[int, tuple[int, int]] = {}  # frame -> (want, first byte in it)
-        flat = [_flat(tensor) is not None for tensor in tensors]
+        self._runs: dict[int, npt.NDArray[np.uint8]] = {}  # where a frame goes as a whole
+        flats = [_flat(tensor) for tensor in tensors]
         for frame, mine in self._cuts.items():
-            want = mine[0].want
+            want, flat = mine[0].want, flats[mine[0].want]
             itemsize = ITEMSIZE[wants[want].dtype]
             # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
-            if flat[want] and itemsize == tensors[want].element_size():
+            if flat is not None and itemsize == tensors[want].element_size():
                 first = whole_run(mine, wants[want].box.shape, itemsize, lengths[frame])
                 if first is not None:
-                    self._runs[frame] = want, first * itemsize
+                    self._runs[frame] = flat[first * itemsize : first * itemsize + lengths[frame]]
 
     @property
     def frames(self) -> Collection[int]:
@@ -54,9 +54,7 @@ class Filler:
         expected = (self._hi[frame], self._lo[frame])
         run = self._runs.get(frame)
         if run is not None:
-            target = _flat(self._tensors[run[0]])
-            assert target is not None
-            return copy_run(raw, target[run[1] : run[1] + len(raw)]) == expected
+            return copy_run(raw, run) == expected
         if frame_hash(raw) != expected:
             return False
         data = torch.frombuffer(raw, dtype=torch.uint8)
