@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import DamagedData
-from ckpt.plan.reshard import Cut
+from ckpt.plan.reshard import Cut, per_dimension
 
 
 def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], outs: Sequence[npt.NDArray[Any]]) -> None:
@@ -19,12 +19,15 @@ def apply_cuts(cuts: Iterable[Cut], frame: int, data: npt.NDArray[np.uint8], out
     uint16 for bfloat16). Errors: DamagedData for a cut that reaches out of the frame.
     """
     for cut in cuts:
-        if cut.frame != frame:
-            continue
-        out = outs[cut.want]
-        strides = tuple(s * out.itemsize for s in cut.strides)
-        end = cut.offset + sum((n - 1) * s for n, s in zip(cut.shape, strides, strict=True)) + out.itemsize
-        if cut.offset < 0 or end > data.nbytes:
-            raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint says that {end} of them are used")
-        view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
-        out[tuple(slice(a, a + n) for a, n in zip(cut.at, cut.shape, strict=True))] = view
+        if cut.frame == frame:
+            for part in per_dimension(cut, outs[cut.want].shape, outs[cut.want].itemsize):
+                _apply(part, frame, data, outs[cut.want])
+
+
+def _apply(cut: Cut, frame: int, data: npt.NDArray[np.uint8], out: npt.NDArray[Any]) -> None:
+    strides = tuple(s * out.itemsize for s in cut.strides)
+    end = cut.offset + sum((n - 1) * s for n, s in zip(cut.shape, strides, strict=True)) + out.itemsize
+    if cut.offset < 0 or end > data.nbytes:
+        raise DamagedData(f"frame {frame} has {data.nbytes} bytes; the checkpoint says that {end} of them are used")
+    view = np.ndarray(cut.shape, out.dtype, data.data, cut.offset, strides)
+    out[tuple(slice(a, a + n) for a, n in zip(cut.at, cut.shape, strict=True))] = view

@@ -1,8 +1,9 @@
 """Which frames hold the boxes that are wanted, and how each frame is cut.
 
-A flat byte range of a row-major box is at most 2 * ndim - 1 sub-boxes (the end of a row, whole rows, the beginning
-of a row, in each dimension); each sub-box, met with a wanted box, is a strided view of the frame. No bytes are
-touched here.
+A frame holds a run of a row-major box. Where the wanted box has the same rows, whole ones, the run lands in it as a run
+(the usual case: the same sharding, or another one along the first dimension). Otherwise the run is at most 2 * ndim - 1
+sub-boxes (the end of a row, whole rows, the beginning of a row, in each dimension); each of them, met with the wanted
+box, is a strided view of the frame. No bytes are touched here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Cut:
     """A strided view of a frame that is a part of a wanted box.
 
     `offset`: bytes into the frame, of the first element. `shape`, `strides` (elements): of the view. `want`: index
-    into the wants. `at`: where the view goes in the wanted box, elements. All have one number per dimension.
+    into the wants. `at`: where the view goes in the wanted box, elements. These have one number per dimension; or one
+    in all, for a run: `shape` elements that follow one another in the frame, and row-major in the box.
     """
 
     frame: int
@@ -125,16 +127,13 @@ def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     return found
 
 
-def whole_run(cuts_of_frame: Sequence[Cut], shape: tuple[int, ...], itemsize: int, frame_bytes: int) -> int | None:
-    """Where all bytes of a frame are one run of one wanted box: the element of the box (of that `shape`, flat and
-    row-major) at which it begins. None otherwise. Such a frame can be copied at once, and hashed where it landed."""
-    want, strides = cuts_of_frame[0].want, cuts_of_frame[0].strides
-    if strides != _row_major(shape) or any(cut.want != want or cut.strides != strides for cut in cuts_of_frame):
+def whole_run(cuts_of_frame: Sequence[Cut], itemsize: int, frame_bytes: int) -> int | None:
+    """Where all bytes of a frame are one run of one wanted box: the element of the box, row-major, at which it begins.
+    None otherwise. Such a frame can be copied at once, and hashed where it landed."""
+    cut = cuts_of_frame[0]
+    if len(cuts_of_frame) > 1 or cut.strides != (1,) or cut.offset or cut.shape[0] * itemsize != frame_bytes:
         return None
-    shifts = {sum(a * s for a, s in zip(cut.at, strides, strict=True)) * itemsize - cut.offset for cut in cuts_of_frame}
-    if len(shifts) != 1 or sum(math.prod(cut.shape) for cut in cuts_of_frame) * itemsize != frame_bytes:
-        return None
-    return shifts.pop() // itemsize
+    return cut.at[0]
 
 
 class _Extents:
@@ -150,11 +149,27 @@ class _Extents:
 
 
 def _cuts_of_box(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
-    begin, end = extents.first[number], extents.first[number + 1]
-    if box == wanted and begin < end and extents.length[begin] == box.size * itemsize:  # the usual small tensor
-        at = (0,) * len(box.shape)
-        yield Cut(extents.frame[begin], extents.offset[begin], box.shape, _row_major(box.shape), want, at)
+    if box.shape[1:] == wanted.shape[1:] and box.offset[1:] == wanted.offset[1:]:
+        return _runs(extents, number, box, itemsize, want, wanted)
+    return _parts(extents, number, box, itemsize, want, wanted)
+
+
+def _runs(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
+    """The two boxes have the same rows, whole ones."""
+    row = math.prod(box.shape[1:])
+    ahead = box.offset[0] - wanted.offset[0] if box.shape else 0
+    rows, wanted_rows = (box.shape[0], wanted.shape[0]) if box.shape else (1, 1)
+    first, stop = max(0, -ahead) * row, min(rows, wanted_rows - ahead) * row
+    if first >= stop:
         return
+    for i, start, end in _elements(extents, number, itemsize, first, stop - 1):
+        a, b = max(start, first), min(end, stop)
+        if a < b:
+            offset = extents.offset[i] + (a - start) * itemsize
+            yield Cut(extents.frame[i], offset, (b - a,), (1,), want, (a + ahead * row,))
+
+
+def _parts(extents: _Extents, number: int, box: Box, itemsize: int, want: int, wanted: Box) -> Iterator[Cut]:
     common = box.intersect(wanted)
     if common is None:
         return
@@ -162,28 +177,46 @@ def _cuts_of_box(extents: _Extents, number: int, box: Box, itemsize: int, want: 
     high = tuple(a + n for a, n in zip(low, common.shape, strict=True))
     shift = tuple(o - w for o, w in zip(box.offset, wanted.offset, strict=True))
     strides = _row_major(box.shape)
-    first_byte = sum(a * s for a, s in zip(low, strides, strict=True)) * itemsize
-    last_byte = sum((b - 1) * s for b, s in zip(high, strides, strict=True)) * itemsize
-    begin = max(begin, bisect_right(extents.start, first_byte, begin, end) - 1)
-    end = bisect_left(extents.start, last_byte + 1, begin, end)
+    first = sum(a * s for a, s in zip(low, strides, strict=True))
+    last = sum((b - 1) * s for b, s in zip(high, strides, strict=True))
+    for i, start, end in _elements(extents, number, itemsize, first, last):
+        for at, shape in _sub_boxes(box.shape, start, end):
+            a = tuple(map(max, at, low))
+            n = tuple(min(x + y, z) - o for x, y, z, o in zip(at, shape, high, a, strict=True))
+            if all(m > 0 for m in n):
+                element = sum(x * s for x, s in zip(a, strides, strict=True)) - start
+                there = tuple(x + s for x, s in zip(a, shift, strict=True))
+                yield Cut(extents.frame[i], extents.offset[i] + element * itemsize, n, strides, want, there)
+
+
+def _elements(extents: _Extents, number: int, itemsize: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """The extents of a box that may hold its elements `first` to `last`: (extent, first element, end)."""
+    begin, end = extents.first[number], extents.first[number + 1]
+    if end - begin > 1:
+        begin = max(begin, bisect_right(extents.start, first * itemsize, begin, end) - 1)
+        end = bisect_left(extents.start, last * itemsize + 1, begin, end)
     for i in range(begin, end):
         start, rest = divmod(extents.start[i], itemsize)
         count, rest_of_length = divmod(extents.length[i], itemsize)
         if rest or rest_of_length:
             raise DamagedData(f"extent {i} of the checkpoint cuts an element of {itemsize} bytes")
-        for at, shape in _sub_boxes(box.shape, start, start + count):
-            a = tuple(map(max, at, low))
-            n = tuple(min(x + y, z) - o for x, y, z, o in zip(at, shape, high, a, strict=True))
-            if all(m > 0 for m in n):
-                element = sum(x * s for x, s in zip(a, strides, strict=True)) - start
-                offset = extents.offset[i] + element * itemsize
-                yield Cut(
-                    extents.frame[i], offset, n, strides, want, tuple(x + s for x, s in zip(a, shift, strict=True))
-                )
+        yield i, start, start + count
+
+
+def per_dimension(cut: Cut, shape: tuple[int, ...], itemsize: int) -> Iterator[Cut]:
+    """A cut of a box of that shape, as cuts with one number per dimension: what memory needs in which the box is no
+    run."""
+    if len(cut.at) != 1 or len(shape) == 1:
+        yield cut
+        return
+    offset, first = cut.offset, cut.at[0]
+    for at, part in _sub_boxes(shape, first, first + cut.shape[0]):
+        yield Cut(cut.frame, offset, part, _row_major(part), cut.want, at)
+        offset += math.prod(part) * itemsize
 
 
 def _sub_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements [start, stop) of a row-major box as sub-boxes (offset, shape), in order."""
+    """The elements [start, stop) of a row-major box as sub-boxes (offset, shape), in order, none empty."""
     if start >= stop:
         return
     if not shape:

@@ -11,7 +11,7 @@ import torch
 from ckpt.errors import DamagedData
 from ckpt.format.frames import FrameHasher, frame_hash
 from ckpt.format.manifest import Manifest
-from ckpt.plan.reshard import Cut, Want, cuts, whole_run
+from ckpt.plan.reshard import Cut, Want, cuts, per_dimension, whole_run
 from ckpt.types import ITEMSIZE
 
 # Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
@@ -40,7 +40,7 @@ class Filler:
             itemsize = ITEMSIZE[wants[want].dtype]
             # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
             if flat is not None and itemsize == tensors[want].element_size():
-                first = whole_run(mine, wants[want].box.shape, itemsize, lengths[frame])
+                first = whole_run(mine, itemsize, lengths[frame])
                 if first is not None:
                     self._runs[frame] = flat[first * itemsize : first * itemsize + lengths[frame]]
 
@@ -80,18 +80,27 @@ def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> None:
 
     Errors: DamagedData for a cut that does not lie in the frame or the tensor.
     """
-    itemsize = tensor.element_size()
+    part = tensor.detach()
+    if len(cut.at) == 1 and part.is_contiguous():
+        _copy(cut, frame, part.view(-1))
+    else:
+        for each in per_dimension(cut, tuple(part.shape), part.element_size()):
+            _copy(each, frame, part)
+
+
+def _copy(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> None:
+    """`cut`: with one number for each dimension of `part`."""
+    itemsize = part.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(cut.shape, cut.strides, strict=True))
-    fits = len(cut.shape) == len(cut.at) == tensor.ndim and all(
+    fits = len(cut.shape) == len(cut.at) == part.ndim and all(
         a >= 0 and n > 0 and s >= 0 and a + n <= m
-        for a, n, s, m in zip(cut.at, cut.shape, cut.strides, tensor.shape, strict=True)
+        for a, n, s, m in zip(cut.at, cut.shape, cut.strides, part.shape, strict=True)
     )
     if not fits or cut.offset < 0 or cut.offset + span * itemsize > frame.numel():
         raise DamagedData(f"frame {cut.frame}: a part of shape {cut.shape} at byte {cut.offset} is not in it")
-    part = tensor.detach()
     for dim, (start, length) in enumerate(zip(cut.at, cut.shape, strict=True)):
         part = part.narrow(dim, start, length)
-    source = frame[cut.offset : cut.offset + span * itemsize].view(tensor.dtype)
+    source = frame[cut.offset : cut.offset + span * itemsize].view(part.dtype)
     part.copy_(source.as_strided(cut.shape, cut.strides))
 
 

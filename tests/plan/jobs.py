@@ -14,7 +14,7 @@ from ckpt.plan.assemble import DATA, OWN, SHARED, Assembled, Blob, Staged
 from ckpt.plan.division import divide, division_id
 from ckpt.plan.gather import apply_cuts
 from ckpt.plan.layout import Declaration, Entry, Layout, Share
-from ckpt.plan.reshard import Want, cuts
+from ckpt.plan.reshard import Want, cuts, per_dimension
 from ckpt.plan.staging import stage
 from ckpt.types import ITEMSIZE, Box
 
@@ -135,7 +135,8 @@ def fetch(snapshot: Snapshot, assembled: Assembled, wants: Sequence[Want]) -> li
         some = list(group)
         apply_cuts(some, frame, snapshot.frame(assembled, frame), outs)
         for cut in some:
-            filled[cut.want][tuple(slice(a, a + n) for a, n in zip(cut.at, cut.shape, strict=True))] += 1
+            for part in per_dimension(cut, wants[cut.want].box.shape, 1):
+                filled[cut.want][tuple(slice(a, a + n) for a, n in zip(part.at, part.shape, strict=True))] += 1
     assert all((count == 1).all() for count in filled), "each element is filled exactly once"
     return outs
 

@@ -12,7 +12,7 @@ from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.manifest import VALUES
 from ckpt.plan.assemble import assemble
 from ckpt.plan.gather import apply_cuts
-from ckpt.plan.reshard import Cut, Want, cuts, match, whole_run
+from ckpt.plan.reshard import Cut, Want, cuts, match, per_dimension, whole_run
 from ckpt.types import Box
 from tests.plan.jobs import Rank, fetch, random_array, region, take
 from tests.plan.reshard_cases import all_boxes, manifest_of_runs
@@ -48,19 +48,26 @@ def test_every_box_of_a_small_tensor_is_cut_right_for_every_extent_boundary(shap
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
-def test_a_frame_of_a_whole_box_is_at_most_two_cuts_per_dimension_less_one(ndim):
+def test_a_frame_of_a_whole_box_is_one_run_and_at_most_two_cuts_per_dimension_less_one(ndim):
     shape = (3,) * ndim
     for run in range(1, 3**ndim + 1):
-        manifest, frames = manifest_of_runs(array_of(shape), run)
+        array = array_of(shape)
+        manifest, frames = manifest_of_runs(array, run)
         plan = cuts(manifest, [want(shape)])
-        assert all(sum(cut.frame == number for cut in plan) <= 2 * ndim - 1 for number in range(len(frames)))
+        assert [(cut.frame, cut.at) for cut in plan] == [(n, (n * run,)) for n in range(len(frames))]
+        out = np.zeros(shape, np.uint16, order="F")
+        for cut in plan:
+            parts = list(per_dimension(cut, shape, 2))
+            assert len(parts) <= 2 * ndim - 1
+            apply_cuts(parts, cut.frame, frames[cut.frame], [out])
+        assert (out == array).all()
 
 
 def test_a_wanted_row_needs_no_frame_that_holds_none_of_it():
     manifest, _ = manifest_of_runs(array_of((10, 4)), 4)
     assert cuts(manifest, [want((10, 4), Box((3, 0), (2, 4)))]) == [
-        Cut(3, 6, (1, 4), (4, 1), 0, (0, 0)),
-        Cut(4, 6, (1, 4), (4, 1), 0, (1, 0)),
+        Cut(3, 6, (4,), (1,), 0, (0,)),
+        Cut(4, 6, (4,), (1,), 0, (4,)),
     ]
 
 
@@ -97,7 +104,8 @@ def test_a_manifest_that_does_not_hold_what_it_says_is_damaged():
     with pytest.raises(DamagedData, match="cuts an element"):
         cuts(replace(manifest, extents=odd), [want((4, 4))])
     plan = cuts(manifest, [want((4, 4))])
-    for bad in (replace(plan[0], offset=12), replace(plan[0], offset=-2), replace(plan[0], strides=(1 << 40, 2))):
+    narrow = cuts(manifest, [want((4, 4), Box((0, 0), (4, 3)))])[0]
+    for bad in (replace(plan[0], offset=12), replace(plan[0], offset=-2), replace(narrow, strides=(1, 1 << 40))):
         with pytest.raises(DamagedData, match="frame 0"):
             apply_cuts([bad], 0, frames[0], [np.zeros((4, 4), np.uint16)])
 
@@ -175,17 +183,17 @@ def test_a_frame_that_lands_in_one_run_is_known_by_where_it_begins(shape):
         plan = cuts(manifest, [want(shape)])
         for number, frame in enumerate(frames):
             mine = [replace(cut, offset=cut.offset - 6) for cut in plan if cut.frame == number]
-            assert whole_run(mine, shape, 2, len(frame) - 10) == number * run
-            assert whole_run(mine, shape, 2, len(frame) - 9) is None, "a byte of the frame goes elsewhere"
+            assert whole_run(mine, 2, len(frame) - 10) == number * run
+            assert whole_run(mine, 2, len(frame) - 9) is None, "a byte of the frame goes elsewhere"
 
 
 def test_a_frame_that_is_cut_apart_or_goes_to_two_boxes_lands_in_no_one_run():
     manifest, _ = manifest_of_runs(array_of((4, 6)), 24)
     halves = [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]
     plan = [replace(cut, offset=cut.offset - 6) for cut in cuts(manifest, [want((4, 6), box) for box in halves])]
-    assert whole_run(plan, (2, 6), 2, 48) is None
+    assert whole_run(plan, 2, 48) is None
     narrow = [replace(c, offset=c.offset - 6) for c in cuts(manifest, [want((4, 6), Box((0, 0), (4, 4)))])]
-    assert whole_run(narrow, (4, 4), 2, 32) is None
+    assert whole_run(narrow, 2, 32) is None
     manifest, _ = manifest_of_runs(array_of((24,)), 6)
     swapped = [replace(cut, frame=0, offset=24 - 12 * i) for i, cut in enumerate(cuts(manifest, [want((24,))])[:2])]
-    assert whole_run(swapped, (24,), 2, 24) is None, "the halves change places"
+    assert whole_run(swapped, 2, 24) is None, "the halves change places"
