@@ -27,6 +27,7 @@ from ckpt.format.declaration import decode_layout, decode_share, encode, encode_
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import VALUES, Manifest
 from ckpt.format.record import decode_manifest
+from ckpt.plan.gather import apply_cuts
 from ckpt.plan.layout import Declaration, Entry, Layout
 from ckpt.plan.reshard import Want, cuts
 from ckpt.plan.staging import stage
@@ -166,6 +167,7 @@ class FakeRank:
         for name in self.tensors:
             self.tensors[name] = np.zeros_like(self.tensors[name])
         wants = [Want(name, "", "float32", (ROWS, 300), self.box(name)) for name in self.tensors]
+        outs = list(self.tensors.values())
         wanted: dict[int, list[Any]] = {}
         for cut in cuts(manifest, wants):
             wanted.setdefault(cut.frame, []).append(cut)
@@ -173,11 +175,7 @@ class FakeRank:
         def deliver(frame: int, raw: memoryview) -> bool:
             if frame_hash(raw) != (int(manifest.frames["hash_hi"][frame]), int(manifest.frames["hash_lo"][frame])):
                 return False
-            for cut in wanted[frame]:
-                source = np.frombuffer(raw, np.float32, offset=cut.offset)
-                part = np.lib.stride_tricks.as_strided(source, cut.shape, [4 * stride for stride in cut.strides])
-                at = tuple(slice(o, o + n) for o, n in zip(cut.at, cut.shape, strict=True))
-                self.tensors[wants[cut.want].name][at] = part
+            apply_cuts(wanted[frame], frame, np.frombuffer(raw, np.uint8), outs)
             return True
 
         self.fetch(identity, set(wanted), deliver)
