@@ -12,7 +12,7 @@ import pytest
 from tests.session.scripts import ROOT
 
 
-@pytest.mark.parametrize("name", ["step", "stall", "agent", "restore", "restart"])
+@pytest.mark.parametrize("name", ["step", "stall", "agent", "restore", "restart", "peer"])
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(out)]

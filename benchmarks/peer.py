@@ -1,0 +1,176 @@
+"""How fast is state staged in a peer's memory, against two plain sockets, and what does it cost both sides together?
+
+    python -m benchmarks.peer [--small] [--json FILE]
+
+Two processes on loopback. One offers memory, as an agent offers an arena; the other fetches it into warm memory of its
+own: authenticated connections, every frame's hash checked where it landed, at the lowest priority. In turns with it two
+plain connections move the same bytes between the same buffers: sendall of 1 MiB pieces, recv_into, no hash. They run at
+the same priority: what else the machine does slows both alike. CPU is user and system time of both processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from benchmarks.report import Row, parser, report
+from ckpt.agent.arena import Arena
+from ckpt.agent.peers.pull import be_nice
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import Frames
+from ckpt.format.frames import frame_hash
+from ckpt.types import FRAME_BYTES
+from tests.agent.peers.loop import Node, TurnedLoop
+
+SPEED_BAR, CPU_BAR = 0.85, 0.4
+PIECE_BYTES = 1 << 20
+NAME = "benchmark"
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    nbytes, rounds = (32 << 20, 2) if args.small else (1 << 30, 9)
+    ours, plain, costs, plain_costs = [], [], [], []
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=_offer, args=(there, nbytes))
+    child.start()
+    there.close()
+    loop = TurnedLoop()
+    node = Node(loop, "receiver")
+    arena = Arena.create(nbytes)
+    target = arena.view[:nbytes]
+    try:
+        address, port, blob = here.recv()
+        frames = Frames.decode(blob, nbytes)
+        arena.warm()
+        for turn in range(rounds + 1):
+            both = [
+                (ours, costs, lambda: node.transport.fetch("sender", address, NAME, target, frames).done.result(300)),
+                (plain, plain_costs, lambda: _in_threads(target, address.host, port)),
+            ]
+            for seconds, cpu, work in both if turn % 2 else both[::-1]:
+                took, cost = _measured(here, work)
+                if turn:  # the first one warms up
+                    seconds.append(took)
+                    cpu.append(cost)
+            target[:: 1 << 16] = bytes(len(target[:: 1 << 16]))  # so that each has to bring the bytes
+    finally:
+        here.close()
+        child.join(30)
+        node.close()
+        loop.close()
+        target.release()
+        arena.close()
+    gb = nbytes / 1e9
+    speed, ceiling = gb / statistics.median(ours), gb / statistics.median(plain)
+    ratio = statistics.median(b / a for a, b in zip(ours, plain, strict=True))
+    cost, plain_cost = statistics.median(costs) / gb, statistics.median(plain_costs) / gb
+    rows = [
+        Row("staging to a peer", speed, "GB/s", f"at least {SPEED_BAR} x", ratio >= SPEED_BAR, ceiling, ratio),
+        Row("CPU of both sides", cost, "s/GB", f"at most {CPU_BAR} s/GB", cost <= CPU_BAR, plain_cost),
+    ]
+    report("peer", rows, args)
+
+
+def _measured(there: Connection, work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and CPU-seconds of both processes."""
+    before = _cpu_s() + _asked(there)
+    started = time.perf_counter()
+    work()
+    took = time.perf_counter() - started
+    return took, _cpu_s() + _asked(there) - before
+
+
+def _asked(there: Connection) -> float:
+    there.send("cpu")
+    return float(there.recv())
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _in_threads(target: memoryview, host: str, port: int) -> None:
+    half = len(target) // 2
+    threads = [
+        threading.Thread(target=_receive, args=(target[at : at + half], host, port, at // half)) for at in (0, half)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _receive(target: memoryview, host: str, port: int, half: int) -> None:
+    be_nice()
+    with socket.create_connection((host, port)) as sock:
+        sock.sendall(bytes([half]))
+        while target:
+            target = target[sock.recv_into(target[:PIECE_BYTES], 0, socket.MSG_WAITALL) :]
+
+
+# -- the other process
+
+
+def _offer(there: Connection, nbytes: int) -> None:
+    arena = Arena.create(nbytes)
+    source = arena.view[:nbytes]
+    block = np.random.default_rng(1).bytes(FRAME_BYTES)
+    for number, at in enumerate(range(0, nbytes, FRAME_BYTES)):
+        source[at : at + FRAME_BYTES] = block
+        source[at : at + 8] = number.to_bytes(8, "little")
+    offsets = np.arange(0, nbytes, FRAME_BYTES, dtype=np.uint64)
+    lengths = np.full(len(offsets), FRAME_BYTES, np.uint64)
+    hashes = np.array([frame_hash(source[at : at + FRAME_BYTES]) for at in offsets.tolist()], np.uint64)
+    frames = Frames.placed(offsets, lengths, hashes, nbytes)
+    loop = TurnedLoop()
+    node = Node(loop, "sender")
+    node.transport.offer(NAME, source, frames)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_send_to_all, args=(listener, source), daemon=True).start()
+        there.send((Address("127.0.0.1", node.address.port), listener.getsockname()[1], frames.encode()))
+        answers = threading.Thread(target=_answer, args=(there, loop), daemon=True)
+        answers.start()
+        while answers.is_alive():
+            loop.turn(1.0)
+    node.close()
+    loop.close()
+
+
+def _answer(there: Connection, loop: TurnedLoop) -> None:
+    try:
+        while there.recv():
+            there.send(_cpu_s())
+    except EOFError:
+        loop.post(lambda: None)
+
+
+def _send_to_all(listener: socket.socket, source: memoryview) -> None:
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_send, args=(sock, source), daemon=True).start()
+
+
+def _send(sock: socket.socket, source: memoryview) -> None:
+    be_nice()
+    with sock:
+        half = len(source) // 2
+        at = sock.recv(1)[0] * half
+        for start in range(at, at + half, PIECE_BYTES):
+            sock.sendall(source[start : start + PIECE_BYTES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What agents of one run say to each other: authenticated connections, and the bytes of frames beside them."""

@@ -1,0 +1,280 @@
+"""Fetching over TCP: the receiver's side of `bulk`, which says what is spoken on a data connection.
+
+Everything here happens on threads of the lowest priority, in calls that release the GIL: one recv_into a piece, xxh3
+over it while it is in the cache.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ckpt.agent.bulk import NICE
+from ckpt.agent.peers import auth
+from ckpt.agent.peers.auth import Dialler, Session
+from ckpt.agent.peers.greeting import CONNECT_S, HANDSHAKE_S
+from ckpt.agent.peers.limit import Bucket
+from ckpt.agent.peers.sockets import (
+    Address,
+    cut,
+    receive_all,
+    receive_exactly,
+    resolve,
+    send_all,
+    tune,
+    wait_at_most,
+)
+from ckpt.agent.peers.transport import Frames, Ledger
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.frames import FrameHasher
+from ckpt.tasks import Tasks
+
+log = logging.getLogger("ckpt")
+
+WANT = 1  # kind of the only record on a data connection
+NUMBER = struct.Struct(">I")
+ASK_BYTES, ASK_FRAMES = 32 << 20, 512  # asked for and not yet here, on one connection; asked again below half of it
+CUTS_MAX = 20  # connections that brought something, but no frame to its end: then a transfer fails
+PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
+    the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
+    transfer fails when nothing has come for so long and a connection then fails."""
+
+    greet: Callable[[str, str], Dialler]
+    inward: Bucket
+    connections: int
+    stall_s: float
+    patience_s: float
+
+
+class TcpFetch:
+    """See Fetch. Its threads share the ledger: each connects, asks, receives, and connects again when it was cut."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        peer: str,
+        address: Address,
+        name: str,
+        target: memoryview,
+        frames: Frames,
+        ledger: Ledger,
+        landed: Callable[[int], None] | None,
+    ) -> None:
+        self.done = settled_by_us()
+        self._terms, self._peer, self._address, self._name = terms, peer, address, name
+        self._target, self._landed = target.cast("B"), landed
+        self._places = frames.places()
+        self._ledger = ledger
+        self._changed = threading.Condition()  # guards what follows, and the ledger
+        self._error: Exception | None = None
+        self._socks: set[socket.socket] = set()
+        self._threads = 0
+        self._cuts = 0  # connections that brought something and ended since a frame was whole
+        self._moved_s = time.monotonic()
+
+    def start(self, tasks: Tasks) -> None:
+        """Where `tasks` are closed, `done` says so."""
+        count = min(self._terms.connections, len(self._ledger.missing))
+        if not count:
+            self.done.set_result(None)
+            return
+        with self._changed:
+            self._threads = count
+        for number in range(count):
+            try:
+                tasks.start(f"fetch-{number}", self._work)
+            except CkptError as exc:
+                self._fail(exc)
+                for _ in range(number, count):
+                    self._leave()
+                return
+
+    def missing(self) -> list[int]:
+        with self._changed:
+            return self._ledger.missing
+
+    def cancel(self) -> None:
+        self._fail(AgentError(f"the transfer of {self._name} was cancelled"))
+
+    # -- inside; all of it on the fetch's own threads
+
+    @property
+    def _over(self) -> bool:
+        return self._error is not None or self._ledger.complete
+
+    def _is_failed(self) -> bool:
+        return self._error is not None
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if not self._over:
+                self._error = error
+                for sock in self._socks:
+                    cut(sock)
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        pause_s = PAUSE_S
+        try:
+            be_nice()
+            while self._await_work():
+                before = self._moved_s
+                asked: collections.deque[int] = collections.deque()
+                try:
+                    self._use_connection(asked)
+                except (OSError, EOFError, AgentError, _Wrong) as exc:
+                    with self._changed:
+                        self._ledger.give_back(asked)
+                        self._changed.notify_all()
+                    moved = self._moved_s > before
+                    pause_s = PAUSE_S if moved else min(2 * pause_s, PAUSE_S_MAX)
+                    self._trouble(exc, moved, pause_s)
+        except Exception as exc:
+            self._fail(exc)
+        finally:
+            self._leave()
+
+    def _await_work(self) -> bool:
+        """Until something is to be asked for; False when it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._ledger.waiting > 0)
+            return not self._over
+
+    def _trouble(self, error: Exception, moved: bool, pause_s: float) -> None:
+        """A connection failed: waits a little, unless this has gone on for too long."""
+        idle_s = time.monotonic() - self._moved_s
+        with self._changed:
+            self._cuts += moved
+            if idle_s < self._terms.patience_s and self._cuts < CUTS_MAX:
+                self._changed.wait_for(lambda: self._over, pause_s)
+                return
+        what = f"{self._name} could not be got from agent {self._peer} at {self._address}"
+        how = f"{self._cuts} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
+        self._fail(AgentError(f"{what}: {how}; the last: {error}"))
+
+    def _leave(self) -> None:
+        """The last thread settles it: every connection is closed by then."""
+        with self._changed:
+            self._threads -= 1
+            last, error = self._threads == 0, self._error
+            if last:
+                self._target = memoryview(b"")  # nothing of ours keeps the memory mapped
+        if last and error is not None:
+            self.done.set_exception(error)
+        elif last:
+            self.done.set_result(None)
+
+    def _use_connection(self, asked: collections.deque[int]) -> None:
+        """Connects and receives until nothing is left to ask for. `asked`: asked for and not here, oldest first."""
+        sock, session = self._connect()
+        try:
+            while self._ask(sock, session, asked):
+                self._receive(sock, asked[0])
+                asked.popleft()
+        finally:
+            with self._changed:
+                self._socks.discard(sock)
+                sock.close()
+
+    def _connect(self) -> tuple[socket.socket, Session]:
+        error: OSError | None = None
+        for place in resolve(self._address):
+            sock = socket.socket(place.family, socket.SOCK_STREAM)
+            try:
+                with self._changed:
+                    if self._over:
+                        raise OSError("it is over")
+                    self._socks.add(sock)
+                tune(sock)
+                sock.settimeout(CONNECT_S)
+                sock.connect(place.sockaddr)
+                session = self._greet(sock)
+                wait_at_most(sock, self._terms.stall_s)
+                return sock, session
+            except BaseException as exc:
+                with self._changed:
+                    self._socks.discard(sock)
+                    sock.close()
+                if not isinstance(exc, OSError):
+                    raise
+                error = exc
+        raise error or OSError("no address")
+
+    def _greet(self, sock: socket.socket) -> Session:
+        wait_at_most(sock, HANDSHAKE_S)
+        handshake = self._terms.greet(self._name, self._peer)
+        sock.sendall(handshake.first)
+        while handshake.session is None:
+            header = receive_exactly(sock, auth.HEADER_BYTES)
+            sock.sendall(handshake.step(bytes(header + receive_exactly(sock, auth.body_bytes(header)))))
+        return handshake.session
+
+    def _ask(self, sock: socket.socket, session: Session, asked: collections.deque[int]) -> bool:
+        """Asks for more where too little is on its way; whether anything is."""
+        room = ASK_BYTES - sum(self._places[number][1] for number in asked)
+        if asked and (room < ASK_BYTES // 2 or len(asked) > ASK_FRAMES // 2):
+            return True
+        with self._changed:
+            more = [] if self._error is not None else self._ledger.take(ASK_FRAMES - len(asked), room)
+        asked.extend(more)
+        if more:
+            send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, more)))))
+        return bool(asked)
+
+    def _receive(self, sock: socket.socket, number: int) -> None:
+        inward, target, hasher = self._terms.inward, self._target, FrameHasher()
+        start, length = self._places[number]
+        stop, size = start + length, inward.piece_bytes
+        at = start
+        try:
+            while at < stop:
+                inward.wait(min(size, stop - at), self._is_failed)
+                with target[at : min(at + size, stop)] as piece:
+                    receive_all(sock, piece)
+                    hasher.update(piece)
+                at += size
+        finally:
+            if at > start:
+                self._moved_s = time.monotonic()
+        with self._changed:
+            right = self._ledger.landed(number, hasher.result())
+            if right:
+                self._cuts = 0
+                if self._ledger.complete:
+                    self._changed.notify_all()
+        if not right:
+            log.warning("frame %d of %s came damaged from agent %s", number, self._name, self._peer)
+            raise _Wrong("a frame came damaged")  # what else comes on this connection is not to be trusted
+        if self._landed is not None:
+            try:
+                self._landed(number)
+            except Exception as exc:
+                log.exception("who was told of a frame of %s made a mistake", self._name)
+                self._fail(exc)
+
+
+class _Wrong(Exception):
+    """A frame that has another hash than was announced; it is asked for again on a new connection."""
+
+
+def settled_by_us() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # nobody else can cancel it
+    return future
+
+
+def be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

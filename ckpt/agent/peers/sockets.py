@@ -1,0 +1,129 @@
+"""Addresses of agents, and what every TCP connection between them is set to."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+from dataclasses import dataclass
+
+from ckpt.errors import AgentError, UsageError
+
+SILENT_S = 20.0  # unacknowledged bytes older than that end a connection, and so does a peer that says nothing
+
+SLOWEST_BYTES = 64 << 10  # what a connection moves at least in the time that `wait_at_most` gives one call
+
+_PROBE_S, _PROBES = 5, 3  # once a connection has been idle for SILENT_S
+_TIMEVAL = struct.Struct("ll")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Address:
+    """Where an agent listens. `host`: a name or a literal IPv4 or IPv6 address without brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @staticmethod
+    def parse(text: str) -> Address:
+        """From "HOST:PORT" or "[IPV6]:PORT". Errors: UsageError."""
+        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
+        if match is None or int(match[3]) > 65535:
+            raise UsageError(f"{text[:200]!r} is no address: give HOST:PORT, or [HOST]:PORT for IPv6")
+        return Address(match[1] or match[2], int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address as the kernel takes it."""
+
+    family: int
+    sockaddr: tuple[str | int | bytes, ...]
+
+
+def resolve(address: Address, passive: bool = False) -> list[Place]:
+    """Where that address leads, best first. A name may take many seconds to look up: not for the main thread, unless
+    the host is a literal. `passive`: to listen there. Errors: AgentError."""
+    flags = socket.AI_PASSIVE if passive else 0
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError) as exc:
+        raise AgentError(f"the host of {address} cannot be looked up: {exc}") from exc
+    return [Place(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small messages; an end that is gone is noticed within about SILENT_S, whether we send or wait."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+
+
+def wait_at_most(sock: socket.socket, seconds: float) -> None:
+    """Makes it blocking, in the kernel and each call no longer than that: then BlockingIOError, or less than asked for.
+    A Python time-out would ask twice for each piece, and give no whole ones."""
+    sock.setblocking(True)
+    limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
+    """From a socket that `wait_at_most` was called for. Errors: EOFError at the end; TimeoutError; OSError."""
+    room = bytearray(nbytes)
+    view = memoryview(room)
+    while view:
+        try:
+            got = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("the peer sent nothing in time") from None
+        if not got:
+            raise EOFError("the peer closed the connection")
+        view = view[got:]
+    return room
+
+
+def send_all(sock: socket.socket, data: memoryview) -> None:
+    """As `receive_all`."""
+    left = len(data)
+    while left:
+        try:
+            sent = sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent == left:
+            return
+        if sent < SLOWEST_BYTES:
+            raise TimeoutError("the peer takes nothing, or too little")
+        data, left = data[sent:], left - sent
+
+
+def receive_all(sock: socket.socket, room: memoryview) -> None:
+    """On a socket that `wait_at_most` was called for. Errors: TimeoutError where fewer than SLOWEST_BYTES moved in
+    that time, so that a peer that dribbles is given up as one that is silent; EOFError; OSError."""
+    left = len(room)
+    while left:
+        try:
+            got = sock.recv_into(room, left, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("the peer sends nothing") from None
+        if got == left:
+            return
+        if not got:
+            raise EOFError("the peer closed the connection")
+        if got < SLOWEST_BYTES:
+            raise TimeoutError("the peer sends too little")  # or the connection was cut: it is of no more use either
+        room, left = room[got:], left - got
+
+
+def cut(sock: socket.socket) -> None:
+    """Wakes whoever waits in a call on it; who owns it closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,439 @@
+"""Frames arrive in the peer's memory byte for byte, whatever happens to the connections; what is wrong is never taken
+for right; and whoever stops leaves no thread and no connection behind."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ckpt.agent.peers import pull
+from ckpt.agent.peers.auth import Dialler, Role
+from ckpt.agent.peers.bulk import TcpTransport
+from ckpt.agent.peers.pull import NUMBER, WANT
+from ckpt.agent.peers.sockets import SILENT_S, Address, receive_exactly, wait_at_most
+from ckpt.agent.peers.transport import WRONG_MAX, Frames
+from ckpt.clock import ManualClock
+from ckpt.errors import AgentError, CkptError, DamagedData
+from ckpt.format.frames import frame_hash
+from tests.agent.peers.loop import BOUND_S, RUN, SECRET, Node, TurnedLoop
+from tests.agent.peers.proxy import Fault, Proxy
+
+NAME = "00000007-0123456789abcdef-000000000012.0000/rank0"
+LENGTHS = (100, 1, 70_000, 3_000_000, 5, 65_536)  # small ones, odd ones, and one of more than a piece
+ROOM = sum(LENGTHS) + 64 * len(LENGTHS)
+
+Made = Callable[..., Node]
+
+
+@pytest.fixture
+def loop() -> Iterator[TurnedLoop]:
+    made = TurnedLoop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def node(loop: TurnedLoop) -> Iterator[Made]:
+    """Makes agents, whose transports have short bounds unless said otherwise."""
+    nodes: list[Node] = []
+
+    def make(name: str, host: str = "127.0.0.1", secret: bytes = SECRET, **given: object) -> Node:
+        given = {"connections": 1, "stall_s": 10.0, "patience_s": 10.0, **given}
+        nodes.append(Node(loop, name, host, secret, partial(TcpTransport, **given)))
+        return nodes[-1]
+
+    yield make
+    for each in nodes:
+        each.close()
+
+
+def content(seed: int = 1) -> tuple[bytearray, Frames]:
+    """Memory with gaps between its frames."""
+    data = bytearray(random.Random(seed).randbytes(ROOM))
+    offsets, at = [], 0
+    for length in LENGTHS:
+        offsets.append(at)
+        at += length + 64
+    hashes = [frame_hash(data[start : start + length]) for start, length in zip(offsets, LENGTHS, strict=True)]
+    return data, Frames.placed(*(np.array(each, np.uint64) for each in (offsets, LENGTHS, hashes)), ROOM)
+
+
+class Transfer:
+    """What `receiver` fetches from `sender`, through `address` where it is given."""
+
+    def __init__(self, sender: Node, receiver: Node, address: Address | None = None, **given: object) -> None:
+        self.loop = sender.loop
+        self.source, self.frames = content()
+        self.target = bytearray(ROOM)
+        self.landed: list[int] = []
+        sender.transport.offer(NAME, memoryview(self.source), self.frames)
+        self.fetch = receiver.transport.fetch(
+            sender.name,
+            address or sender.address,
+            NAME,
+            memoryview(self.target),
+            self.frames,
+            landed=given.pop("landed", self.landed.append),
+            **given,
+        )
+
+    def result(self) -> None:
+        self.loop.until(self.fetch.done.done)
+        self.fetch.done.result()
+
+    def is_right(self, *numbers: int) -> bool:
+        """Those frames are in place (all by default), and nothing was written beside them."""
+        expected = bytearray(ROOM)
+        for number, (at, length) in enumerate(self.frames.places()):
+            if not numbers or number in numbers:
+                expected[at : at + length] = self.source[at : at + length]
+        return self.target == expected
+
+
+def finished(loop: TurnedLoop, future: Future[None], bound_s: float = BOUND_S) -> None:
+    loop.until(future.done, bound_s)
+    future.result()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("connections", [1, 2, 5])
+def test_all_frames_arrive_byte_for_byte(node: Made, host: str, connections: int) -> None:
+    transfer = Transfer(node("a", host), node("b", host, connections=connections))
+    transfer.result()
+    assert transfer.is_right()
+    assert sorted(transfer.landed) == list(range(len(LENGTHS)))
+    assert transfer.fetch.missing() == []
+
+
+def test_only_what_is_wanted_is_fetched(node: Made) -> None:
+    transfer = Transfer(node("a"), node("b"), only=[1, 3])
+    transfer.result()
+    assert transfer.is_right(1, 3)
+
+
+def test_frames_may_lie_elsewhere_at_the_receiver(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a"), node("b")
+    data, frames = content()
+    sender.transport.offer(NAME, memoryview(data), frames)
+    turned = frames.at(np.cumsum([0, *LENGTHS[:0:-1]]).astype(np.uint64)[::-1], sum(LENGTHS))
+    target = bytearray(sum(LENGTHS))
+    finished(loop, receiver.transport.fetch("a", sender.address, NAME, memoryview(target), turned).done)
+    for (at, length), (there, _) in zip(frames.places(), turned.places(), strict=True):
+        assert target[there : there + length] == data[at : at + length]
+
+
+def test_nothing_to_fetch_is_done_at_once(node: Made) -> None:
+    transfer = Transfer(node("a"), node("b"), only=[])
+    assert transfer.fetch.done.result(0) is None
+
+
+def test_a_cut_at_any_frame_boundary_or_within_a_frame_loses_nothing(node: Made) -> None:
+    ends = np.cumsum(LENGTHS).tolist()
+    for after in sorted({0, *ends, *(end - 1 for end in ends), ends[2] + 1_500_000}):
+        sender, receiver = node("a"), node("b")
+        with Proxy(sender.address, "a", [Fault(after)]) as proxy:
+            transfer = Transfer(sender, receiver, proxy.address)
+            transfer.result()
+        assert transfer.is_right()
+        assert transfer.landed == list(range(len(LENGTHS)))
+        whole = sum(1 for end in ends if end <= after)
+        again = sum(LENGTHS[whole:])
+        assert proxy.passed == [after, again] if again else [after], "only what had not landed was sent again"
+
+
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_frame_sent_again(node: Made) -> None:
+    for after in (0, 99, 100, 80_000, 2_000_000, sum(LENGTHS) - 1):
+        sender, receiver = node("a"), node("b")
+        with Proxy(sender.address, "a", [Fault(after, flip=True)]) as proxy:
+            transfer = Transfer(sender, receiver, proxy.address)
+            transfer.result()
+        assert transfer.is_right()
+        assert len(proxy.passed) == 2
+
+
+def test_a_frame_that_is_always_wrong_is_an_error_and_the_others_stay_good(node: Made) -> None:
+    sender, receiver = node("a"), node("b")
+    with Proxy(sender.address, "a", [], every=Fault(50, flip=True)) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address, only=[0])
+        with pytest.raises(DamagedData, match=f"frame 0 of {NAME} arrived {WRONG_MAX} times"):
+            transfer.result()
+        assert len(proxy.passed) == WRONG_MAX
+    assert transfer.fetch.missing() == [0]
+    assert transfer.landed == []
+
+
+def test_bytes_that_change_under_an_offer_are_never_taken_for_right(node: Made) -> None:
+    sender, receiver = node("a"), node("b")
+    source, frames = content()
+    source[frames.places()[3][0]] ^= 1
+    sender.transport.offer(NAME, memoryview(source), frames)
+    fetch = receiver.transport.fetch("a", sender.address, NAME, memoryview(bytearray(ROOM)), frames)
+    sender.loop.until(fetch.done.done)
+    with pytest.raises(DamagedData, match="frame 3"):
+        fetch.done.result()
+    assert 3 in fetch.missing()
+    assert not {0, 1, 2} & set(fetch.missing())
+
+
+def test_connections_that_never_bring_a_whole_frame_end_in_an_error(
+    node: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "CUTS_MAX", 3)
+    sender, receiver = node("a"), node("b")
+    with Proxy(sender.address, "a", [], every=Fault(2_000_000)) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address, only=[3])
+        with pytest.raises(AgentError, match="3 connections were cut without a whole frame"):
+            transfer.result()
+
+
+def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a"), node("b", patience_s=0.2)
+    _, frames = content()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = Address("127.0.0.1", gone.getsockname()[1])
+    for address, name, why in ((nobody, NAME, "refused"), (sender.address, "another", "closed the connection")):
+        fetch = receiver.transport.fetch("a", address, name, memoryview(bytearray(ROOM)), frames)
+        loop.until(fetch.done.done)
+        with pytest.raises(AgentError, match=f"nothing has come for .*{why}"):
+            fetch.done.result()
+
+
+def test_another_agent_or_secret_at_that_address_is_an_error(node: Made, loop: TurnedLoop) -> None:
+    sender = node("a")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    target = bytearray(ROOM)
+    for peer, secret, why in (("c", SECRET, "is a, not c"), ("a", bytes(32), "closed the connection")):
+        receiver = node("b", secret=secret, patience_s=0.2)
+        fetch = receiver.transport.fetch(peer, sender.address, NAME, memoryview(target), frames)
+        loop.until(fetch.done.done)
+        with pytest.raises(AgentError, match=why):
+            fetch.done.result()
+    assert target == bytearray(ROOM)
+
+
+def test_a_sender_that_falls_silent_is_given_up_and_asked_anew(node: Made) -> None:
+    sender, receiver = node("a"), node("b", stall_s=0.3)
+    with Proxy(sender.address, "a", [Fault(1_000_000, hang=True)]) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address)
+        transfer.result()
+    assert transfer.is_right()
+    assert len(proxy.passed) == 2
+
+
+def test_cancel_ends_a_transfer_and_the_memory_is_free(node: Made, loop: TurnedLoop) -> None:
+    """Cut off in the middle of a frame, by a network that hangs."""
+    before = threading.active_count()
+    sender, receiver = node("a"), node("b", stall_s=60.0, connections=2)
+    with Proxy(sender.address, "a", [], every=Fault(40_000, hang=True)) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address)
+        loop.until(lambda: len(proxy.passed) == 2 and max(proxy.passed) == 40_000)
+        transfer.fetch.cancel()
+        transfer.fetch.cancel()
+        with pytest.raises(AgentError, match="was cancelled"):
+            transfer.result()
+        transfer.target.extend(b"x")  # raises where a view is left
+    finished(loop, sender.transport.withdraw(NAME))
+    loop.until(lambda: threading.active_count() == before)
+
+
+def test_cancel_does_not_wait_for_a_connection_that_is_not_made(node: Made, loop: TurnedLoop) -> None:
+    """A listener whose queue is full answers nothing."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = Address("127.0.0.1", full.getsockname()[1])
+        waiting = [socket.socket() for _ in range(4)]
+        for sock in waiting:
+            sock.setblocking(False)
+            sock.connect_ex((address.host, address.port))
+        _, frames = content()
+        fetch = node("b").transport.fetch("a", address, NAME, memoryview(bytearray(ROOM)), frames)
+        loop.turn()
+        fetch.cancel()
+        loop.until(fetch.done.done, 3.0)
+        assert fetch.done.exception() is not None
+        for sock in waiting:
+            sock.close()
+
+
+def test_an_offer_that_is_withdrawn_is_read_by_nobody(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", stall_s=1000.0), node("b")
+    with Proxy(sender.address, "a", [], every=Fault(40_000, hang=True)) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address)
+        loop.until(lambda: proxy.passed == [40_000])
+        finished(loop, sender.transport.withdraw(NAME), 5.0)
+        transfer.source.extend(b"x")  # raises where a view is left
+        transfer.fetch.cancel()
+        with pytest.raises(AgentError):
+            transfer.result()
+    finished(loop, sender.transport.withdraw(NAME))
+
+
+def test_a_reader_that_stalls_is_let_go(node: Made, loop: TurnedLoop) -> None:
+    """It asks for everything many times over and reads nothing."""
+    before = threading.active_count()
+    sender = node("a", stall_s=0.3)
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    with _greeted(loop, sender) as (sock, session):
+        for _ in range(20):
+            sock.sendall(session.sealer.seal(WANT, NUMBER.pack(3)))
+        loop.until(lambda: threading.active_count() > before)
+        loop.until(lambda: threading.active_count() == before, SILENT_S / 2)  # before the kernel notices
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        lambda session: session.sealer.seal(WANT, NUMBER.pack(len(LENGTHS))),
+        lambda session: session.sealer.seal(WANT, b"abc"),
+        lambda session: session.sealer.seal(WANT, NUMBER.pack(0) * (pull.ASK_FRAMES + 1)),
+        lambda session: session.sealer.seal(WANT + 1, NUMBER.pack(0)),
+        lambda session: b"\xff" * 100,
+        lambda session: session.sealer.seal(WANT, NUMBER.pack(0))[:-1] + b"\0",
+    ],
+)
+def test_a_request_that_is_forged_or_malformed_gets_no_bytes(
+    node: Made, loop: TurnedLoop, request_: Callable[..., bytes]
+) -> None:
+    sender = node("a")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    with _greeted(loop, sender) as (sock, session):
+        sock.sendall(request_(session))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            receive_exactly(sock, 1)
+
+
+class _greeted:
+    """A data connection to `sender` whose handshake has ended; its receiver is up to the test."""
+
+    def __init__(self, loop: TurnedLoop, sender: Node) -> None:
+        self.sock = socket.create_connection((sender.address.host, sender.address.port))
+        wait_at_most(self.sock, BOUND_S)
+        handshake = Dialler(SECRET, RUN, Role.DATA, "b", NAME)
+        message = handshake.first
+        while handshake.session is None:
+            self.sock.sendall(message)
+            self.sock.setblocking(False)
+            reply = b""
+            while len(reply) < 9 or len(reply) < 9 + int.from_bytes(reply[7:9], "big"):
+                try:
+                    reply += self.sock.recv(1)
+                except BlockingIOError:
+                    loop.turn(0.01)
+            wait_at_most(self.sock, BOUND_S)
+            message = handshake.step(reply)
+        self.session = handshake.session
+
+    def __enter__(self) -> tuple[socket.socket, object]:
+        return self.sock, self.session
+
+    def __exit__(self, *error: object) -> None:
+        self.sock.close()
+
+
+def test_more_connections_than_are_served_wait_their_turn(
+    node: Made, loop: TurnedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.agent.peers.bulk.SERVED_MAX", 1)
+    sender, receiver = node("a", stall_s=1000.0), node("b", connections=4)
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    with _greeted(loop, sender), _greeted(loop, sender) as (sock, _):
+        with pytest.raises((EOFError, ConnectionResetError)):
+            receive_exactly(sock, 1)
+        target = bytearray(ROOM)
+        fetch = receiver.transport.fetch("a", sender.address, NAME, memoryview(target), frames)
+        loop.turn()
+        assert not fetch.done.done()
+    finished(loop, fetch.done)
+    assert fetch.missing() == []
+
+
+def test_close_ends_what_is_under_way(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", stall_s=1000.0), node("b", stall_s=1000.0)
+    with Proxy(sender.address, "a", [], every=Fault(40_000, hang=True)) as proxy:
+        transfer = Transfer(sender, receiver, proxy.address)
+        loop.until(lambda: proxy.passed == [40_000])
+        receiver.close()
+        with pytest.raises(AgentError, match="cancelled"):
+            transfer.fetch.done.result(0)
+        sender.close()
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_limited_side_moves_bytes_no_faster(node: Made, side: str) -> None:
+    clock = ManualClock()
+    limit = {"bytes_per_s": 1e6, "clock": clock}
+    transfer = Transfer(node("a", **(limit if side == "a" else {})), node("b", **(limit if side == "b" else {})))
+    transfer.result()
+    assert transfer.is_right()
+    assert sum(LENGTHS) / 1e6 - 0.2 < clock.now_s() < sum(LENGTHS) / 1e6 + 0.2
+
+
+def test_a_limit_counts_for_transfers_under_way(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", bytes_per_s=1000.0), node("b")
+    transfer = Transfer(sender, receiver)
+    loop.until(lambda: transfer.landed)
+    assert not transfer.fetch.done.done()
+    sender.transport.set_rate(None)
+    transfer.fetch.cancel()
+    finished(loop, sender.transport.withdraw(NAME))
+    with pytest.raises(AgentError):
+        transfer.result()
+
+
+def test_who_is_told_of_frames_and_fails_ends_the_transfer(node: Made, caplog: pytest.LogCaptureFixture) -> None:
+    def told(number: int) -> None:
+        raise ZeroDivisionError
+
+    transfer = Transfer(node("a"), node("b"), landed=told)
+    with pytest.raises(ZeroDivisionError):
+        transfer.result()
+    assert "made a mistake" in caplog.text
+
+
+def test_names_are_offered_once_and_nothing_goes_after_close(node: Made, loop: TurnedLoop) -> None:
+    sender = node("a")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    with pytest.raises(AgentError, match="already"):
+        sender.transport.offer(NAME, memoryview(source), frames)
+    with pytest.raises(AgentError, match="name"):
+        sender.transport.offer("x" * 201, memoryview(source), frames)
+    with pytest.raises(AgentError, match="beyond"):
+        sender.transport.offer("short", memoryview(source)[:-100], frames)
+    sender.close()
+    fetch = sender.transport.fetch("b", sender.address, NAME, memoryview(source), frames)
+    with pytest.raises(CkptError, match="closed"):
+        fetch.done.result(0)
+
+
+def test_lists_of_frames_survive_the_wire_and_hostile_ones_are_refused() -> None:
+    _, frames = content()
+    again = Frames.decode(frames.encode(), ROOM)
+    assert again.places() == frames.places()
+    assert (again.hashes == frames.hashes).all()
+    assert len(Frames.decode(Frames.placed(*_columns([], []), 0).encode(), 0)) == 0
+    blob = frames.encode()
+    for bad in (b"", blob[:-1], blob + b"\0", b"XXXX" + blob[4:], blob[:4] + b"\xff" * 4 + blob[8:]):
+        with pytest.raises(AgentError):
+            Frames.decode(bad, ROOM)
+    top = 2**64
+    for offsets, lengths in [([0], [0]), ([0], [101]), ([1], [100]), ([top - 50], [100]), ([0, 9], [10, 10])]:
+        with pytest.raises(AgentError):
+            Frames.placed(*_columns(offsets, lengths), 100)
+    Frames.placed(*_columns([10, 0], [90, 10]), 100)
+
+
+def _columns(offsets: list[int], lengths: list[int]) -> tuple[np.ndarray, ...]:
+    return np.array(offsets, np.uint64), np.array(lengths, np.uint64), np.zeros((len(offsets), 2), np.uint64)
