@@ -1,0 +1,132 @@
+"""Who keeps copies of whose state, within what each node lends.
+
+Groups (plan/groups.py) say what is best; then room decides. At the end, for `place_copies`:
+- no copy is left out while a node that does not keep that state yet has room for it (it may exist all the same: packing
+  states of different sizes at best is hard, and only one other copy is moved out of the way at a time);
+- all copies of a state lie in its owner's domain, at any level, only where no node outside has room.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ckpt.plan.groups import Ids, Node, grouped, levels, send_s, shared
+
+
+def place_copies(
+    nodes: Mapping[str, Node], room: dict[str, int], further: int, before: Sequence[Ids]
+) -> tuple[list[Ids], dict[str, list[str]]]:
+    """(the groups, each in the order of its ring; the holders of each node that trains), at most `further` each.
+
+    `nodes` by id, sorted, at least one. `room`: bytes that each node has left for one generation; what is placed is
+    taken from it.
+    """
+    wanted = min(further, len(nodes) - 1)
+    copies = wanted + 1
+    count = len(nodes) // copies
+    sizes = [copies] * (count - 1) + [len(nodes) - copies * (count - 1)]
+    plan = _Copies(nodes, room, wanted)
+    groups = [plan.ring(group) for group in grouped(list(nodes.values()), sizes, wanted, before)]
+    for group in groups:
+        for i, owner in enumerate(group):
+            if owner in plan.holders:
+                for j in range(1, copies):
+                    plan.keep_if_room(owner, group[(i + j) % len(group)])
+    plan.settle()
+    return groups, plan.holders
+
+
+class _Copies:
+    def __init__(self, nodes: Mapping[str, Node], room: dict[str, int], wanted: int) -> None:
+        self.nodes = nodes
+        self.room = room
+        self.wanted = wanted
+        self.depth = levels(nodes.values())
+        self.usual = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
+        self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.trains}
+
+    def ring(self, group: Ids) -> Ids:
+        """The members in an order in which neighbours, as many as one state lies on, share few domains."""
+        if len(group) <= self.wanted + 1:
+            return group
+        left, ring = list(group), list[str]()
+        while left:
+            closing = ring[: max(self.wanted + 1 - len(left), 0)]  # the ring's beginning, as its end comes near
+            near = [self.nodes[id] for id in (*ring[-self.wanted :], *closing)]
+            tops = [self.nodes[id].domain(0) for id in left]
+            costs = [
+                (shared([*near, self.nodes[id]], self.depth), -tops.count(top), id)
+                for id, top in zip(left, tops, strict=True)
+            ]
+            ring.append(min(costs)[2])
+            left.remove(ring[-1])
+        return tuple(ring)
+
+    def settle(self) -> None:
+        """Copies that are missing, and copies that should lie elsewhere, until neither can be helped. Comes to an end:
+        the number of copies only grows, and between two that come in, each move leaves fewer domains exposed."""
+        more = True
+        while more:
+            more = False
+            for owner in self.holders:
+                while self._one_more(owner):
+                    more = True
+            moved = 1
+            while moved:
+                moved = sum(self._one_outside(owner, at) for at in range(self.depth) for owner in self.holders)
+                more = more or moved > 0
+
+    def keep_if_room(self, owner: str, holder: str) -> bool:
+        if self.room[holder] < self.nodes[owner].bytes:
+            return False
+        self.room[holder] -= self.nodes[owner].bytes
+        self.holders[owner].append(holder)
+        return True
+
+    def _one_more(self, owner: str) -> bool:
+        """One more copy where one is missing: on a node with room, else where another owner's copy can make room."""
+        if len(self.holders[owner]) >= self.wanted:
+            return False
+        size = self.nodes[owner].bytes
+        if free := self._with_room(owner):
+            return self.keep_if_room(owner, self._best(owner, free))
+        for other, held in self.holders.items():
+            instead = self._with_room(other)
+            for holder in held if instead else ():
+                fits = self.room[holder] + self.nodes[other].bytes >= size
+                if fits and holder != owner and holder not in self.holders[owner]:
+                    self._drop(other, holder)
+                    self.keep_if_room(other, self._best(other, instead))
+                    return self.keep_if_room(owner, holder)
+        return False
+
+    def _one_outside(self, owner: str, level: int) -> bool:
+        """Where all copies lie in the owner's domain, one moves out, if a node outside has room."""
+        domain, held = self.nodes[owner].domain(level), self.holders[owner]
+        if not held or any(self.nodes[id].domain(level) != domain for id in held):
+            return False
+        outside = [id for id in self._with_room(owner) if self.nodes[id].domain(level) != domain]
+        if not outside:
+            return False
+        self._drop(owner, held[-1])
+        return self.keep_if_room(owner, self._best(owner, outside))
+
+    def _with_room(self, owner: str) -> list[str]:
+        taken = {owner, *self.holders[owner]}
+        return [id for id, room in self.room.items() if id not in taken and room >= self.nodes[owner].bytes]
+
+    def _best(self, owner: str, among: Sequence[str]) -> str:
+        """By domains shared with who has it already, risk, seconds, room left."""
+
+        def strain(id: str) -> tuple[tuple[int, ...], float, float, int, str]:
+            node = self.nodes[id]
+            near = [self.nodes[other] for other in (owner, *self.holders[owner], id)]
+            risk = self.usual if node.risk is None else node.risk
+            return shared(near, self.depth), risk, send_s(self.nodes[owner], node), -self.room[id], id
+
+        return min(among, key=strain)
+
+    def _drop(self, owner: str, holder: str) -> None:
+        self.holders[owner].remove(holder)
+        self.room[holder] += self.nodes[owner].bytes

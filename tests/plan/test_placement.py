@@ -1,0 +1,403 @@
+"""Who keeps whose state."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.errors import UsageError
+from ckpt.plan.groups import Node, grouped
+from ckpt.plan.parities import Group
+from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place
+from ckpt.plan.stripes import stripes
+
+PAGE = 4096
+STATE = 60 * PAGE
+AMPLE = 1 << 40
+
+
+def trainer(name: str, *domains: str, nbytes: int = STATE, lend: int = AMPLE, **more) -> Node:
+    return Node(name, nbytes, lend, domains, **more)
+
+
+def memory_only(name: str, *domains: str, lend: int = AMPLE, **more) -> Node:
+    return Node(name, 0, lend, domains, trains=False, **more)
+
+
+def many(count: int, *domains: str) -> list[Node]:
+    """`domains`: templates over the node's number, such as "rack{0}"."""
+    return [trainer(f"n{i:02d}", *(domain.format(i) for domain in domains)) for i in range(count)]
+
+
+def holders(placement: Placement) -> dict[str, tuple[str, ...]]:
+    return {kept.node: kept.holders for kept in placement.kept}
+
+
+def members(placement: Placement) -> list[tuple[str, ...]]:
+    return [group.members for group in placement.groups]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Node]:
+    """Any nodes: some without state, room or domains, some memory-only; equal or unequal risks and links."""
+    count = draw(st.integers(1, 9))
+    depth = draw(st.integers(0, 2))
+    unequal = draw(st.booleans())
+    found = []
+    for i in range(count):
+        trains = draw(st.integers(0, 4)) > 0
+        found.append(
+            Node(
+                f"n{i}",
+                draw(st.sampled_from((0, 1, PAGE, 3 * PAGE + 5, STATE))) if trains else 0,
+                draw(st.sampled_from((0, 3 * PAGE, 2 * STATE, 5 * STATE, AMPLE))),
+                tuple(draw(st.sampled_from("abc")) for _ in range(draw(st.integers(0, depth)))),
+                risk=draw(st.sampled_from((None, 0.0, 0.01, 0.3, 1.0))) if unequal else None,
+                up_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
+                down_bytes_s=draw(st.sampled_from((None, 1e6, 1e9))) if unequal else None,
+                trains=trains,
+            )
+        )
+    return found
+
+
+options = st.one_of(st.builds(Replicas, st.integers(1, 3)), st.builds(Parity, st.integers(1, 4), st.integers(1, 2)))
+
+
+def is_sound(nodes: list[Node], placement: Placement, option: Replicas | Parity) -> None:
+    """What holds for every placement."""
+    by_id = {node.id: node for node in nodes}
+    asked = option.n if isinstance(option, Replicas) else option.parity
+    assert [kept.node for kept in placement.kept] == sorted(node.id for node in nodes if node.trains)
+    assert sorted(itertools.chain(*(group.home for group in placement.groups))) == sorted(by_id)
+    for kept in placement.kept:
+        assert kept.node not in kept.holders
+        assert len(set(kept.holders)) == len(kept.holders)
+        assert 0 <= kept.losses <= asked
+    for load in placement.loads:
+        assert 0 <= load.keeps_all_bytes <= load.lend_bytes == by_id[load.node].lend_bytes
+        assert load.keeps_all_bytes == load.keeps_bytes * GENERATIONS
+    assert sum(load.sends_bytes for load in placement.loads) == sum(load.receives_bytes for load in placement.loads)
+    assert {s.node: (s.asked, s.got) for s in placement.shortfalls} == {
+        kept.node: (asked, kept.losses) for kept in placement.kept if kept.losses < asked
+    }
+    promised = {kept.node: kept.losses for kept in placement.kept}
+    for count in range(min(asked, len(nodes)) + 1):
+        for gone in itertools.combinations(by_id, count):
+            assert not {id for id in placement.lost(gone) if promised[id] >= count}
+
+
+@given(jobs(), options)
+@settings(max_examples=200)
+def test_every_state_survives_what_is_promised_within_the_budgets_and_not_by_itself(nodes, option):
+    is_sound(nodes, place(nodes, option), option)
+
+
+@given(jobs(), options, st.randoms(use_true_random=False))
+def test_the_order_of_the_nodes_does_not_matter(nodes, option, rng):
+    shuffled = list(nodes)
+    rng.shuffle(shuffled)
+    assert place(shuffled, option) == place(nodes, option)
+
+
+@given(jobs(), options, jobs(), options)
+def test_a_placement_that_replaces_another_is_as_sound(nodes, option, earlier, other):
+    before = place(earlier, other)
+    placement = place(nodes, option, before)
+    is_sound(nodes, placement, option)
+    assert place(nodes, option, placement) == place(nodes, option, place(nodes, option, placement))
+
+
+@given(jobs(), st.integers(1, 3))
+def test_no_copy_is_left_out_or_left_in_its_domain_while_a_node_has_room(nodes, n):
+    placement = place(nodes, Replicas(n))
+    by_id = {node.id: node for node in nodes}
+    room = {load.node: by_id[load.node].lend_bytes // GENERATIONS - load.keeps_bytes for load in placement.loads}
+    depth = max(len(node.domains) for node in nodes)
+    for kept in placement.kept:
+        owner = by_id[kept.node]
+        free = [id for id, left in room.items() if id not in (kept.node, *kept.holders) and left >= owner.bytes]
+        if len(kept.holders) < min(n, len(nodes) - 1):
+            assert not free
+        for level in range(depth if kept.holders else 0):
+            if all(by_id[id].domain(level) == owner.domain(level) for id in kept.holders):
+                assert [id for id in free if by_id[id].domain(level) != owner.domain(level)] == []
+
+
+@given(jobs(), st.integers(1, 4), st.integers(1, 2))
+def test_parity_is_left_out_only_where_all_that_is_left_together_cannot_keep_it(nodes, data, parity):
+    placement = place(nodes, Parity(data, parity))
+    rooms = [
+        node.lend_bytes // GENERATIONS - load.keeps_bytes for node, load in zip(nodes, placement.loads, strict=True)
+    ]
+    for group in placement.groups:
+        sizes = [node.bytes if node.id in group.home else 0 for node in nodes]
+        if not group.parity and any(sizes):
+            assert stripes(sizes, rooms, 1) is None
+
+
+# -- who is put together
+
+
+@given(
+    st.lists(st.sampled_from("abcde"), min_size=2, max_size=12), st.integers(2, 4), st.randoms(use_true_random=False)
+)
+def test_groups_of_equal_sizes_get_no_more_of_a_domain_than_its_share(labels, count, rng):
+    labels = labels[: len(labels) // count * count]
+    if not labels:
+        return
+    nodes = [trainer(f"n{i:02d}", label, f"{label}{rng.randrange(2)}") for i, label in enumerate(labels)]
+    found = grouped(nodes, [len(nodes) // count] * count, 1)
+    by_id = {node.id: node for node in nodes}
+    for level in range(2):
+        for domain in {node.domain(level) for node in nodes}:
+            size = sum(node.domain(level) == domain for node in nodes)
+            held = [sum(by_id[id].domain(level) == domain for id in group) for group in found]
+            assert max(held) == -(-size // count)
+
+
+def pairs_alike(groups: Sequence[Sequence[Node]]) -> tuple[int, ...]:
+    """At each level, how many pairs within a group are of one domain."""
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    return tuple(sum(a.domain(level) == b.domain(level) for a, b in pairs) for level in range(2))
+
+
+def brute_force(nodes: list[Node], sizes: list[int]) -> tuple[int, ...]:
+    """The least there is, by all permutations."""
+    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    return min(pairs_alike([order[a:b] for a, b in bounds]) for order in itertools.permutations(nodes))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 3), (3, 4), (2, 5)])
+def test_groups_of_unequal_sizes_share_as_few_domains_as_the_best_of_all_arrangements(sizes, seed):
+    rng = random.Random(seed)
+    for _ in range(3):
+        nodes = [trainer(f"n{i}", rng.choice("ab"), rng.choice("xy")) for i in range(sum(sizes))]
+        by_id = {node.id: node for node in nodes}
+        found = grouped(nodes, list(sizes), 1)
+        assert pairs_alike([[by_id[id] for id in group] for group in found]) == brute_force(nodes, list(sizes))
+
+
+def test_a_copy_lies_in_another_site_and_else_in_another_rack():
+    nodes = many(8, "site", "rack{0}")
+    nodes = [trainer(node.id, "east" if i < 4 else "west", f"rack{i // 2}") for i, node in enumerate(nodes)]
+    by_id = {node.id: node for node in nodes}
+    for kept in place(nodes, Replicas(1)).kept:
+        assert by_id[kept.node].domains[0] != by_id[kept.holders[0]].domains[0]
+    one_site = [trainer(node.id, "east", *node.domains[1:]) for node in nodes]
+    by_id = {node.id: node for node in one_site}
+    placement = place(one_site, Replicas(1))
+    assert placement.exposed == ()
+    for kept in placement.kept:
+        assert by_id[kept.node].domains != by_id[kept.holders[0]].domains
+
+
+def test_a_domain_whose_loss_would_lose_state_is_named():
+    nodes = [trainer(f"n{i}", "east", f"rack{i // 3}", lend=2 * STATE) for i in range(4)]
+    placement = place(nodes, Replicas(1))
+    assert placement.exposed == ("east/rack0",)  # three of four nodes: one of them keeps another's copy
+    assert place([trainer(n.id, *n.domains) for n in nodes], Replicas(1)).exposed == ()
+
+
+def test_a_copy_is_kept_in_the_stable_market_where_there_is_one():
+    spot = [trainer(f"spot{i}", f"pool{i // 4}", risk=0.2) for i in range(8)]
+    stable = [memory_only(f"stable{i}", "on-demand", risk=0.001) for i in range(2)]
+    placement = place(spot + stable, Parity(4, 1))
+    assert all(any(id.startswith("stable") for id in group.members) for group in placement.groups)
+    pairs = place([*spot[:2], *stable], Replicas(1))
+    assert all(kept.holders[0].startswith("stable") for kept in pairs.kept)
+
+
+def by_first_domain(placement: Placement, nodes: list[Node]) -> set[tuple[str, ...]]:
+    """Which domains are combined in groups."""
+    domain = {node.id: node.domains[0] for node in nodes}
+    return {tuple(sorted(domain[id] for id in group)) for group in members(placement)}
+
+
+def test_the_riskiest_pool_is_paired_with_the_safest_and_in_it_the_riskiest_node_with_the_safest():
+    risks = {"a": (0.30, 0.31), "b": (0.01, 0.02), "c": (0.20, 0.21), "d": (0.10, 0.11)}
+    nodes = [trainer(f"{pool}{i}", pool, risk=risk) for pool, pair in risks.items() for i, risk in enumerate(pair)]
+    placement = place(nodes, Replicas(1))
+    assert by_first_domain(placement, nodes) == {("a", "b"), ("c", "d")}
+    assert set(members(placement)) == {("a0", "b1"), ("a1", "b0"), ("c0", "d1"), ("c1", "d0")}
+
+
+def test_whole_domains_stay_paired_though_mixing_them_would_suit_the_risks_of_nodes():
+    risks = {"a": (0.4, 0.35), "b": (0.01, 0.3), "c": (0.02, 0.25), "d": (0.05, 0.1)}
+    nodes = [trainer(f"{rack}{i}", rack, risk=risk) for rack, pair in risks.items() for i, risk in enumerate(pair)]
+    assert len(by_first_domain(place(nodes, Replicas(1)), nodes)) == 2
+
+
+def test_memory_only_nodes_are_in_different_groups():
+    nodes = [trainer("a"), memory_only("b"), trainer("c"), memory_only("d")]
+    assert all({"a", "c"} & set(group) and {"b", "d"} & set(group) for group in members(place(nodes, Replicas(1))))
+
+
+def test_the_largest_state_is_kept_by_the_fastest_link():
+    fast = {"up_bytes_s": 1e9, "down_bytes_s": 1e9}
+    slow = {"up_bytes_s": 1e9, "down_bytes_s": 1e7}
+    nodes = [
+        trainer("large0", nbytes=10 * STATE, **fast),
+        trainer("large1", nbytes=10 * STATE, **fast),
+        trainer("small0", **slow),
+        trainer("small1", **slow),
+    ]
+    placement = place(nodes, Replicas(1))
+    assert holders(placement)["large0"] == ("large1",)
+    assert max(load.seconds for load in placement.loads) == pytest.approx(STATE / 1e7)
+    assert place(many(2), Replicas(1)).loads[0].seconds is None
+
+
+# -- any number of nodes, little room
+
+
+def test_a_memory_only_node_may_be_the_only_peer():
+    placement = place([trainer("t", lend=0), memory_only("m")], Replicas(1))
+    assert holders(placement) == {"t": ("m",)}
+    assert (placement.loads[0].keeps_all_bytes, placement.loads[1].keeps_all_bytes) == (GENERATIONS * STATE, 0)
+    placement = place([*(trainer(f"t{i}", lend=0) for i in range(3)), memory_only("m")], Replicas(1))
+    assert set(holders(placement).values()) == {("m",)}
+    striped = place([*(trainer(f"t{i}", lend=0) for i in range(3)), memory_only("m")], Parity(3, 1))
+    assert {load.node: load.keeps_bytes for load in striped.loads} == {"m": STATE, "t0": 0, "t1": 0, "t2": 0}
+    assert striped.shortfalls == ()
+
+
+def test_a_memory_only_node_helps_several_groups_whose_nodes_lend_nothing():
+    nodes = [*(trainer(f"t{i}", lend=0) for i in range(7)), memory_only("m")]
+    placement = place(nodes, Parity(3, 1))
+    assert placement.shortfalls == ()
+    assert [group.helpers for group in placement.groups] == [(), ("m",)]
+    assert "also lies on m" in placement.notes[0]
+    is_sound(nodes, placement, Parity(3, 1))
+
+
+def test_numbers_that_do_not_divide_give_a_ring_of_copies_and_short_groups_of_parity():
+    assert sorted(map(len, members(place(many(7), Replicas(2))))) == [3, 4]
+    assert sorted(map(len, members(place(many(7), Replicas(1))))) == [2, 2, 3]
+    placement = place(many(7), Parity(2, 2))
+    assert sorted(map(len, members(placement))) == [3, 4]
+    assert "a group of 1 + 2 nodes, not 2 + 2" in placement.notes[0]
+    assert {kept.losses for kept in placement.kept} == {2}
+    assert sorted(map(len, members(place(many(5), Parity(2, 2))))) == [5]  # two cannot protect each other twice
+
+
+def test_groups_are_long_where_short_ones_take_more_memory_than_is_lent():
+    nodes = [trainer(f"n{i}", lend=2 * STATE) for i in range(7)]
+    placement = place(nodes, Parity(2, 2))
+    assert sorted(map(len, members(placement))) == [7]
+    assert placement.shortfalls == ()
+
+
+def test_two_parities_become_one_before_none():
+    nodes = [trainer(f"n{i}", lend=2 * STATE // 2) for i in range(3)]
+    placement = place(nodes, Parity(2, 2))
+    assert [(s.asked, s.got) for s in placement.shortfalls] == [(2, 1)] * 3
+    assert "too little memory is lent" in placement.shortfalls[0].why
+
+
+def test_fewer_nodes_than_were_asked_for_is_said():
+    alone = place(many(1), Replicas(1))
+    assert [(s.got, s.why) for s in alone.shortfalls] == [(0, "there is no other node")]
+    assert alone.lost(["n00"]) == {"n00"}
+    three = place(many(3), Replicas(3))
+    assert [(s.asked, s.got, s.why) for s in three.shortfalls] == [(3, 2, "there are only 3 nodes")] * 3
+    two = place(many(2), Parity(2, 2))
+    assert [(s.got, s.why) for s in two.shortfalls] == [(1, "there are only 2 nodes")] * 2
+    assert place(many(1), Parity(2, 1)).shortfalls[0].got == 0
+    assert place([], Replicas(1)).kept == ()
+
+
+def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else():
+    lends = {"a": 0, "b": 1, "c": 2}  # copies; who goes round the ring finds a -> b, b -> c, and no room for c's
+    nodes = [trainer(name, nbytes=PAGE, lend=GENERATIONS * PAGE * copies) for name, copies in lends.items()]
+    placement = place(nodes, Replicas(1))
+    assert holders(placement) == {"a": ("c",), "b": ("c",), "c": ("b",)}
+    assert placement.shortfalls == ()
+
+
+# -- stability
+
+
+def test_a_node_that_is_replaced_by_another_of_its_rack_changes_one_group():
+    racks = many(12, "rack{0}")
+    racks = [trainer(node.id, f"rack{i // 3}") for i, node in enumerate(racks)]
+    for option in (Replicas(1), Replicas(2), Parity(2, 2)):
+        before = place(racks, option)
+        for gone in racks:
+            after = place(
+                [*(node for node in racks if node is not gone), trainer("new", *gone.domains)], option, before
+            )
+            changed = set(members(before)) - set(members(after))
+            assert len(changed) == 1
+            assert gone.id in changed.pop()
+
+
+def test_the_same_nodes_stay_where_they_are_though_risks_have_changed():
+    before = place([trainer(f"n{i}", risk=0.1 * i) for i in range(8)], Replicas(1))
+    assert members(place([trainer(f"n{i}", risk=0.7 - 0.1 * i * i / 8) for i in range(8)], Replicas(1), before)) == (
+        members(before)
+    )
+
+
+def test_a_node_more_or_less_changes_as_many_groups_as_change_size():
+    before = place(many(12), Replicas(1))
+    less = place(many(11), Replicas(1), before)
+    assert len(set(members(before)) - set(map(tuple, map(sorted, members(less))))) <= 2
+    more = place(many(13), Replicas(1), before)
+    assert len(set(members(before)) - set(map(tuple, map(sorted, members(more))))) == 1
+
+
+def test_groups_are_made_anew_where_all_can_be_safer():
+    flat = place(many(4), Replicas(1))
+    pairs = [set(group) for group in members(flat)]
+    nodes = [trainer(id, f"rack{i}") for i, pair in enumerate(pairs) for id in pair]
+    after = place(nodes, Replicas(1), flat)
+    assert all(set(group) not in pairs for group in members(after))
+    assert after.exposed == ()
+
+
+def test_groups_are_made_anew_where_mending_them_takes_too_many_swaps():
+    nodes = [trainer(f"n{i:03d}", f"rack{i // 100}") for i in range(400)]
+    inside = tuple(Group((f"n{i:03d}", f"n{i + 1:03d}")) for i in range(0, 400, 2))
+    placement = place(nodes, Replicas(1), replace(place(nodes, Replicas(1)), groups=inside))
+    assert all(a != b for a, b in by_first_domain(placement, nodes))
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Replicas(0),
+        lambda: Replicas(True),
+        lambda: Replicas(1.0),
+        lambda: Replicas(65),
+        lambda: Parity(0),
+        lambda: Parity(2, 3),
+        lambda: Parity(2, 0),
+        lambda: Parity("2"),
+        lambda: Node(""),
+        lambda: Node("a", domains=("",)),
+        lambda: Node("a\0"),
+        lambda: Node("a", -1),
+        lambda: Node("a", 0, -1),
+        lambda: Node("a", 1, trains=False),
+        lambda: Node("a", risk=1.5),
+        lambda: Node("a", risk=float("nan")),
+        lambda: Node("a", up_bytes_s=0),
+        lambda: Node("a", down_bytes_s=float("nan")),
+        lambda: place([Node("a"), Node("a")], Replicas(1)),
+        lambda: place([Node("a")], Replicas(1), generations=0),
+        lambda: grouped([Node("a")], [2], 1),
+    ],
+)
+def test_a_wrong_option_or_node_is_refused(make):
+    with pytest.raises(UsageError):
+        make()
