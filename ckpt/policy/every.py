@@ -39,8 +39,9 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which committed checkpoints stay: the `last` newest of the line, those whose step is a multiple of `every`,
-    and the `best` one. The newest is never deleted. None: no such rule; with no rule at all everything stays."""
+    """Which committed checkpoints stay: those of the `last` newest steps of the line, those whose step is a multiple of
+    `every`, and the `best` one. Of several at one step the newest counts. The newest of all is never deleted. None: no
+    such rule; with no rule at all everything stays."""
 
     last: int | None = None
     every: int | None = None

@@ -45,12 +45,14 @@ _READERS = 16
 def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, Mapping[str, float]]) -> set[Identity]:
     """Which checkpoints of a line (oldest first) stay. `metrics`: needed for keep.best only.
 
-    The newest stays always; all stay where `keep` has no rule."""
+    The newest stays always; all stay where `keep` has no rule. Of several at one step (a save, and then the exit) the
+    rules by number count the newest."""
     if keep.last is None and keep.every is None and keep.best is None:
         return set(line)
-    kept = set(line[-(keep.last or 1) :])
+    newest = {identity.tick.step: identity for identity in line}
+    kept = set(list(newest.values())[-(keep.last or 1) :])
     if keep.every is not None:
-        kept.update(identity for identity in line if identity.tick.step % keep.every == 0)
+        kept.update(identity for step, identity in newest.items() if step % keep.every == 0)
     if keep.best is not None and (best := _best(line, keep.best, metrics)) is not None:
         kept.add(best)
     return kept

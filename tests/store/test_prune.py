@@ -19,7 +19,7 @@ from ckpt.store.lineage import Claim
 from ckpt.store.prune import Lease, PrunePlan, Pruner, retention
 from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
-from ckpt.types import Epoch, Identity
+from ckpt.types import Epoch, Identity, Tick
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, same, snapshot
 from tests.store.sim import Fault, Sim
 
@@ -48,6 +48,13 @@ def test_retention_keeps_the_last_the_multiples_and_the_best() -> None:
     assert kept(steps, Keep(best=Best("accuracy")), losses) == [45]
     assert kept([10, 20], Keep(best=Best("loss")), {10: {"loss": 1.0}, 20: {"loss": 1.0}}) == [20]
     assert kept([], Keep(last=3)) == []
+
+
+def test_two_checkpoints_of_one_step_count_once() -> None:
+    first, saved, left = identity(1, 10), Identity(epoch(1), Tick(20, 1)), Identity(epoch(1), Tick(20, 2))
+    assert retention([first, saved, left], Keep(last=2), {}) == {first, left}
+    assert retention([first, saved, left], Keep(every=20), {}) == {left}
+    assert retention([first, saved, left], Keep(best=Best("loss")), {saved: {"loss": 1.0}}) == {saved, left}
 
 
 @given(
