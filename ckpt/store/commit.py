@@ -27,6 +27,7 @@ from ckpt.storage.contract import Backend, PutMode
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Pace, Packs, pack_keys
+from ckpt.store.placing import Placing
 from ckpt.types import Identity
 
 
@@ -81,7 +82,6 @@ class Committer:
         owner: str = "node",
         metrics: Mapping[str, float] | None = None,
         about: Mapping[str, Any] | None = None,
-        progress: Callable[[int, int], None] | None = None,
         cancel: threading.Event | None = None,
     ) -> Committed:
         """Puts the packs, then the record; blocks until it is there or has failed.
@@ -89,7 +89,7 @@ class Committer:
         `frame(i)`: the raw bytes of frame i, contiguous, unchanged until the return; called from several threads.
         `check`: raises Superseded; called right before the record. `base`: the newest record of the line, to whose
         packs unchanged frames may refer; None for whoever is not the coordinator. `owner`: whose data it is, part of
-        the packs' keys. `progress(done, total)`: raw bytes, from any thread. `cancel`: set it to give up.
+        the packs' keys. `cancel`: set it to give up.
 
         Errors: SaveFailed (no record was put, or nobody knows and it is harmless); Superseded from `check`."""
         if not self._busy.acquire(blocking=False):
@@ -97,30 +97,26 @@ class Committer:
         try:
             began_s = self._clock.now_s()
             writer = self._writer_for(identity)
-            packs = Packs(
-                self.backend,
-                manifest,
-                frame,
-                pack_keys(identity, owner, writer),
-                self.codec,
-                self.pack_bytes,
-                self._pace,
-                progress,
-                cancel or threading.Event(),
-            )
+            cancel = cancel or threading.Event()
             try:
-                packs.write(base)
-                made = Record(
-                    identity,
-                    writer,
-                    manifest,
-                    tuple(packs.listed),
-                    packs.places,
-                    dict(metrics or {}),
-                    dict(about or {}),
-                )
+                placing = Placing(manifest.frames, base)
+                todo = placing.todo.tolist()
+                written = Packs(
+                    self.backend,
+                    manifest.frames[placing.todo],
+                    lambda i: frame(todo[i]),
+                    pack_keys(identity, owner, writer),
+                    self.codec,
+                    self.pack_bytes,
+                    self._pace,
+                    cancel,
+                ).write()
+                placing.add(placing.todo, written)
+                packs, places = tuple(placing.packs), placing.places
+                made = Record(identity, writer, manifest, packs, places, dict(metrics or {}), dict(about or {}))
                 body = record.encode(made)
-                packs.raise_if_cancelled()
+                if cancel.is_set():
+                    raise SaveFailed("it was cancelled")
                 check()
                 self._put_record(made, body, base)
             except Superseded:
@@ -131,10 +127,10 @@ class Committer:
             return Committed(
                 record=made,
                 ref=CommitRef(identity, writer, len(body)),
-                raw_bytes=packs.raw_bytes,
-                stored_bytes=packs.stored_bytes,
-                referred_bytes=packs.raw_bytes - packs.written_bytes,
-                packs=packs.count,
+                raw_bytes=placing.raw_bytes,
+                stored_bytes=written.stored_bytes,
+                referred_bytes=placing.referred_bytes,
+                packs=len(written.packs),
                 seconds=self._clock.now_s() - began_s,
             )
         finally:

@@ -1,4 +1,4 @@
-"""Writing the frames of one checkpoint into packs: what is written where, and the threads that do it.
+"""Writing frames into packs: what is written where, and the threads that do it.
 
 A pack is encoded and put by one thread, several packs at once, so that encoding goes on while others are on the way.
 With the raw codec nothing is copied: frames that lie behind one another in memory are put as one slice of it.
@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from ckpt.clock import Clock
 from ckpt.errors import SaveFailed
 from ckpt.format import codecs
 from ckpt.format.frames import frame_hash
-from ckpt.format.manifest import FRAME, PLACE, Codec, Manifest, Record
+from ckpt.format.manifest import PLACE, Codec
 from ckpt.plan.layout import Array
 from ckpt.storage.contract import Backend, Buffer
 from ckpt.store import keys
@@ -32,90 +33,65 @@ PACKS_MAX = 512  # per owner and checkpoint; above it packs grow
 PUTS_MAX = 4  # packs on the way at once
 ENCODED_BYTES_MAX = 256 << 20  # what encoded packs may take in memory (one pack always may)
 GAP_BYTES_MAX = 4096  # alignment between two frames in memory that is written along rather than cut out
-REFERRED_SHARE_MIN = 0.5  # a pack of which less is still wanted is not referred to, so that it can be deleted
 
 Indices = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`packs`: keys and sizes. `places`: array of PLACE, one for each frame that was to be written; `pack` counts from
+    0 in `packs`."""
+
+    packs: tuple[tuple[str, int], ...]
+    places: Array
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(size for _, size in self.packs)
+
+
 class Packs:
-    """One attempt at the packs of one checkpoint. `places` and `listed` (packs and their sizes) are those of the
-    record to be; all fields are final once `write` has returned."""
+    """One writer's packs of one checkpoint. `frames`: array of FRAME, what is to be written; `frame(i)`: the raw bytes
+    of the i-th, contiguous, unchanged until `write` returns; called from several threads. `key(n)`: of the n-th pack.
+    `pack_bytes`: raw bytes per pack, about. `cancel`: set it to give up."""
 
     def __init__(
         self,
         backend: Backend,
-        manifest: Manifest,
+        frames: Array,
         frame: Callable[[int], memoryview],
         key: Callable[[int], str],
         codec: codecs.CodecOption,
         pack_bytes: int,
         pace: Pace,
-        progress: Callable[[int, int], None] | None,
         cancel: threading.Event,
     ) -> None:
-        self.manifest = manifest
-        self.places: Array = np.zeros(len(manifest.frames), PLACE)
-        self.listed: list[tuple[str, int]] = []
-        self.raw_bytes = _bytes_of(manifest.frames)
-        self.stored_bytes = 0
-        self.written_bytes = 0  # raw
-        self.count = 0
-        self._backend, self._frame, self._key = backend, frame, key
-        self._codec, self._pack_bytes, self._pace = codec, pack_bytes, pace
-        self._progress, self._cancel = progress, cancel
-        self._done_bytes = 0
-        self._lock = threading.Lock()  # guards the counts, and the order of progress
+        self._backend, self._frames, self._frame, self._key = backend, frames, frame, key
+        self._codec, self._pack_bytes, self._pace, self._cancel = codec, pack_bytes, pace, cancel
+        self._places: Array = np.zeros(len(frames), PLACE)
         self._failed = threading.Event()
         self._encoders = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
         self._benches: queue.SimpleQueue[_Bench] = queue.SimpleQueue()
 
-    def write(self, base: Record | None) -> None:
-        """Refers to the packs of `base` where it can, and puts the rest. When it returns or raises, no thread of it
-        is left. Errors: whatever the first failing pack met; SaveFailed where it was cancelled."""
-        frames = self.manifest.frames
-        todo, same_as = _distinct(frames, self._refer(base) if base is not None else np.arange(len(frames)))
-        groups = self._groups(todo)
-        self._report(self.raw_bytes - _bytes_of(frames[todo]))
-        first = len(self.listed)
-        self.listed += [("", 0)] * len(groups)
-        if groups:
-            self._write_all(first, groups)
-        for copy, original in same_as:
-            self.places[copy] = self.places[original]
+    def write(self) -> Written:
+        """When it returns or raises, no thread of it is left. Errors: whatever the first failing pack met; SaveFailed
+        where it was cancelled."""
+        groups = self._groups()
+        return Written(tuple(self._write_all(groups)) if groups else (), self._places)
 
-    def raise_if_cancelled(self) -> None:
-        if self._cancel.is_set():
-            raise SaveFailed("it was cancelled")
-
-    def _refer(self, base: Record) -> Indices:
-        """Gives the frames that `base` holds with equal bytes their places there; returns the other frames' numbers."""
-        known = {key: i for i, key in enumerate(_keys_of(base.manifest.frames))}
-        found = np.array([known.get(key, -1) for key in _keys_of(self.manifest.frames)], np.int64)
-        held = found >= 0
-        once = base.places[np.unique(found[held])]
-        wanted = np.bincount(once["pack"], once["length"], minlength=len(base.packs))
-        worth = wanted >= REFERRED_SHARE_MIN * np.array([size for _, size in base.packs])
-        held[held] = worth[base.places["pack"][found[held]]]
-        places = base.places[found[held]]
-        packs = np.unique(places["pack"])
-        self.listed = [base.packs[pack] for pack in packs.tolist()]
-        places["pack"] = np.searchsorted(packs, places["pack"])
-        self.places[held] = places
-        return np.flatnonzero(~held)
-
-    def _groups(self, todo: Indices) -> list[Indices]:
+    def _groups(self) -> list[Indices]:
         """Frames by pack: runs of about as many raw bytes each, in order, which keeps a tensor's frames together."""
-        if not len(todo):
+        if not len(self._frames):
             return []
-        ends = np.cumsum(self.manifest.frames["length"][todo].astype(np.int64))
+        ends = np.cumsum(self._frames["length"].astype(np.int64))
         size = max(self._pack_bytes, -(-int(ends[-1]) // PACKS_MAX))
-        return np.split(todo, np.flatnonzero(np.diff((ends - 1) // size)) + 1)
+        return np.split(np.arange(len(ends)), np.flatnonzero(np.diff((ends - 1) // size)) + 1)
 
-    def _write_all(self, first: int, groups: list[Indices]) -> None:
-        largest = max(_bytes_of(self.manifest.frames[group]) for group in groups)
+    def _write_all(self, groups: list[Indices]) -> list[tuple[str, int]]:
+        largest = max(bytes_of(self._frames[group]) for group in groups)
         puts = PUTS_MAX if self._codec == "raw" else max(1, min(PUTS_MAX, ENCODED_BYTES_MAX // largest))
         with Tasks("commit", pool_size=min(puts, len(groups))) as tasks:
-            futures = [tasks.submit(self._write_one, first + i, group) for i, group in enumerate(groups)]
+            futures = [tasks.submit(self._write_one, number, group) for number, group in enumerate(groups)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             except BaseException:
@@ -125,8 +101,9 @@ class Packs:
         errors = [error for future in ended if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, _Stopped)), errors[0])
+        return [future.result() for future in futures]
 
-    def _write_one(self, number: int, group: Indices) -> None:
+    def _write_one(self, number: int, group: Indices) -> tuple[str, int]:
         key = self._key(number)
         try:
             bench = self._benches.get_nowait()
@@ -143,52 +120,41 @@ class Packs:
             self._failed.set()  # whatever has not begun to put does not
             raise
         self._benches.put(bench)
-        self.listed[number] = (key, size)
-        raw_bytes = _bytes_of(self.manifest.frames[group])
-        with self._lock:
-            self.count += 1
-            self.stored_bytes += size
-            self.written_bytes += raw_bytes
-        self._report(raw_bytes)
+        return key, size
 
     def _slices(self, number: int, group: Indices) -> list[Buffer]:
         """The frames' own memory; the alignment between two of them is part of the slice."""
         slices = _Slices()
         for i in group.tolist():
             raw = self._checked_frame(i)
-            self.places[i] = (number, slices.add(raw), raw.nbytes, Codec.RAW)
+            self._places[i] = (number, slices.add(raw), raw.nbytes, Codec.RAW)
         return slices.chunks
 
     def _encoded(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
-        frames, at = self.manifest.frames, 0
-        room = bench.room(_bytes_of(frames[group]))
+        frames, at = self._frames, 0
+        room = bench.room(bytes_of(frames[group]))
         for i in group.tolist():
             raw = self._checked_frame(i)
             codec, data = codecs.encode(self._codec, int(frames["dtype"][i]), raw, bench.scratch)
             length = memoryview(data).nbytes
             room[at : at + length] = memoryview(data).cast("B")
-            self.places[i] = (number, at, length, codec)
+            self._places[i] = (number, at, length, codec)
             at += length
         return [room[:at]]
 
     def _checked_frame(self, i: int) -> memoryview:
         self._check()
         raw = self._frame(i).cast("B")
-        frame = self.manifest.frames[i]
+        frame = self._frames[i]
         if (raw.nbytes, *frame_hash(raw)) != (int(frame["length"]), int(frame["hash_hi"]), int(frame["hash_lo"])):
             raise SaveFailed(f"frame {i} has changed in memory since it was staged")
         return raw
 
     def _check(self) -> None:
-        self.raise_if_cancelled()
+        if self._cancel.is_set():
+            raise SaveFailed("it was cancelled")
         if self._failed.is_set():
             raise _Stopped("another pack failed")
-
-    def _report(self, raw_bytes: int) -> None:
-        with self._lock:
-            self._done_bytes += raw_bytes
-            if self._progress is not None:
-                self._progress(self._done_bytes, self.raw_bytes)
 
 
 class _Stopped(SaveFailed):
@@ -260,28 +226,12 @@ class Pace:
             raise
 
 
-def _bytes_of(frames: Array) -> int:
+def bytes_of(frames: Array) -> int:
     return int(frames["length"].sum(dtype=np.int64))
 
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
-def _keys_of(frames: Array) -> list[bytes]:
-    """What makes two frames' encoded bytes interchangeable: raw hash, length, dtype."""
-    keys_of: list[bytes] = np.ascontiguousarray(frames).view(f"V{FRAME.itemsize}").tolist()
-    return keys_of
-
-
-def _distinct(frames: Array, todo: Indices) -> tuple[Indices, list[tuple[int, int]]]:
-    """The first of each set of equal frames; (other, first) for the rest."""
-    first: dict[bytes, int] = {}
-    same_as = []
-    for i, key in zip(todo.tolist(), _keys_of(frames[todo]), strict=True):
-        if first.setdefault(key, i) != i:
-            same_as.append((i, first[key]))
-    return np.array(list(first.values()), np.int64), same_as
 
 
 def pack_keys(identity: Identity, owner: str, writer: str) -> Callable[[int], str]:

@@ -11,10 +11,13 @@ import pytest
 
 from ckpt.clock import ManualClock
 from ckpt.errors import SaveFailed, Superseded, UsageError
+from ckpt.format import record
+from ckpt.format.manifest import Record
 from ckpt.storage.contract import Buffer, PutMode
 from ckpt.store import keys, packs
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
+from ckpt.store.placing import Placing
 from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
@@ -162,13 +165,15 @@ def test_after_a_cancel_nothing_more_is_written() -> None:
     store, snap, cancel = Sim(), some(), threading.Event()
     at_cancel: list[int] = []
 
-    def progress(done: int, total: int) -> None:
-        if done > 0 and not cancel.is_set():
+    def frame(number: int) -> memoryview:
+        if not cancel.is_set() and any(entry[0] == "end" for entry in store.log):
             cancel.set()
             at_cancel.append(len(store.log))
+        return snap.frame(number)
 
+    committer = Committer(store, "w", pack_bytes=512)
     with pytest.raises(SaveFailed, match="cancelled"):
-        commit(store, 10, snap, cancel=cancel, progress=progress, pack_bytes=512)
+        committer.commit(identity(1, 10), snap.manifest, frame, check=lambda: None, cancel=cancel)
     begun = [entry for entry in store.log[at_cancel[0] :] if entry[0] == "begin"]
     assert len(snap.at) > 15
     assert len(begun) < packs.PUTS_MAX  # those that had passed their last look
@@ -265,7 +270,7 @@ def test_a_committer_refuses_to_commit_twice_at_once() -> None:
     assert len(refused) == 1
 
 
-# --- pace and progress -----------------------------------------------------------------------------------------------
+# --- pace ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_bandwidth_limit_holds_on_average() -> None:
@@ -319,11 +324,21 @@ def test_a_cancel_ends_the_wait_for_bandwidth() -> None:
     assert clock.now_s() <= packs.PUTS_MAX  # and not half an hour for each pack
 
 
-def test_progress_counts_up_to_all_bytes() -> None:
-    store, frozen, seen = Sim(), floats(100, 40, seed=9), list[tuple[int, int]]()
-    first = commit(store, 10, some(1, frozen=frozen))
-    done = commit(
-        store, 20, some(2, frozen=frozen), base=first.record, progress=lambda a, b: seen.append((a, b)), codec="auto"
-    )
-    assert seen == sorted(seen)
-    assert seen[-1] == (done.raw_bytes, done.raw_bytes)
+# --- several writers -------------------------------------------------------------------------------------------------
+
+
+def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> None:
+    store, frozen = Sim(), floats(100, 40, seed=9)
+    base = commit(store, 10, some(1, frozen=frozen)).record
+    snap = some(2, frozen=frozen, twin=floats(64, 48, seed=2))
+    placing = Placing(snap.manifest.frames, base)
+    assert 0 < placing.referred_bytes < placing.raw_bytes
+    for name, numbers in (("a", placing.todo[1::2]), ("b", placing.todo[::2])):
+        its = numbers.tolist()
+        frames, key = snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "node", name)
+        pace, cancel = packs.Pace(ManualClock(), None), threading.Event()
+        one = packs.Packs(store, frames, lambda i, its=its: snap.frame(its[i]), key, "auto", 1024, pace, cancel)
+        placing.add(numbers, one.write())
+    made = Record(identity(1, 20), "w", snap.manifest, tuple(placing.packs), placing.places, {}, {})
+    assert {key.rpartition("/")[2].partition("-")[0] for key, _ in made.packs} == {"w", "a", "b"}
+    assert same(read_all(store, record.decode(record.encode(made), "made")), snap.tensors)
