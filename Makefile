@@ -14,6 +14,9 @@ PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check insta
 STORE ?=
 PYTEST_ARGS ?=
 
+# Nothing that is started from here asks the cloud that this machine may be in.
+export CKPT_NOTICES ?= off
+
 .PHONY: demo test check format bench clean
 
 demo: .venv/.ready

@@ -11,9 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
@@ -24,13 +24,13 @@ from ckpt.tasks import Tasks
 from ckpt.trainer import entry
 from ckpt.trainer.asked import Asked, check_state, find_url, make_options
 from ckpt.trainer.levels import Level
+from ckpt.trainer.parting import NOTICE_CODE, Parting
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver, check_metrics
 from ckpt.trainer.updates import Updates
 from ckpt.types import Tick
 
 SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its place is taken
-NOTICE_CODE = 143
 ASK_AGAIN_S = 0.2
 EXIT_TRIES = 3  # snapshots of the last step that are given up before the exit is
 
@@ -76,6 +76,7 @@ class _Parts:
     tasks: Tasks
     saver: Saver
     updates: Updates
+    parting: Parting
     closing: contextlib.ExitStack
 
 
@@ -89,7 +90,8 @@ class Checkpointer:
     ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
     URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
     that does not match the checkpoint is an error. generators: include Python's, NumPy's and torch's. take_over:
-    begin even though another living job writes to the URL. sinks: called with every ckpt Event.
+    begin even though another living job writes to the URL. notices: "auto" (what CKPT_NOTICES says; else signals,
+    the cloud's word, Slurm's, a file) or "off": nobody's but an operator's. sinks: called with every ckpt Event.
 
     All ranks construct it with the same options and enter it together. Errors on entry: UsageError, StateMismatch,
     StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks.
@@ -111,9 +113,13 @@ class Checkpointer:
         strict: bool = True,
         generators: bool = True,
         take_over: bool = False,
+        notices: Literal["auto", "off"] = "auto",
         sinks: tuple[Sink, ...] = (),
     ) -> None:
         check_state(state)
+        if notices not in ("auto", "off"):
+            raise UsageError(f'notices={notices!r}: "auto" or "off"')
+        self._notices = notices
         self._limits = limits or Limits()
         self.url = find_url(url, read())
         self.state = dict(state)
@@ -258,11 +264,14 @@ class Checkpointer:
                 "a URL of its own"
             )
         settings = read()
+        if self._notices == "off":
+            settings = replace(settings, notices="off")
         with contextlib.ExitStack() as stack:
             tasks = stack.enter_context(Tasks("trainer", pool_size=4))
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
             updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
-            self._entered = _Parts(tasks, saver, updates, stack.pop_all())
+            parting = Parting(saver.link, tasks, self.events, settings)
+            self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all())
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
@@ -272,6 +281,7 @@ class Checkpointer:
         saver.link.enter(self._step + 1)
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
+        parting.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -284,13 +294,18 @@ class Checkpointer:
             if error is None:
                 failure = self._finish_normally()
             else:
-                failure = self._finish_early()
+                parts.saver.quiet()  # takes no snapshot: the state may be half a step old
+                failure = parts.parting.finish_early(self._limits.exit_s)
         finally:
             self._update_receipt()
             self._entered = None
             _LIVE.discard(self)
-            parts.closing.close()
-            self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
+            parts.parting.end_threads()
+            try:
+                parts.closing.close()
+                self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
+            finally:
+                parts.parting.close()
         if failure is not None:
             if error is not None:
                 error.add_note(f"ckpt: {failure}")
@@ -299,10 +314,15 @@ class Checkpointer:
 
     def _finish_normally(self) -> CkptError | None:
         """Saves the last step unless it is saved, and waits for its commit."""
-        deadline = time.monotonic() + self._limits.exit_s
-        self._end_broken_step()
+        parting = self._parts.parting
+        try:
+            self._end_broken_step()
+        except Leave:
+            parting.finish_early(self._limits.exit_s)
+            raise
+        deadline = parting.exits(self._limits.exit_s)
         if self._step == self.restored.step and self._parts.saver.last is None:
-            return self._leave("normal", deadline)
+            return parting.leave("normal", deadline)
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
         tick = self._next_tick() if self._sub else Tick(self._step)
         failure: CkptError = CommitFailed("no attempt was made")
@@ -312,11 +332,11 @@ class Checkpointer:
             try:
                 self._save_now("exit", tick, {}, deadline)
                 self._wait_for(tick, "store", max(0.0, deadline - time.monotonic()))
-                return self._leave("normal", deadline)
+                return parting.leave("normal", deadline)
             except SaveFailed as exc:
                 tries += 1
                 if link.levels.is_staged(tick) or not isinstance(exc, NotStaged) or tries > EXIT_TRIES:
-                    return self._leave("normal", deadline) or CommitFailed(str(exc))
+                    return parting.leave("normal", deadline) or CommitFailed(str(exc))
                 tick = self._next_tick()  # all ranks see that it was given up, and all ask for this one
             except AgentError as exc:  # it is being started again; what it held is handed over
                 failure = exc
@@ -333,24 +353,6 @@ class Checkpointer:
         elif begun and self._parts.saver.walker.has_loaders:
             text = f"ckpt: left in step {self._step + 1} before its update: what was drawn for it is not trained"
             self.events.emit("step.unfinished", text, loud=True)
-
-    def _finish_early(self) -> CkptError | None:
-        """Takes no snapshot: the state may be half a step old. Lets what is under way finish."""
-        self._parts.saver.quiet()
-        if self._parts.saver.restarts_follow:
-            return None  # the agent goes on without us, and a restart must not wait for it
-        if self._parts.saver.link.levels.are_open:
-            text = f"ckpt: waiting up to {self._limits.exit_s:g} s for what is being saved (ckpt.Limits(exit_s=))"
-            self.events.emit("exit.waiting", text, loud=True)
-        return self._leave("exception", time.monotonic() + self._limits.exit_s)
-
-    def _leave(self, outcome: str, deadline: float) -> CkptError | None:
-        try:
-            said = self._parts.saver.link.leave(outcome, max(1.0, deadline - time.monotonic())).fields
-        except CkptError as exc:
-            return exc if outcome != "normal" or not isinstance(exc, AgentError) else None
-        error = said.get("error")
-        return SaveFailed(str(error)) if outcome != "normal" and error else None
 
     # -- inside
 
@@ -371,16 +373,8 @@ class Checkpointer:
         missed = saver.take(told.round, told.slot, tick)
         if not missed and told.kind is Kind.HOLD:
             saver.quiet()
-            if self._held(told.round):
+            if self._parts.parting.held(told.round):
                 raise Leave(NOTICE_CODE)
-
-    def _held(self, round_: int) -> bool:
-        """Waits, without a bound of its own, for the verdict on a final appointment: a held rank never goes on by a
-        time-out, since the others may have left."""
-        try:
-            return bool(self._parts.saver.link.request("held", {"round": round_}, None).fields["leave"])
-        except AgentError:
-            return False  # the agent died before it said leave: for a round that it does not know that is MISSED
 
     def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
         """Asks for a slot together with all ranks, and takes the snapshot."""

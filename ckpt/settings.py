@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.errors import UsageError
 
 HEARTBEAT_S_MIN = 0.01  # each beat is a put
+
+# "given": only sources that somebody named (addresses, Slurm, a file, signals); the firmware is not asked for a cloud.
+NOTICES = ("auto", "given", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,12 @@ class Settings:
     `agent_log`: where the agent's standard error goes; None: a file in runtime_dir.
     `retry_s`: how long a failing store operation is tried again.
     `redirect`: (from, to): a Checkpointer of the one URL uses the other (`ckpt rehearse` runs a script beside its run).
-    `restarts_left`: how often the launcher would start this job again if it failed now."""
+    `restarts_left`: how often the launcher would start this job again if it failed now.
+    `notices`: whose word that this machine goes away is listened to; see NOTICES.
+    `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
+    job left; None: a file in runtime_dir. Both are absolute.
+    `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
+    `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
 
     runtime_dir: Path
     launch: str
@@ -35,6 +43,13 @@ class Settings:
     retry_s: float = 120.0
     restarts_left: int = 0
     redirect: tuple[str, str] | None = None
+    notices: str = "auto"
+    notice_file: Path | None = None
+    outcome_file: Path | None = None
+    sigterm_s: float = 30.0
+    sigusr1_s: float = 30.0
+    slurm_job: str = ""
+    slurm_end_s: float | None = None
 
     def redirected(self, url: str) -> str:
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
@@ -56,6 +71,12 @@ def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
         del os.environ[name]
     os.environ.update({name: wanted[name] for name in wanted if name.startswith(STORE_VARIABLES)})
     return before != store_environment()
+
+
+def variables(names: Iterable[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of these variables that are set, for what reads its own usual ones (the clouds' metadata services)."""
+    env = os.environ if env is None else env
+    return {name: env[name] for name in names if name in env}
 
 
 def _number(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
@@ -83,6 +104,13 @@ def _pair(name: str, text: str) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
+def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    text = env.get(name) or choices[0]
+    if text not in choices:
+        raise UsageError(f"{name}={text!r} is none of {', '.join(choices)}; unset it or give one of them")
+    return text
+
+
 def _absolute(path: str) -> Path:
     """The agent works in another folder than the trainer that started it, and must find the same place."""
     return Path(os.path.abspath(path))
@@ -95,6 +123,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or f"pid-{os.getpid()}"
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
+    notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
         launch=launch[:200],
@@ -104,4 +133,11 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         retry_s=_number(env, "CKPT_RETRY_S", 120.0),
         redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
         restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
+        notices=_one_of(env, "CKPT_NOTICES", NOTICES),
+        notice_file=_absolute(notice_file) if notice_file else None,
+        outcome_file=_absolute(outcome_file) if outcome_file else None,
+        sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
+        sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
+        slurm_job=env.get("SLURM_JOB_ID", ""),
+        slurm_end_s=int(end) if (end := env.get("SLURM_JOB_END_TIME", "")).isascii() and end.isdigit() else None,
     )

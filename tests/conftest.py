@@ -93,7 +93,8 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ckpt-t", dir="/tmp"))
     monkeypatch.setenv("CKPT_RUNTIME_DIR", os.fspath(folder))
     monkeypatch.setenv("CKPT_LINGER_S", "0")
-    for name in ("CKPT_LAUNCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+    monkeypatch.setenv("CKPT_NOTICES", "off")  # the firmware may name a real cloud: its service is never asked here
+    for name in ("CKPT_LAUNCH", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE"):
         monkeypatch.delenv(name, raising=False)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,14 @@ from ckpt.settings import read
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "soon", "", "1e999"])
 @pytest.mark.parametrize(
     "name",
-    ["CKPT_LINGER_S", "CKPT_HEARTBEAT_S", "CKPT_RETRY_S", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"],
+    [
+        "CKPT_LINGER_S",
+        "CKPT_HEARTBEAT_S",
+        "CKPT_RETRY_S",
+        "CKPT_SIGTERM_S",
+        "CKPT_SIGUSR1_S",
+        "TORCHELASTIC_MAX_RESTARTS",
+    ],
 )
 def test_a_number_in_the_environment_that_is_none_is_refused_by_its_name(name: str, text: str) -> None:
     with pytest.raises(UsageError, match=name):
@@ -40,3 +47,16 @@ def test_paths_are_absolute_since_the_agent_works_in_another_folder(
     found = read({"CKPT_RUNTIME_DIR": "here", "CKPT_AGENT_LOG": "../log"})
     assert found.runtime_dir == tmp_path / "here"
     assert found.agent_log == tmp_path.parent / "log"
+
+
+def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
+    assert read({}).notices == "auto"
+    assert read({"CKPT_NOTICES": "given"}).notices == "given"
+    with pytest.raises(UsageError, match="CKPT_NOTICES"):
+        read({"CKPT_NOTICES": "loud"})
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1e9", "²"])
+def test_an_end_that_slurm_would_not_have_given_is_none(text: str) -> None:
+    assert read({"SLURM_JOB_END_TIME": text}).slurm_end_s is None
+    assert read({"SLURM_JOB_END_TIME": "1900000000"}).slurm_end_s == 1_900_000_000

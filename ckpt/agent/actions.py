@@ -17,6 +17,13 @@ class SetWord:
 
 
 @dataclass(frozen=True, slots=True)
+class SetVerdict:
+    """The ranks leave by that round: to be written where they find it, before the answers that say so."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Divide:
     """Make a division of all ranks' layouts; then `planned` or `unplannable`."""
 
@@ -93,10 +100,18 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a notice came to: to be written where a launcher can read it."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The epoch has ended: say so in the store; then `closed`."""
 
     reason: str
 
 
-Action = SetWord | Divide | MakeArenas | Offer | Assemble | Commit | Recycle | Answer | Refuse | Tell | Emit | Close
+Said = Answer | Refuse | Tell | Emit | Outcome
+Action = SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Commit | Recycle | Close | Said

@@ -6,13 +6,16 @@ the agent's main thread; what takes long goes to a lane of `Bulk` and comes back
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.agent import actions as do
@@ -23,6 +26,7 @@ from ckpt.agent.checkpoint import Assembler, Checkpoint
 from ckpt.agent.control import ROUND_MAX, ControlPage
 from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
+from ckpt.agent.listening import Listening
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options, StoreSide
 from ckpt.errors import AgentError, Superseded
@@ -44,13 +48,17 @@ MIXED_S = 1.0  # ranks change their layouts at the same step, but their words fo
 
 @dataclass(slots=True)
 class Services:
-    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold."""
+    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `listening`: to what the
+    machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
+    place; None: nowhere."""
 
     server: Server
     bulk: Bulk
     store: StoreSide
     heartbeat_s: float
     kept_bytes: Callable[[Carrier], int]
+    listening: Listening | None = None
+    outcome: Path | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +94,7 @@ class Carrier:
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.claim: Claim | None = None
         self.options = Options()
+        self.outcome_path = services.outcome
         self.checkpoints: dict[int, Checkpoint] = {}
         self.arenas: dict[int, list[Arena]] = {}
         self.plan: memory.MemoryPlan | None = None
@@ -139,6 +148,8 @@ class Carrier:
         match action:
             case do.SetWord(word):
                 self.page.announce(word)
+            case do.SetVerdict(number):
+                self.page.leave(number)
             case do.Divide():
                 self._divide()
             case do.MakeArenas(slot, sizes):
@@ -160,6 +171,8 @@ class Carrier:
                     member.peer.send(body)
             case do.Emit(name, message, loud, data):
                 self.emit(name, message, loud, data)
+            case do.Outcome(body):
+                self._write_outcome(body)
             case do.Close(reason):
                 self._close(reason)
 
@@ -337,6 +350,24 @@ class Carrier:
         self._beating = False
         if error := failure(done):
             log.info("no heartbeat: %s", error)
+
+    def _write_outcome(self, body: dict[str, Any]) -> None:
+        """Where a launcher finds it: torchrun, for one, does not pass a worker's exit code on. Here and now: whoever
+        waits for the answer may end the machine after it."""
+        if self.outcome_path is None:
+            return
+        tick = body["tick"]
+        identity = f"{self.epoch}-{tick}" if tick is not None else None
+        about = {"version": 1, "launch": self.launch, "identity": identity, "time_s": time.time()}
+        part = self.outcome_path.with_name(f".{self.outcome_path.name}.{os.getpid()}")
+        try:
+            if self.outcome_path.exists() and not self.outcome_path.is_file():
+                raise FileExistsError("it is no regular file, and is not replaced")
+            part.write_text(json.dumps({**about, **body}) + "\n")
+            part.replace(self.outcome_path)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
 
     def _close(self, reason: str) -> None:
         store = self._services.store

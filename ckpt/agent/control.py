@@ -1,8 +1,9 @@
 """The control page: a word by which the agent appoints snapshots, and where each rank is.
 
 One memfd per job. The word at byte 0 is written by the agent and read by every trainer at each step; the slot at byte
-64 x (1 + rank) is written by that trainer and read by the agent. Both are aligned 64-bit loads and stores, which are
-atomic on the machines we run on; no decision depends on the order of two of them.
+64 x (1 + rank) is written by that trainer and read by the agent. At byte 8 the agent puts the round by which all ranks
+leave, before it tells the first of them: should it die then, the others find it there. All are aligned 64-bit loads and
+stores, atomic on the machines we run on; no decision depends on the order of two of them.
 
     word = round << 44 | slot << 40 | kind << 36 | at        0: nothing is appointed
     at   = step, or for a poll after it (kind with POLL): (step mod 2^16) << 20 | poll
@@ -103,6 +104,14 @@ class ControlPage:
 
     def word(self) -> Word | None:
         return Word.unpack(self.words[0])
+
+    def leave(self, round_: int) -> None:
+        """The verdict of that round is: leave."""
+        self.words[1] = round_
+
+    def leaves(self) -> int:
+        """The round by which the ranks leave; 0: none."""
+        return self.words[1]
 
     def enter(self, rank: int, step: int, sub: int = 0) -> None:
         """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended."""

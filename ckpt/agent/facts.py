@@ -11,7 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ckpt.agent.actions import Action, Answer, Request, Tell
+from ckpt.agent.actions import Action, Request, Tell
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -58,6 +58,7 @@ class Member:
     joined: bool = False
     lost_s: float | None = None  # since when its connection is gone though its process lives
     leave: Request = None
+    broke: bool = False  # it left by an exception: the others wait for it in vain
 
 
 @dataclass(slots=True)
@@ -75,6 +76,9 @@ class Round:
     store: Store = Store.NEW
     last_try: bool = False
     verdict: bool | None = None  # of a hold: leave, or go on
+    all_staged_s: float | None = None  # when
+    hashed_s: float | None = None  # how long that took
+    commit_began_s: float | None = None
 
     @property
     def explicit(self) -> bool:
@@ -149,8 +153,11 @@ class Facts:
         self._polls_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
-        self._hold_until_s = -math.inf
         self._leave_round = 0  # the round whose verdict was: leave
+        self._leave_by_s: float | None = None  # the deadline then
+        self._ended = False  # the ranks were told to end where they are
+        self._end_why = ""
+        self._end_waits = False
         self._given_up = False
         self._abandoned: deque[int] = deque(maxlen=64)
         self._word = 0  # the round in the control word
@@ -287,19 +294,10 @@ class Facts:
     def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:
         self._saves[rank] = Save(tick, why, metrics, request)
 
-    def held(self, rank: int, number: int, request: Request) -> None:
-        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on."""
-        slot = self._slot_of(number)
-        round_ = slot.round if slot is not None else None
-        if self._leave_round == number or self.is_lost_cause:
-            self._out.append(Answer(request, {"leave": True}))
-        elif round_ is None or round_.why is not Why.HOLD or round_.verdict is False:
-            self._out.append(Answer(request, {"leave": False}))
-        else:
-            round_.held[rank] = request
-
-    def leave(self, rank: int, request: Request) -> None:
+    def leave(self, rank: int, request: Request, in_order: bool = True) -> None:
+        """`in_order`: it came to its end, or was told to leave; else an exception made it."""
         member = self.members[rank]
+        member.broke = member.broke or not in_order
         member.leave = request
         if member.presence is Presence.HERE:
             member.presence = Presence.LEFT
@@ -344,10 +342,6 @@ class Facts:
         if not self.superseded_by:
             self.superseded_by = by
             self._out.append(Tell({"t": "superseded", "by": by}))
-
-    def preempt(self, deadline_s: float) -> None:
-        """The node goes away: take a last snapshot and hold."""
-        self._hold_until_s = max(self._hold_until_s, deadline_s)
 
     def retry_commit(self) -> None:
         """All trainers are gone and the last commit failed: try once more."""
@@ -396,8 +390,6 @@ class Facts:
         times += [m.lost_s + REJOIN_S for m in self.members if m.lost_s is not None and m.presence is Presence.HERE]
         if self._may_appoint() and self._due_s > now_s:
             times.append(self._due_s)
-        if now_s < self._hold_until_s:
-            times.append(self._hold_until_s)
         if self.slots_in_use == 1 and self._retry_commit_s > now_s:
             times.append(self._retry_commit_s)
         return min(times, default=None)
@@ -424,6 +416,8 @@ class Facts:
     def _may_appoint(self) -> bool:
         """Whether a round may be announced, were one due and a slot free."""
         if self._start_step is None or self._resumed or self._broken() or self.superseded_by or self._leave_round:
+            return False
+        if self._ended:
             return False
         if any(member.lost_s is not None for member in self.members):
             return False  # it could not answer

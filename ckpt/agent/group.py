@@ -39,7 +39,6 @@ from ckpt.agent.facts import (
     LOST_S,
     REJOIN_S,
     RETRY_S_MAX,
-    Facts,
     Presence,
     Round,
     Settled,
@@ -48,26 +47,30 @@ from ckpt.agent.facts import (
     Store,
     Why,
 )
+from ckpt.agent.leaving import Course, Leaving
 from ckpt.types import Tick
 
 LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
-class Group(Facts):
+class Group(Leaving):
     """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
 
     def decide(self, now_s: float, steps: Sequence[int], polls: Sequence[int] = ()) -> list[Action]:
         """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet. `polls`:
         how often it polled or saved since the last ended one; empty: never."""
+        self._tend_notices(now_s, steps)
+        self._end_attempts(now_s)
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
         self._assemble_staged()
         self._free_older()
         self._commit_next(now_s)
-        self._divide_and_make()
+        self._divide_and_make(now_s)
         self._grant_saves(now_s, steps)
         self._appoint(now_s, steps, polls)
+        self._tell_outcome(now_s)
         self._let_go()
         out, self._out = self._out, []
         return out
@@ -80,30 +83,36 @@ class Group(Facts):
             waiting = [r for r in range(self.world) if r not in round_.staged]
             gone = next((r for r in waiting if self.members[r].presence is not Presence.HERE), None)
             if round_.missed:
-                self._abandon(slot, round_, round_.missed)
+                self._abandon(slot, round_, round_.missed, now_s)
             elif self.superseded_by:
-                self._abandon(slot, round_, f"a newer start, {self.superseded_by}, owns the run")
+                self._abandon(slot, round_, f"a newer start, {self.superseded_by}, owns the run", now_s)
             elif gone is not None:
-                self._abandon(slot, round_, f"rank {gone} {self._fate(gone)} before it had staged it")
+                self._abandon(slot, round_, f"rank {gone} {self._fate(gone)} before it had staged it", now_s)
             elif waiting and now_s - round_.opened_s >= LOST_S:
                 silent = [r for r in waiting if steps[r] >= round_.tick.step + LOST_STEPS]
                 if silent:
-                    self._abandon(slot, round_, f"rank {silent[0]} is past it and has said nothing")
+                    self._abandon(slot, round_, f"rank {silent[0]} is past it and has said nothing", now_s)
 
     def _judge_holds(self, now_s: float) -> None:
-        """Held by all and staged by all: leave. A rank is dead, or the run is another's: leave too, the job is broken.
-        The deadline passed, or all hold and not all staged, so that nobody is left who could: go on, for ever."""
+        """Held by all and staged by all: leave. A rank is dead, the ranks were told to end, or the run is another's:
+        leave too, the job is broken. The notice was taken back: go on, with what is being staged. The deadline passed,
+        or all hold and not all staged, so that nobody is left who could: go on, for ever."""
         for slot in self.slots:
             round_ = slot.round
             if round_ is None or not round_.unjudged:
                 continue
             all_held = len(round_.held) == self.world
-            if self.is_lost_cause or (all_held and len(round_.staged) == self.world):
-                self._judge(round_, True)
-            elif all_held or now_s >= self._hold_until_s:
-                self._judge(round_, False)
+            if self.is_lost_cause or self._ended:
+                self._judge(round_, True, now_s)
+            elif self.course is Course.STAY:
+                self._judge(round_, False, now_s)
+            elif all_held and len(round_.staged) == self.world:
+                self._judge(round_, True, now_s)
+            elif all_held or self.course is Course.OVER:
+                self._judge(round_, False, now_s)
                 if slot.state is State.GRANTED:
-                    self._abandon(slot, round_, "not every rank had staged it, or reached it before the deadline")
+                    why = "not every rank had staged it, or reached it before the deadline"
+                    self._abandon(slot, round_, why, now_s)
 
     def _assemble_staged(self) -> None:
         for slot, round_ in self._open():
@@ -141,11 +150,12 @@ class Group(Facts):
             if self._broken():
                 chosen.round.last_try = True
             chosen.round.store = Store.RUNNING
+            chosen.round.commit_began_s = now_s
             chosen.leases += 1
             self.committing = chosen.number
             self._out.append(Commit(chosen.number, chosen.round.number, chosen.round.tick, chosen.round.metrics))
 
-    def _divide_and_make(self) -> None:
+    def _divide_and_make(self, now_s: float) -> None:
         if self._broken() or self.superseded_by or not all(m.joined for m in self.members):
             return
         if self._planned_version != self._layouts_version:
@@ -155,7 +165,7 @@ class Group(Facts):
             return
         appointed = self._slot_of(self._word)
         if appointed is not None and appointed.round is not None and appointed.round.division != self.division:
-            self._withdraw("the ranks' new division")  # it is appointed again, under that one
+            self._withdraw("the ranks' new division", now_s)  # it is appointed again, under that one
         making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
         if self.division:
             for slot in self.slots[: self.slots_in_use]:
@@ -230,11 +240,12 @@ class Group(Facts):
         appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
         if appointed is not None and appointed.staged:
             return  # this very tick is being staged: it need not be taken twice
-        queued = [s for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
+        waiting = [s.round for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
+        queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]  # else they wait for the ranks
         if queued or not self._plan_is_current():
             return
         free = self._grantable()
-        if (free is None or appointed is not None) and self._withdraw("an explicit save"):
+        if (free is None or appointed is not None) and self._withdraw("an explicit save", now_s, hold=True):
             free = self._grantable()  # all ranks wait here: none has acted on that appointment, or will
         if free is None:
             return
@@ -252,28 +263,31 @@ class Group(Facts):
         self._answer_saves(self._is_saved(round_))
 
     def _appoint(self, now_s: float, steps: Sequence[int], polls: Sequence[int]) -> None:
-        hold = now_s < self._hold_until_s
+        hold, extra = self.course is Course.HOLD, self._wants_extra()
         self._resumed = self._resumed and not all(steps)
-        if hold:
-            self._withdraw("the last snapshot before the node goes away")
-        if not self._may_appoint() or self._saves or (not hold and now_s < self._due_s):
+        if hold or self.course is Course.PUSH:
+            self._withdraw("the last snapshot before the machine goes away", now_s)
+        elif extra:
+            self._withdraw("one at once: the machine may go away", now_s, beyond=max(steps, default=0) + LEAD_MIN)
+        if self.course is Course.PUSH or not self._may_appoint() or self._saves:
             return
-        slot = self._grantable()
+        slot = self._grantable() if hold or extra or now_s >= self._due_s else None
         if slot is None or self._start_step is None:
             return
-        by_time = hold or self.policy.seconds is not None
+        by_time = hold or extra or self.policy.seconds is not None
         if by_time and len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
             tick = self._next_poll(now_s, steps[0] - 1, max(polls))
         else:
-            tick = self._next_step(now_s, max(self._start_step, *steps), hold)
+            tick = self._next_step(now_s, max(self._start_step, *steps), hold or extra)
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
+        self._extra_tries -= extra
         self._word = round_.number
         kind = Kind.HOLD if hold else Kind.TAKE
         self._out.append(SetWord(Word(round_.number, slot.number, kind, tick.step, tick.sub)))
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
 
-    def _next_step(self, now_s: float, at: int, hold: bool) -> Tick:
+    def _next_step(self, now_s: float, at: int, soon: bool) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
         late, at the pace seen since the last one."""
         since_s, since = self._pace
@@ -281,7 +295,7 @@ class Group(Facts):
             self._steps_per_s = (at - since) / (now_s - since_s)
             self._pace = (now_s, at)
         earliest = at + self._lead(self._steps_per_s)
-        every = None if hold else self.policy.steps
+        every = None if soon else self.policy.steps
         return Tick(earliest if every is None else -(-earliest // every) * every)
 
     def _next_poll(self, now_s: float, step: int, at: int) -> Tick:
@@ -353,15 +367,18 @@ class Group(Facts):
         slot.round = Round(number, slot.number, why, tick, self.division, now_s)
         return slot.round
 
-    def _withdraw(self, what_for: str) -> bool:
-        """Takes an appointment back that no rank has acted on. False where there is none."""
+    def _withdraw(self, what_for: str, now_s: float, beyond: int = -1, hold: bool = False) -> bool:
+        """Takes an appointment back that no rank has acted on, for a step after `beyond`; one to leave at, only where
+        `hold` says so. False where there is none."""
         slot = self._slot_of(self._word)
-        if slot is None or slot.round is None or slot.round.why is not Why.STEP or slot.round.staged:
+        if slot is None or slot.round is None or slot.round.staged or slot.round.tick.step <= beyond:
             return False
-        self._abandon(slot, slot.round, f"withdrawn for {what_for}")
+        if slot.round.why is not Why.STEP and not hold:
+            return False
+        self._abandon(slot, slot.round, f"withdrawn for {what_for}", now_s)
         return True
 
-    def _abandon(self, slot: Slot, round_: Round, why: str) -> None:
+    def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
         message = f"the snapshot at {round_.tick} was given up: {why}"
         self._clear_word(round_)
         if round_.staged or round_.missed or round_.explicit:  # else nobody had come so far: nothing is lost
@@ -372,7 +389,7 @@ class Group(Facts):
         if round_.explicit:
             self.last_error = message
         if round_.unjudged:
-            self._judge(round_, self.is_lost_cause)
+            self._judge(round_, self.is_lost_cause or self._ended, now_s)
         if round_.why is Why.STEP and self.policy.seconds is not None:
             self._retries = min(self._retries + 1, 16)
             self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self.policy.seconds)
@@ -394,15 +411,6 @@ class Group(Facts):
         for rank in sorted(self._saves, reverse=True):
             merged.update(self._saves[rank].metrics)
         return merged
-
-    def _judge(self, round_: Round, leave: bool) -> None:
-        round_.verdict = leave
-        if leave:
-            self._leave_round = round_.number
-            self._hold_until_s = -math.inf
-        for request in round_.held.values():
-            self._out.append(Answer(request, {"leave": leave}))
-        round_.held.clear()
 
     def _stage_now(self, slot: Slot, round_: Round) -> dict[str, Any]:
         return {"saved": False, "round": round_.number, "slot": slot.number, "division": round_.division}

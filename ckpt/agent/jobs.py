@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
@@ -15,12 +18,15 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.divide import Held, hashes_from
 from ckpt.agent.facts import Presence, State, Store, Why
 from ckpt.agent.fetch import Restore
+from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.agent.listening import Sources
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
 from ckpt.agent.server import Peer
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.format.declaration import decode_layout
+from ckpt.notices.notice import Notice, Withdrawn, Word
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
 
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: what is larger is a mistake, not a size
+SOON_S = 3600.0  # a notice of what is further away disturbs nobody
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
 
 
@@ -107,6 +114,7 @@ class Job(Carrier):
             "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
             "memory": self.plan.table() if self.plan is not None else None,
+            "notices": self._notices(),
         }
 
     # -- messages
@@ -132,6 +140,7 @@ class Job(Carrier):
         request_id = int(fields["id"])
         policy = _policy_from(fields["options"])
         options = options_from(fields["options"])
+        sources = Sources.parse(fields.get("notices"))
         self._services.server.watch_death(peer)
         if resume:
             self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
@@ -140,6 +149,9 @@ class Job(Carrier):
             self._services.server.lose(known.peer)
         self._members[rank] = Member(peer, peer.pid, held)
         if rank == 0:
+            if self._services.listening is not None:
+                self._services.listening.follow(sources)
+            self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
             self.group.follow(policy, time.monotonic())
         self.group.joined(rank)
@@ -176,7 +188,12 @@ class Job(Carrier):
             case "held":
                 group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
             case "leave":
-                group.leave(rank, (peer, int(fields["id"])))
+                in_order = fields.get("outcome") != "exception"
+                group.leave(rank, (peer, int(fields["id"])), in_order)
+            case "notice":
+                name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
+                self.hear(Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}"), at_once=True)
+                peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:
                 self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
             case "got":
@@ -230,6 +247,52 @@ class Job(Carrier):
         store = self._services.store
         self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
         self._later(self._services.heartbeat_s, self._beat)
+        with contextlib.suppress(OSError):
+            if not resumed and self.outcome_path is not None and self.outcome_path.is_file():
+                self.outcome_path.unlink()  # of an earlier start
+        if self._services.listening is not None:
+            for name, notice in self._services.listening.standing.items():
+                if name not in self.group.notices:
+                    self.hear(notice)
+
+    # -- notices
+
+    def hear(self, word: Word, at_once: bool = False) -> None:
+        """What follows from it is the group's affair; here it is told to people. `at_once`: a request to go now."""
+        name = (word.source, word.key)
+        known = name in self.group.notices
+        if isinstance(word, Withdrawn):
+            self.group.withdrawn(*name)
+            if known:
+                self.emit("notice.withdrawn", f"{word.source} {word.key}: this machine stays after all", True)
+            return
+        now_s = time.monotonic()
+        left_s = word.deadline_s - time.time()
+        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, at_once))
+        if known and word.source == SIGNAL:
+            return  # another rank got it too
+        what = "this machine goes away" if word.certain else "this machine may go away"
+        then = "the job saves and leaves before" if word.certain else "one more checkpoint is taken"
+        facts = {"source": word.source, "key": word.key, "left_s": round(left_s, 1), "certain": word.certain}
+        text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
+        self.emit("notice", text, left_s < SOON_S, facts)
+
+    def _notices(self) -> dict[str, Any]:
+        group, now_s = self.group, time.monotonic()
+        return {
+            "standing": [
+                {
+                    "source": each.source,
+                    "key": each.key,
+                    "certain": each.certain,
+                    "left_s": round(each.deadline_s - now_s, 1),
+                }
+                for each in sorted(group.notices.values(), key=lambda each: each.deadline_s)
+            ],
+            "course": group.course.value,
+            "needs_s": round(group.need_s, 1),
+            "step_s": round(group.step_s, 4),
+        }
 
     def settle(self) -> float | None:
         """Decides and acts until nothing is left to do now; when to look again, on the monotonic clock."""
@@ -355,6 +418,14 @@ def _policy_from(options: Any) -> Every:
     """Errors: UsageError names the field."""
     policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
     return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
+
+
+def finite(value: Any, name: str) -> float:
+    """Errors: UsageError."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise UsageError(f"{name} is {number}, not a number of seconds")
+    return number
 
 
 def _numbers(value: Any) -> list[int]:

@@ -11,11 +11,13 @@ from typing import Any
 
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
+from ckpt.agent.jobs import finite
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.starts import LISTED_MAX, Starts
 from ckpt.agent.storeside import keep_from
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, UsageError
+from ckpt.errors import AgentError
+from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.settings import Settings
 from ckpt.types import Identity
 
@@ -24,6 +26,7 @@ log = logging.getLogger("ckpt")
 IDLE_S = 30.0  # how long an agent without a job waits for one
 ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit what nobody will come for
 RETRY_S = 30.0
+END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
 
 
 class Node(Starts):
@@ -35,8 +38,10 @@ class Node(Starts):
         self._served = False  # whether a trainer ever came
         self._retry_s = 0.0  # when an orphan's commit is tried again
         self._limit_s = math.inf  # and when that ends
+        self._told_of_end = False
 
     def close(self) -> None:
+        self._listening.close()
         for job in self._jobs():
             job.drop()
         self._bulk.close()
@@ -78,6 +83,7 @@ class Node(Starts):
 
     def settle(self) -> float | None:
         now_s = time.monotonic()
+        self._tend_notices()
         times = [self._tend_orphans(now_s)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
@@ -111,11 +117,12 @@ class Node(Starts):
         elif message.kind == "preempt":
             if job is None or job.group.all_gone:
                 raise AgentError(f"no job is running on {self.url}")
-            deadline_s = float(fields["deadline_s"])
-            if not math.isfinite(deadline_s):
-                raise UsageError(f"preempt: deadline_s is {deadline_s}, not a number of seconds from now")
-            job.group.preempt(time.monotonic() + deadline_s)
-            job.emit("notice", f"the node goes away ({str(fields.get('source', 'unknown'))[:200]})", True)
+            source = str(fields.get("source", "unknown"))[:200]
+            if fields.get("cancel"):
+                job.hear(Withdrawn(source, "preempt"))
+            else:
+                deadline_s = time.time() + finite(fields["deadline_s"], "preempt: deadline_s")
+                job.hear(Notice(deadline_s, source, True, "preempt", "ckpt preempt"), at_once=True)
             peer.reply(request_id, {})
         else:
             rule = keep_from(fields.get("keep") or {}, "keep")
@@ -145,6 +152,18 @@ class Node(Starts):
             "former": [job.status() for job in self.former[-4:]],
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }
+
+    # -- notices
+
+    def _tend_notices(self) -> None:
+        """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too."""
+        job = self.current
+        if self._server.end_asked and not self._told_of_end and job is not None:
+            self._told_of_end = True
+            told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
+            job.hear(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
+        if job is None or job.group.all_gone:
+            self._listening.stop()  # a job that comes says anew to what
 
     # -- the end
 

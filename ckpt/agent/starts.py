@@ -29,6 +29,7 @@ from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
+from ckpt.agent.listening import Listening
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
@@ -36,6 +37,7 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Manifest
+from ckpt.notices.notice import Word
 from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
@@ -92,7 +94,16 @@ class Starts:
         self._bulk = Bulk(server.post)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
-        self._services = Services(server, self._bulk, self._store, settings.heartbeat_s, self._kept_bytes)
+        self._listening = Listening(server.post, self._heard, self._events)
+        self._services = Services(
+            server,
+            self._bulk,
+            self._store,
+            settings.heartbeat_s,
+            self._kept_bytes,
+            self._listening,
+            server.path.with_suffix(".outcome.json"),
+        )
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
         self._lease: tuple[Job, int] | None = None  # of the candidate that is being restored from memory
@@ -134,6 +145,10 @@ class Starts:
             self.current.emit(event.name, event.message, event.loud, event.data)
         elif self._start is not None:
             tell(self._start.peer, event)
+
+    def _heard(self, word: Word) -> None:
+        if self.current is not None:
+            self.current.hear(word)
 
     # -- a start
 

@@ -87,13 +87,17 @@ def _flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]
 def preempt(
     url: out.Url,
     deadline_s: Annotated[float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0)] = 30.0,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Take it back: the job goes on.")] = False,
     json: out.Json = False,
 ) -> None:
     """Ask the running job to save and leave, as a notice of preemption would."""
+    fields = {"deadline_s": deadline_s, "source": "operator", "cancel": cancel}
     with talk(the_agent(url)) as agent:
-        answer = agent.request("preempt", {"deadline_s": deadline_s, "source": "command line"}).fields
+        answer = agent.request("preempt", fields).fields
     body = {key: value for key, value in answer.items() if key not in ("t", "id")}
     if json:
         out.as_json(body)
+    elif cancel:
+        out.say("told the job to go on, unless it is leaving already")
     else:
         out.say(f"asked the job to save and leave within {deadline_s:g} s")

@@ -28,6 +28,7 @@ from ckpt.notices.notice import Notice, Tell
 
 SLICE_S = 0.25
 CLOSE_S = 5.0
+REPEAT_S = 2.0
 LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
 
 
@@ -96,9 +97,21 @@ class Signals:
         """The signal has been acted upon: it is not delivered again on exit. On any thread, at any time."""
         self._consumed.add(number)
 
-    def listen(self, stop: threading.Event, tell: Tell) -> None:
-        """As Listener.listen. Each signal is told once, with its first deadline; a second SIGTERM is no news."""
-        told: set[int] = set()
+    def wake(self) -> None:
+        """`listen` looks at once whether it is to stop. On any thread, inside the block."""
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\0")
+
+    def listen(
+        self,
+        stop: threading.Event,
+        tell: Tell,
+        again: Callable[[signal.Signals], None] = lambda number: None,
+    ) -> None:
+        """As Listener.listen. Each signal is told once, with its first deadline. `again` is called where it comes once
+        more REPEAT_S or later: somebody insists. Sooner, it is one request that came on two ways (Slurm signals
+        torchrun and its workers, and torchrun its workers)."""
+        told: dict[int, float] = {}
         with self._listening:
             if not self._is_open:
                 raise UsageError("signals are listened to only inside the with block")
@@ -107,9 +120,13 @@ class Signals:
             while self._is_open and not stop.is_set():
                 poll.poll(SLICE_S * 1000)
                 for number in self._pass_on():
-                    if number in self._previous and number not in told:
-                        told.add(number)
+                    if number not in self._previous:
+                        continue
+                    if number not in told:
+                        told[number] = self._now_s()
                         tell(self._notice(signal.Signals(number)))
+                    elif self._now_s() - told[number] >= REPEAT_S:
+                        again(signal.Signals(number))
 
     def _notice(self, number: signal.Signals) -> Notice:
         lead_s = self._leads_s[number]

@@ -23,6 +23,7 @@ import numpy as np
 from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage
+from ckpt.agent.listening import Sources
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Events
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
@@ -85,6 +86,16 @@ class Slot:
     declared: tuple[int, int] = (0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """The agent's word that no boundary is to be had any more: end where you are. `wait`: for what is being saved.
+    `by_s`: until when, on the monotonic clock."""
+
+    why: str
+    wait: bool
+    by_s: float
+
+
 @dataclass(slots=True)
 class Link:
     """One rank's end. `bind(slot, walk, staging, data)` prepares the copies into an arena; it runs on a thread of
@@ -99,6 +110,8 @@ class Link:
     levels: Levels = field(default_factory=Levels)
     words: memoryview = _NOTHING_APPOINTED
     superseded_by: str | None = None
+    end: End | None = None
+    on_end: Callable[[End], None] = lambda end: None
     slots: dict[int, Slot] = field(default_factory=dict)
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
@@ -106,10 +119,12 @@ class Link:
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
     _page: ControlPage | None = None
+    _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
     _offer: Offer | None = None
     _plan: Plan | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: bool = False
+    _given_up: bool = False
     _reconnecting: bool = False
 
     # -- entering
@@ -145,6 +160,7 @@ class Link:
             "values_bytes": self._offer.values_bytes,
             "resume": resume,
             "arenas": slots,
+            "notices": Sources.of(self.settings).fields(),
         }
         answer = self.connection.request(
             "join",
@@ -153,10 +169,12 @@ class Link:
             blobs=[encode_layout(self._offer.walk.layout), self._offer.hashes],
         )
         page = ControlPage(answer.fds.pop())
-        old, self._page = self._page, page
-        self.words = page.words
-        if old is not None:
-            old.close()
+        with self._lock:
+            old, self._page = self._page, page
+            self.words = page.words
+            if old is not None:
+                self._left_by = old.leaves()
+                old.close()
 
     # -- what the step path needs
 
@@ -202,6 +220,11 @@ class Link:
         with contextlib.suppress(CkptError):
             self.leave("exception", 0.0)
 
+    def is_verdict(self, round_: int) -> bool:
+        """Whether the agent, dead or alive, has decided that the ranks leave by that round."""
+        with self._lock:
+            return round_ in (self._left_by, self._page.leaves() if self._page is not None else 0)
+
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         connection = self._connection
         if connection is not None:
@@ -228,6 +251,9 @@ class Link:
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
             self.levels.fail_all(f"{self.superseded_by} owns the run now")
+        elif message.kind == "end":
+            self.end = End(str(fields["why"]), bool(fields["wait"]), float(fields["by_s"]))
+            self.on_end(self.end)
         elif message.kind == "recovered":
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
             self.levels.fail_unknown(known, "the agent was restarted before all ranks had staged it")
@@ -288,6 +314,17 @@ class Link:
 
     # -- the agent's death
 
+    @property
+    def is_back(self) -> bool:
+        """Whether an agent is there that knows this rank."""
+        with self._lock:
+            return self._connection is not None and self._connection.is_open and not self._reconnecting
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether none will be again."""
+        return self._given_up or self._closed or self.superseded_by is not None
+
     def _on_lost(self, why: str) -> None:
         with self._lock:
             self.words = _NOTHING_APPOINTED
@@ -336,6 +373,7 @@ class Link:
             return
         with self._lock:
             self._reconnecting = False
+            self._given_up = True
         self.levels.fail_all("the agent could not be started again")
         if not self._closed:
             self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)

@@ -11,8 +11,12 @@ from ckpt.agent import actions as do
 from ckpt.agent.control import Kind
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.group import Group
+from ckpt.agent.leaving import Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
+
+LEAVE = {"leave": True, "by_s": 30.0}
+GO_ON = {"leave": False, "by_s": None}
 
 
 class Driver:
@@ -415,7 +419,7 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
 
 
 def hold(driver: Driver) -> Any:
-    driver.group.preempt(driver.now_s + 30)
+    driver.group.warn(Standing("test", "1", driver.now_s + 30, driver.now_s, at_once=True))
     driver.decide()
     assert driver.word().kind is Kind.HOLD
     return driver.word()
@@ -430,10 +434,10 @@ def test_all_held_is_leave_for_all_and_for_who_asks_again() -> None:
         assert driver.answers("held") == {}
         driver.group.held(rank, word.round, ("held", rank))
         driver.decide()
-    assert driver.answers("held") == {0: {"leave": True}, 1: {"leave": True}}
+    assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
     driver.group.held(0, word.round, ("again", 0))
     driver.decide()
-    assert driver.answers("again") == {0: {"leave": True}}
+    assert driver.answers("again") == {0: LEAVE}
 
 
 def test_any_missed_is_go_on_for_all_and_for_who_comes_later() -> None:
@@ -444,10 +448,10 @@ def test_any_missed_is_go_on_for_all_and_for_who_comes_later() -> None:
     driver.group.held(0, word.round, ("held", 0))
     driver.group.missed(1, word.round, "late")
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": False}}
+    assert driver.answers("held") == {0: GO_ON}
     driver.group.held(1, word.round, ("held", 1))
     driver.decide()
-    assert driver.answers("held")[1] == {"leave": False}
+    assert driver.answers("held")[1] == GO_ON
     assert driver.word().round != word.round, "the deadline allows for another"
 
 
@@ -460,17 +464,17 @@ def test_the_end_of_the_deadline_is_go_on_for_ever() -> None:
     driver.decide()
     driver.now_s = 31.0
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": False}}
+    assert driver.answers("held") == {0: GO_ON}
     driver.group.held(1, word.round, ("held", 1))
     driver.decide()
-    assert driver.answers("held")[1] == {"leave": False}
+    assert driver.answers("held")[1] == GO_ON
 
 
 def test_a_round_nobody_knows_is_missed() -> None:
     driver = Driver()
     driver.group.held(0, 4242, ("held", 0))
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": False}}
+    assert driver.answers("held") == {0: GO_ON}
 
 
 def test_a_dead_rank_lets_the_held_ones_leave() -> None:
@@ -481,10 +485,10 @@ def test_a_dead_rank_lets_the_held_ones_leave() -> None:
     driver.group.held(0, word.round, ("held", 0))
     driver.group.died(1)
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": True}}
+    assert driver.answers("held") == {0: {"leave": True, "by_s": None}}
     driver.group.held(0, word.round, ("again", 0))
     driver.decide()
-    assert driver.answers("again") == {0: {"leave": True}}
+    assert driver.answers("again") == {0: {"leave": True, "by_s": None}}
 
 
 def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
@@ -502,7 +506,7 @@ def test_a_hold_stays_in_its_only_slot_until_it_is_judged() -> None:
     driver.decide()
     driver.group.held(1, word.round, ("held", 1))
     driver.decide()
-    assert driver.answers("held") == {0: {"leave": True}, 1: {"leave": True}}
+    assert driver.answers("held") == {0: LEAVE, 1: LEAVE}
 
 
 def test_a_superseded_job_decides_nothing_more() -> None:

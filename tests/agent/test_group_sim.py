@@ -20,6 +20,7 @@ from ckpt.agent import actions as do
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.facts import State, Why
 from ckpt.agent.group import Group
+from ckpt.agent.leaving import Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -48,6 +49,11 @@ class Rank:
         self.filling = False
         self.heard_s = 0.0  # when its last message arrives
         self.connection = 0
+        self.shows = True  # whether its step is on the control page of the present agent
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        return (self.step, self.sub) if self.shows else (0, 0)
 
 
 class Sim:
@@ -83,8 +89,15 @@ class Sim:
         self.verdicts: dict[int, set[bool]] = {}
         self.hung = False
         self.preempted = False
+        self.verdict = 0  # on the control page
+        self.outcomes: list[dict[str, Any]] = []
 
     # -- time and messages
+
+    def in_agent(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
+        """Something that the agent does; it ends with it."""
+        agent = self.group
+        self.after(delay_s, lambda: what(*args) if self.group is agent else None)
 
     def after(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self.queue, (self.now_s + delay_s, next(self.order), what, args))
@@ -137,7 +150,7 @@ class Sim:
     # -- the agent's side
 
     def decide(self) -> None:
-        for action in self.group.decide(self.now_s, [r.step for r in self.ranks], [r.sub for r in self.ranks]):
+        for action in self.group.decide(self.now_s, *zip(*[r.shown for r in self.ranks], strict=True)):
             getattr(self, "do_" + type(action).__name__)(action)
         wake_s = self.group.next_wake_s(self.now_s)
         if wake_s is not None and (self.wake_s is None or wake_s < self.wake_s or self.wake_s <= self.now_s):
@@ -171,13 +184,13 @@ class Sim:
             self.polled += action.word.sub > 0
 
     def do_Divide(self, action: do.Divide) -> None:
-        self.after(self.random.uniform(0, 0.5), self.divided, action.version, tuple(self.layouts))
+        self.in_agent(self.random.uniform(0, 0.5), self.divided, action.version, tuple(self.layouts))
 
     def divided(self, version: int, layouts: tuple[int, ...]) -> None:
         division = "d" + ".".join(map(str, layouts))
         if self.group.planned(version, division, tuple(10 * n for n in layouts), self.slots):
             for rank in self.ranks:
-                self.after(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
+                self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
         self.decide()
 
     def got_plan(self, rank: Rank, division: str, layout: int) -> None:
@@ -191,7 +204,7 @@ class Sim:
         assert self.group.slots[action.slot].state is State.FREE
         for r in range(self.world):
             self.content.pop((action.slot, r), None)
-        self.after(self.random.uniform(0, 1), self.made, action.slot, action.bytes)
+        self.in_agent(self.random.uniform(0, 1), self.made, action.slot, action.bytes)
 
     def made(self, slot: int, arena_bytes: tuple[int, ...]) -> None:
         self.group.made(slot, arena_bytes)
@@ -201,7 +214,7 @@ class Sim:
         assert action.slot not in self.readers
         assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
         for rank in self.ranks:
-            self.after(self.random.uniform(0.01, 0.02), self.warmed, rank, action.slot)
+            self.in_agent(self.random.uniform(0.01, 0.02), self.warmed, rank, action.slot)
 
     def warmed(self, rank: Rank, slot: int) -> None:
         if rank.alive and rank.division and rank.division_layout == rank.layout:
@@ -219,7 +232,7 @@ class Sim:
         assert slot not in self.readers
         self.readers[slot] = self.contents(slot)
         delay_s = self.random.uniform(0, 0.3) if self.random.random() < 0.8 else self.random.uniform(0, 20)
-        self.after(delay_s, then, *args)
+        self.in_agent(delay_s, then, *args)
 
     def end_read(self, slot: int) -> None:
         assert self.readers.pop(slot) == self.contents(slot), "a slot was overwritten while it was read"
@@ -237,7 +250,7 @@ class Sim:
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
         if action.slot in self.readers:  # lent at this moment: the commit begins when that is over
-            self.after(20.0, self.do_late_commit, action)
+            self.in_agent(20.0, self.do_late_commit, action)
         else:
             self.read(action.slot, self.committed, action.slot)
 
@@ -280,10 +293,20 @@ class Sim:
         self.after(0.0, self.answer, action.request, self.ranks[action.request[1]], None)
 
     def do_Tell(self, action: do.Tell) -> None:
-        assert action.body["t"] in ("level", "superseded")
+        assert action.body["t"] in ("level", "superseded", "end", "recovered")
+        if action.body["t"] == "end":
+            for rank in self.ranks:
+                self.after(self.random.uniform(0, 0.01), self.told_to_end, rank, rank.connection, action.body)
         if action.body["t"] == "superseded":  # they leave where they are, if the agent does not let them go before
             for rank in self.ranks:
                 self.after(self.random.uniform(1, 10), self.kill, rank)
+
+    def do_SetVerdict(self, action: do.SetVerdict) -> None:
+        assert self.verdict == 0, "two verdicts"
+        self.verdict = action.round
+
+    def do_Outcome(self, action: do.Outcome) -> None:
+        self.outcomes.append(action.body)
 
     def do_Emit(self, action: do.Emit) -> None:
         assert action.name
@@ -291,7 +314,7 @@ class Sim:
     def do_Close(self, action: do.Close) -> None:
         assert not self.closed, "closed twice"
         self.closed = True
-        self.after(self.random.uniform(0, 1), self.tell, self.group.closed)
+        self.in_agent(self.random.uniform(0, 1), self.tell, self.group.closed)
 
     # -- the trainers' side
 
@@ -321,15 +344,27 @@ class Sim:
 
     def preempt(self) -> None:
         self.preempted = True
-        self.group.preempt(self.now_s + self.random.choice((0.5, 20.0)))
+        deadline_s = self.now_s + self.random.choice((0.5, 20.0))
+        self.group.warn(Standing("operator", "1", deadline_s, self.now_s, at_once=True))
         self.decide()
+
+    def told_to_end(self, rank: Rank, connection: int, body: dict[str, Any]) -> None:
+        """The rank's process ends where it is; only one that is at its end anyway goes on waiting there."""
+        if connection == rank.connection:
+            self.die(rank)
+
+    def die(self, rank: Rank) -> None:
+        rank.alive = False
+        for key in [k for k in self.unanswered if k[1] == rank.number]:
+            del self.unanswered[key]
+        self.in_agent(self.random.uniform(0, 0.01), self.seen_dead, rank.number)
+
+    def seen_dead(self, rank: int) -> None:
+        self.tell(self.group.died, rank)
 
     def kill(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
-            rank.alive = False
-            for key in [k for k in self.unanswered if k[1] == rank.number]:
-                del self.unanswered[key]
-            self.after(self.random.uniform(0, 0.01), self.tell, self.group.died, rank.number)
+            self.die(rank)
             for other in self.ranks:  # the launcher sees it and ends the rest
                 if other is not rank and not self.hung:
                     self.after(self.random.uniform(1, 30), self.kill, other)
@@ -338,7 +373,7 @@ class Sim:
     def enter(self, rank: Rank, step: int) -> None:
         if not rank.alive:
             return
-        rank.step, rank.sub, rank.saved = step, 0, False
+        rank.step, rank.sub, rank.saved, rank.shows = step, 0, False, True
         if step - 1 in self.evaluations:
             self.after(self.step_s * self.random.uniform(0.1, 0.5), self.poll, rank, self.evaluations[step - 1])
         else:
@@ -384,7 +419,7 @@ class Sim:
             self.decide()
 
     def boundary(self, rank: Rank) -> None:
-        rank.sub, rank.step = 0, rank.ended + 1  # published before the word is read
+        rank.sub, rank.step, rank.shows = 0, rank.ended + 1, True  # published before the word is read
         rank.then = lambda: self.proceed(rank)
         if not self.serve(rank, rank.ended):
             rank.then()

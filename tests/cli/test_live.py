@@ -80,6 +80,14 @@ def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert said.code == 0
     assert asked[1]["deadline_s"] == 12
     assert asked[1]["source"]
+    assert not asked[1]["cancel"]
+
+
+def test_preempt_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with an_agent(tmp_path, {"preempt": {}}) as asked:
+        said = ckpt(monkeypatch, "preempt", tmp_path, "--cancel")
+    assert said.code == 0
+    assert asked[1]["cancel"]
 
 
 def test_prune_of_a_running_job_is_left_to_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A training script for tests that kill it: python -m tests.session.train_script URL STEPS [--every N] [--pace S].
+"""A training script for tests that kill it: python -m tests.session.train_script URL STEPS [--every N] [--pace S] ...
 
 Prints one JSON object a line: where it came from, each loss, the receipt.
 """
@@ -6,6 +6,9 @@ Prints one JSON object a line: where it came from, each loss, the receipt.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import threading
 import time
 
 import torch
@@ -24,6 +27,9 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--take-over", action="store_true")
+    parser.add_argument("--stuck-at", type=int, default=0, help="after that step nothing more happens")
+    parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
+    parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
     args = parser.parse_args()
     torch.set_num_threads(1)
     distributed = dist.is_torchelastic_launched()
@@ -35,6 +41,9 @@ def main() -> None:
     def say(**fields: object) -> None:
         say_line({"rank": rank, **fields})
 
+    if args.handler:
+        signal.signal(signal.SIGTERM, lambda number, frame: say(handled=number))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     with ckpt.Checkpointer(
         args.url,
         job.state,
@@ -42,11 +51,18 @@ def main() -> None:
         take_over=args.take_over,
         sinks=(lambda event: say(event=event.name, message=event.message),),
     ) as ck:
-        say(restored=ck.restored.step, level=ck.restored.level)
+        say(restored=ck.restored.step, level=ck.restored.level, attempt=attempt, pid=os.getpid())
         for step in ck.steps(args.steps):
             loss = job.train(step)
             say(step=step, loss=loss)
             time.sleep(args.pace)
+            if step == args.die_at and rank == 1 and not attempt:
+                say(dies=time.time())
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == args.stuck_at and not attempt:
+                threading.Event().wait(90)  # an evaluation, a compilation; longer than any test waits
+            if distributed:
+                dist.barrier()
     say(receipt=ck.receipt)
     if distributed:
         dist.destroy_process_group()

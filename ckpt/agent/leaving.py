@@ -1,0 +1,352 @@
+"""When a job leaves because its machine goes away: what follows from the notices that stand. Pure, as `group` is.
+
+- A certain notice makes the job leave, no earlier than it has to: one appointment of kind HOLD, so long before the
+  deadline that the steps up to it, the copy and the commit fit, by what was measured, with a reserve. A signal or an
+  operator's word is a request to go now: then it is made at once. Of several, the earliest deadline counts.
+- Where another snapshot cannot reach the store any more but a complete one still may, nothing newer is taken.
+- An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
+  appointment. Nobody leaves by either.
+- A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
+  ends. Then the attempt ends at once, for all ranks: as soon as one of them is known to be gone, or none comes to a
+  boundary within a few steps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt.agent.actions import Answer, Emit, Outcome, Request, SetVerdict, Tell
+from ckpt.agent.facts import Facts, Presence, Round, State, Store, Why
+from ckpt.types import Tick
+
+RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
+SLACK = 1.5  # times the seconds that saving took so far
+SAVING_S = 60.0  # hashing and commit, before one was measured: leave early rather than late
+STEP_S = 1.0  # a step, before one was measured
+STEPS_TO_HOLD = 3  # the two that an appointment is made ahead, and the one under way
+PACE_S = 1.0  # the pace is measured over at least so long
+PAST_S = 10.0  # a deadline that has passed when it is told may come at any moment: so long it is taken to be ahead
+ATTEMPT_STEPS = 3  # how long signalled ranks have for their next boundary: so many steps ...
+ATTEMPT_S = 1.0  # ... and this
+END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
+EXTRA_TRIES = 3
+NOTICES_MAX = 100
+SIGNAL = "signal"  # the source of a notice that a rank's signal made
+
+
+class Course(enum.Enum):
+    STAY = "stay"  # nothing stands, or there is time
+    HOLD = "hold"  # the last appointment is due: to be made, or kept
+    PUSH = "push"  # what is complete is committed, nothing newer is taken
+    OVER = "over"  # the deadline has passed, and the machine is still here: training goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. `at_once`: leave now, whatever time there
+    is. (source, key) names it: told again it replaces the former."""
+
+    source: str
+    key: str
+    deadline_s: float
+    told_s: float
+    certain: bool = True
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is to be reported once it is settled. `how`: "left"; "ended" (the ranks were told to end where they are);
+    "stayed" (the deadline has passed and nobody left). `why`: of an end."""
+
+    how: str
+    why: str
+    deadline_s: float
+    sources: tuple[str, ...]
+
+
+class Leaving(Facts):
+    """The facts of one job, and what follows from the notices among them."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.notices: dict[tuple[str, str], Standing] = {}
+        self.course = Course.STAY
+        self._due: set[tuple[str, str]] = set()  # once it is time to leave by one it stays so
+        self._over: set[tuple[str, str]] = set()  # whose passing was reported
+        self._paced: tuple[float, int] | None = None
+        self._step_s: float | None = None  # as measured
+        self._slow_s = 0.0  # how long the present step takes already
+        self._saving_s: float | None = None  # from all staged to committed, as measured
+        self._stall_s = 0.0
+        self._extra_asked = False
+        self._extra: Tick | None = None  # a checkpoint of that tick or a later one is wanted once
+        self._extra_tries = 0
+        self._report: Report | None = None
+
+    # -- facts
+
+    def warn(self, told: Standing) -> None:
+        """A notice, new or moved. A signal that another rank got as well keeps its first deadline."""
+        name = (told.source, told.key)
+        before = self.notices.get(name)
+        if told.deadline_s <= told.told_s:
+            told = replace(told, deadline_s=told.told_s + PAST_S)
+        if before is not None:
+            first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
+            told = replace(told, told_s=before.told_s, deadline_s=first_s)
+            if told.deadline_s > before.deadline_s or not told.certain:
+                self._due.discard(name)
+                self._over.discard(name)
+        elif not told.certain:
+            self._extra_asked = True
+        self.notices[name] = told
+        if len(self.notices) > NOTICES_MAX:
+            self.withdrawn(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
+
+    def withdrawn(self, source: str, key: str) -> None:
+        """It stands no longer. Once the ranks were told to leave they leave."""
+        self.notices.pop((source, key), None)
+        self._due.discard((source, key))
+        self._over.discard((source, key))
+
+    def committed(self, slot: int, error: str, now_s: float) -> None:
+        """How long it took is remembered, a slow one for longer than a quick one."""
+        super().committed(slot, error, now_s)
+        round_ = self.slots[slot].round
+        if round_ is not None and round_.commit_began_s is not None and not error:
+            took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
+            self._saving_s = max(took_s, 0.5 * (took_s + (self._saving_s or 0.0)))
+
+    def joined(self, rank: int) -> None:
+        super().joined(rank)
+        if self._ended:  # it may have been lost with the former connection
+            self._tell_end()
+
+    # -- what others ask
+
+    @property
+    def step_s(self) -> float:
+        """A step takes about so long; the present one counts where it takes longer."""
+        return max(STEP_S if self._step_s is None else self._step_s, self._slow_s)
+
+    @property
+    def need_s(self) -> float:
+        """How long before a deadline the last appointment has to be made."""
+        return self._least_s() * SLACK + RESERVE_S
+
+    def _least_s(self) -> float:
+        """From making an appointment to its commit, by what was measured, and nothing in reserve."""
+        saving_s = SAVING_S if self._saving_s is None else self._saving_s
+        return STEPS_TO_HOLD * self.step_s + 2 * self._latency_s + self._stall_s + saving_s
+
+    def deadline_s(self, now_s: float) -> float | None:
+        """The earliest that is certain and still ahead."""
+        return min((each.deadline_s for each in self._live(now_s)), default=None)
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        times = [super().next_wake_s(now_s)]
+        for name, each in self.notices.items():
+            if each.certain and each.deadline_s > now_s:
+                times.append(each.deadline_s)
+                if name not in self._due:
+                    times.append(max(now_s, each.deadline_s - self.need_s))
+        if self._attempts(now_s) and not self._ended and not self._leave_round:
+            times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
+        if self._report is not None and self._report.deadline_s > now_s:
+            times.append(self._report.deadline_s)
+        return min((each for each in times if each is not None), default=None)
+
+    # -- decisions
+
+    def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
+        """Measures, and settles which course holds for this round of decisions."""
+        self._measure(now_s, steps)
+        self._tend_extra(steps)
+        self.course = self._choose(now_s)
+        passed = [n for n, each in self.notices.items() if each.certain and each.deadline_s <= now_s]
+        new = [name for name in passed if name not in self._over]
+        self._over.update(new)
+        if new and not (self._leave_round or self._ended or self.all_gone or self.superseded_by):
+            deadline_s = max(self.notices[name].deadline_s for name in new)
+            self._report = Report("stayed", "", deadline_s, self._texts(new))
+
+    def _measure(self, now_s: float, steps: Sequence[int]) -> None:
+        at = max(steps, default=0)
+        if self._paced is None or at < self._paced[1]:
+            self._paced = (now_s, at) if at else None
+        elif at > self._paced[1] and now_s - self._paced[0] >= PACE_S:
+            self._step_s = (now_s - self._paced[0]) / (at - self._paced[1])
+            self._paced = (now_s, at)
+        self._slow_s = now_s - self._paced[0] if self._paced is not None and self._paced[1] == at else 0.0
+        for slot in self.slots:
+            round_ = slot.round
+            if round_ is None or not round_.staged:
+                continue
+            if slot.state is State.STAGED and round_.all_staged_s is None:
+                round_.all_staged_s = now_s
+                self._stall_s = max(round_.staged.values())
+            elif slot.state is State.COMPLETE and round_.hashed_s is None and round_.all_staged_s is not None:
+                round_.hashed_s = now_s - round_.all_staged_s
+
+    def _tend_extra(self, steps: Sequence[int]) -> None:
+        if self._extra_asked:
+            self._extra_asked = False
+            self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
+        newest = self.newest
+        if self._extra is None:
+            return
+        reached = newest is not None and newest.round is not None and newest.round.tick >= self._extra
+        in_vain = self._extra_tries <= 0 and not self._open()
+        if reached or in_vain or all(each.certain for each in self.notices.values()):
+            self._extra = None
+
+    def _wants_extra(self) -> bool:
+        """Whether a checkpoint is to be taken soon that no appointment would bring, and none is on its way."""
+        extra = self._extra
+        if extra is None or self._extra_tries <= 0:
+            return False
+        return not any(s.state is State.STAGED and s.round is not None and s.round.tick >= extra for s in self.slots)
+
+    def _choose(self, now_s: float) -> Course:
+        live = self._live(now_s)
+        if not live:
+            return Course.OVER if any(each.certain for each in self.notices.values()) else Course.STAY
+        for each in live:
+            if each.at_once or now_s >= each.deadline_s - self.need_s:
+                self._due.add((each.source, each.key))
+        if not any((each.source, each.key) in self._due for each in live):
+            return Course.STAY
+        if any(s.round is not None and s.round.unjudged for s in self.slots):
+            return Course.HOLD
+        newest = self.newest
+        may_reach = newest is not None and newest.round is not None and newest.round.store in (Store.NEW, Store.RUNNING)
+        goes_away = not any(each.at_once for each in live)  # else this host's memory may well outlive the job
+        left_s = min(each.deadline_s for each in live) - now_s
+        if may_reach and goes_away and self._saving_s is not None and left_s < self._least_s():
+            return Course.PUSH
+        return Course.HOLD
+
+    def _end_attempts(self, now_s: float) -> None:
+        """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
+        signals = self._attempts(now_s)
+        if not signals or self._ended or self._leave_round or self.superseded_by:
+            return
+        gone = next((m for m in self.members if m.presence is Presence.DEAD or m.broke), None)
+        boundary_s, last_s = self._attempt_ends_s(now_s)
+        if gone is not None:
+            self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
+        elif any(m.presence is Presence.LEFT for m in self.members):
+            return  # it has come to its end in order: the others do, too
+        elif now_s >= last_s or (now_s >= boundary_s and not self._somebody_holds()):
+            self._end("no boundary came in time", True, signals)
+
+    def _end(self, why: str, wait: bool, signals: list[Standing]) -> None:
+        deadline_s = min(each.deadline_s for each in signals)
+        self._ended, self._end_why, self._end_waits, self._leave_by_s = True, why, wait, deadline_s
+        self._report = Report("ended", why, deadline_s, self._texts([(each.source, each.key) for each in signals]))
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        self._out.append(Tell({"t": "end", "why": self._end_why, "wait": self._end_waits, "by_s": self._leave_by_s}))
+
+    def _judge(self, round_: Round, leave: bool, now_s: float) -> None:
+        """The verdict on a hold: once, for all ranks and for ever."""
+        round_.verdict = leave
+        if leave:
+            self._leave_round = round_.number
+            self._out.append(SetVerdict(round_.number))
+            names = [(each.source, each.key) for each in self.notices.values() if each.certain]
+            by_s = self.deadline_s(now_s)
+            if not (self._ended or self.is_lost_cause):
+                self._leave_by_s = by_s
+            if names and not self._ended:
+                deadline_s = now_s if by_s is None else by_s
+                self._report = Report("left", "", deadline_s, self._texts(names))
+        for request in round_.held.values():
+            self._answer_held(request, leave)
+        round_.held.clear()
+
+    def held(self, rank: int, number: int, request: Request) -> None:
+        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on."""
+        slot = self._slot_of(number)
+        round_ = slot.round if slot is not None else None
+        if (number and self._leave_round == number) or self.is_lost_cause or self._ended:
+            self._answer_held(request, True)
+        elif round_ is None or round_.why is not Why.HOLD or round_.verdict is False:
+            self._answer_held(request, False)
+        else:
+            round_.held[rank] = request
+
+    def _answer_held(self, request: Request, leave: bool) -> None:
+        self._out.append(Answer(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
+
+    def _tell_outcome(self, now_s: float) -> None:
+        """Once what was saved is settled, or the deadline has come."""
+        report, newest = self._report, self.newest
+        round_ = newest.round if newest is not None else None
+        if report is None:
+            return
+        store = round_.store if round_ is not None else Store.DONE
+        again = store is Store.FAILED and round_ is not None and not round_.last_try and report.how != "stayed"
+        under_way = bool(self._open()) or self.at_work or store in (Store.NEW, Store.RUNNING) or again
+        if under_way and now_s < report.deadline_s and not self.superseded_by:
+            return
+        self._report = None
+        level = "none" if round_ is None else "store" if store is Store.DONE else "local"
+        tick = round_.tick if round_ is not None else None
+        left_s = report.deadline_s - now_s
+        body = {
+            "how": report.how,
+            "why": report.why,
+            "notices": list(report.sources),
+            "level": level,
+            "tick": str(tick) if tick is not None else None,
+            "step": tick.step if tick is not None else None,
+            "committed_step": self.committed_tick.step if self.committed_tick is not None else None,
+            "left_s": round(left_s, 3),
+            "error": self.last_error,
+        }
+        self._out.append(Outcome(body))
+        self._out.append(Emit("notice.outcome", _outcome_text(body), True, body))
+
+    # -- small steps
+
+    def _live(self, now_s: float) -> list[Standing]:
+        return [each for each in self.notices.values() if each.certain and each.deadline_s > now_s]
+
+    def _attempts(self, now_s: float) -> list[Standing]:
+        return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
+
+    def _attempt_ends_s(self, now_s: float) -> tuple[float, float]:
+        """Until when a first rank has to hold, and until when the verdict has to be there. One rank alone waits for
+        nobody who might be dead: it has all the time there is."""
+        signals = self._attempts(now_s)
+        told_s = min(each.told_s for each in signals)
+        last_s = min(each.deadline_s for each in signals) - END_S
+        few_s = told_s + ATTEMPT_STEPS * (STEP_S if self._step_s is None else self._step_s) + ATTEMPT_S
+        return last_s if self.world == 1 else min(few_s, last_s), last_s
+
+    def _somebody_holds(self) -> bool:
+        return any(s.round is not None and s.round.unjudged and s.round.held for s in self.slots)
+
+    def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+        return tuple(f"{source} {key}"[:200] for source, key in sorted(names))
+
+
+def _outcome_text(body: dict[str, Any]) -> str:
+    what = {"left": "the job leaves", "ended": "the job was ended where it was", "stayed": "the deadline has passed"}
+    saved = {
+        "store": f"step {body['step']} is in the store",
+        "local": f"step {body['step']} is in this host's memory only; in the store is "
+        + (f"step {body['committed_step']}" if body["committed_step"] is not None else "nothing"),
+        "none": "nothing is saved",
+    }
+    why = f" ({body['why']})" if body["why"] else ""
+    return (
+        f"ckpt: {what[str(body['how'])]} by {', '.join(body['notices'])}{why}: {saved[str(body['level'])]}, "
+        f"{body['left_s']:.1f} s before the deadline"
+    )

@@ -1,0 +1,164 @@
+"""The agent's ears: the listeners that fit this machine, each on a thread of its own; what they tell comes to the main
+thread.
+
+What to listen to is said by rank 0 of the job when it joins, from its environment: the agent may have been started by
+another one. Which cloud this is, if any, is read from the firmware's tables, on a thread, and never probed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import CkptError, UsageError
+from ckpt.events import Events
+from ckpt.settings import NOTICES, Settings, variables
+from ckpt.tasks import Tasks
+
+if TYPE_CHECKING:
+    from ckpt.notices.notice import Listener, Notice, Word
+
+Post = Callable[[Callable[[], None]], None]
+
+TEXT_MAX = 4096  # of a path or an address
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a job wants to be listened to. `mode`: of settings.NOTICES. `named`: (variable, value) pairs that say where
+    metadata services are. `file`: "" for none. `outcome`: where to write what a notice came to; "" beside the socket.
+    """
+
+    mode: str = "off"
+    named: tuple[tuple[str, str], ...] = ()
+    slurm_job: str = ""
+    slurm_end_s: float | None = None
+    file: str = ""
+    outcome: str = ""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Sources:
+        """As this process' environment says."""
+        outcome = str(settings.outcome_file or "")
+        if settings.notices == "off":
+            return cls(outcome=outcome)
+        from ckpt.notices.cloud import VARIABLES
+
+        return cls(
+            settings.notices,
+            tuple(variables(VARIABLES).items()),
+            settings.slurm_job,
+            settings.slurm_end_s,
+            str(settings.notice_file or ""),
+            outcome,
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """As they travel."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"named": dict(self.named)}
+
+    @classmethod
+    def parse(cls, fields: Any) -> Sources:
+        """What `fields` made; None: nothing. Errors: UsageError."""
+        if fields is None:
+            return cls()
+        if not isinstance(fields, dict) or not isinstance(fields.get("named"), dict):
+            raise UsageError("notices: the sources are no map")
+        end_s = fields.get("slurm_end_s")
+        texts = {name: str(fields.get(name) or "") for name in ("mode", "slurm_job", "file", "outcome")}
+        named = {str(name): str(value) for name, value in fields["named"].items()}
+        if texts["mode"] not in NOTICES or len(named) > 100:
+            raise UsageError(f"notices: {texts['mode'][:50]!r} is none of {', '.join(NOTICES)}")
+        if any(len(text) > TEXT_MAX or "\0" in text for text in (*texts.values(), *named.values())):
+            raise UsageError("notices: a path or an address that cannot be one")
+        if end_s is not None and not (isinstance(end_s, int | float) and math.isfinite(end_s)):
+            raise UsageError("notices: slurm_end_s is no time")
+        return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, **texts)
+
+
+class Listening:
+    """Owns the threads. `post` runs something on the main thread; `tell` is called there with each word. All methods
+    are for the main thread. `standing`: what was told and not taken back, by (source, key)."""
+
+    def __init__(
+        self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word], None], events: Events
+    ) -> None:
+        self.sources = Sources()
+        self.standing: dict[tuple[str, str], Notice] = {}
+        self._post = post
+        self._tell = tell
+        self._events = events
+        self._tasks: Tasks | None = None
+        self._ending: list[Tasks] = []
+
+    def follow(self, sources: Sources) -> None:
+        """Listens to these from now on. What listens to them already goes on."""
+        if sources == self.sources and self._tasks is not None:
+            return
+        self.stop()
+        self.sources = sources
+        if sources.mode == "off":
+            return
+        tasks = self._tasks = Tasks("notices")
+        tasks.start("begin", lambda: self._begin(tasks, sources))
+
+    def stop(self) -> None:
+        """Nothing is told any more, and what stands is forgotten; the threads end within about a second."""
+        self.standing.clear()
+        if self._tasks is not None:
+            self._tasks.stopping.set()
+            self._ending.append(self._tasks)
+            self._tasks = None
+
+    def close(self) -> None:
+        """Waits for the threads. Errors: CkptError where one does not end."""
+        self.stop()
+        while self._ending:
+            self._ending.pop().close()
+
+    # -- on threads
+
+    def _begin(self, tasks: Tasks, sources: Sources) -> None:
+        from ckpt.notices.cloud import Endpoints, listeners, which_cloud
+
+        cloud = which_cloud() if sources.mode == "auto" else None
+        try:
+            found = listeners(
+                cloud,
+                Endpoints.read(dict(sources.named)),
+                slurm_job=sources.slurm_job,
+                slurm_end_s=sources.slurm_end_s,
+                file=Path(sources.file) if sources.file else None,
+                events=self._events,
+            )
+        except CkptError as exc:
+            self._events.emit("notices.failed", f"notices are not listened to: {exc}", loud=True)
+            return
+        for listener in found:
+            try:
+                tasks.start(listener.name, lambda each=listener: self._listen(tasks, each))  # type: ignore[misc]
+            except CkptError:
+                return  # stopped meanwhile
+
+    def _listen(self, tasks: Tasks, listener: Listener) -> None:
+        try:
+            listener.listen(tasks.stopping, lambda word: self._post(lambda: self._heard(tasks, word)))
+        except Exception as exc:
+            text = f"{listener.name} is not listened to any more: {type(exc).__name__}: {exc}"
+            self._events.emit("notices.failed", text, loud=True, source=listener.name)
+
+    # -- on the main thread
+
+    def _heard(self, tasks: Tasks, word: Word) -> None:
+        from ckpt.notices.notice import Notice
+
+        if tasks is not self._tasks:
+            return  # it was told to stop meanwhile
+        if isinstance(word, Notice):
+            self.standing[word.source, word.key] = word
+        else:
+            self.standing.pop((word.source, word.key), None)
+        self._tell(word)

@@ -1,0 +1,388 @@
+"""When a job leaves by a notice, rule by rule. What they come to together is in test_leaving_sim.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt.agent import actions as do
+from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.facts import Why
+from ckpt.agent.leaving import ATTEMPT_S, END_S, NOTICES_MAX, RESERVE_S, SIGNAL, Course, Standing
+from ckpt.policy.every import Every
+from ckpt.types import Tick
+from tests.agent.test_group import Driver
+
+DAY_S = 86400.0
+
+
+class Warned(Driver):
+    """Trains at ten steps a second, and commits take a second."""
+
+    def __init__(self, world: int = 2, every: int = 1000, slots: int = 3) -> None:
+        super().__init__(world, Every(steps=every), slots)
+
+    def train(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.steps = [step + round(10 * seconds) for step in self.steps]
+        self.decide()
+
+    def warn(self, lead_s: float, key: str = "1", **more: Any) -> None:
+        source = more.pop("source", "cloud")
+        self.group.warn(Standing(source, key, self.now_s + lead_s, self.now_s, **more))
+        self.decide()
+
+    def save_once(self) -> None:
+        self.train(2.0)
+        self.save(Tick(self.steps[0] - 1, 1))
+        number, slot = self.answers("save")[0]["round"], self.answers("save")[0]["slot"]
+        self.stage(number, Tick(self.steps[0] - 1, 1), slot)
+        self.group.assembled(slot, number, "")
+        self.decide()
+        self.now_s += 1.0
+        self.commit()
+
+    def take(self, ranks: range | None = None) -> Any:
+        word = self.word()
+        self.steps = [word.step + 1] * self.world
+        self.stage(word.round, Tick(word.step), word.slot, ranks)
+        return word
+
+    def hold(self, word: Any, ranks: range | None = None) -> dict[Any, Any]:
+        for rank in range(self.world) if ranks is None else ranks:
+            self.group.held(rank, word.round, ("held", rank))
+        self.decide()
+        return {rank: body["leave"] for rank, body in self.answers("held").items()}
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        return [action.body for action in self.said if isinstance(action, do.Outcome)]
+
+    def ends(self) -> list[dict[str, Any]]:
+        return [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "end"]
+
+    def is_hold(self) -> bool:
+        word = self.word()
+        return word is not None and word.kind is Kind.HOLD
+
+
+def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(2 * DAY_S)
+    at_s = driver.now_s + 2 * DAY_S
+    assert driver.group.course is Course.STAY
+    assert not driver.is_hold()
+    need_s = driver.group.need_s
+    assert RESERVE_S < need_s < RESERVE_S + 10
+    driver.train(at_s - need_s - 1 - driver.now_s)
+    assert not driver.is_hold()
+    assert driver.group.need_s < need_s, "the pace is known better by now"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= at_s - driver.group.need_s
+    driver.train(at_s - driver.group.need_s - driver.now_s)
+    assert driver.is_hold()
+    assert driver.word().step <= driver.steps[0] + 2
+
+
+def test_before_anything_is_measured_there_is_time_for_a_slow_store() -> None:
+    driver = Warned()
+    driver.warn(120.0)
+    assert not driver.is_hold()
+    driver.train(30.0)
+    assert driver.is_hold()
+
+
+def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
+    quick, slow = Warned(), Warned()
+    for driver, seconds in ((quick, 0.0), (slow, 20.0)):
+        driver.save_once()
+        driver.train(1.0)
+        driver.save(Tick(driver.steps[0] - 1, 1))
+        answer = [a.body for a in driver.said if isinstance(a, do.Answer)][-1]
+        driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
+        driver.group.assembled(answer["slot"], answer["round"], "")
+        driver.decide()
+        driver.now_s += seconds
+        driver.commit()
+    assert slow.group.need_s > quick.group.need_s + 20
+
+
+def test_a_request_to_go_now_is_not_put_off() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(DAY_S, at_once=True)
+    assert driver.is_hold()
+
+
+def test_the_earliest_certain_deadline_counts() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(DAY_S, "far")
+    driver.warn(1.0, "perhaps", certain=False)
+    assert driver.group.deadline_s(driver.now_s) == driver.now_s + DAY_S
+    driver.warn(5.0, "near")
+    assert driver.group.deadline_s(driver.now_s) == driver.now_s + 5.0
+    assert driver.is_hold()
+
+
+def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(60.0, certain=False)
+    word = driver.word()
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    driver.complete()
+    driver.commit()
+    assert driver.word().step == 1000, "and then as before"
+    driver.warn(90.0, certain=False)
+    driver.train(20.0)
+    assert driver.word().step == 1000, "the same one again is no news"
+    assert not driver.outcomes()
+
+
+def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
+    driver = Warned()
+    driver.warn(60.0, certain=False)
+    rounds = set()
+    for _ in range(10):
+        if driver.word() is not None and driver.word().step < 1000:
+            rounds.add(driver.word().round)
+            driver.group.missed(0, driver.word().round, "late")
+        driver.train(0.2)
+    assert len(rounds) == 3
+
+
+@pytest.mark.parametrize("held", [range(0), range(1)])
+def test_one_that_is_withdrawn_before_the_verdict_costs_that_checkpoint_only(held: range) -> None:
+    driver = Warned()
+    driver.warn(5.0)
+    word = driver.word()
+    driver.take(range(1))
+    driver.hold(word, held)
+    driver.group.withdrawn("cloud", "1")
+    driver.decide()
+    assert all(body["leave"] is False for body in driver.answers("held").values())
+    driver.stage(word.round, Tick(word.step), word.slot, range(1, 2))
+    assert driver.hold(word) == {0: False, 1: False}
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    driver.commit()
+    assert driver.group.committed_tick == Tick(word.step)
+    assert driver.word().step == 1000
+    assert not driver.outcomes()
+
+
+def test_one_that_is_withdrawn_after_the_verdict_is_left_by_all_the_same() -> None:
+    driver = Warned()
+    driver.warn(5.0)
+    word = driver.take()
+    assert driver.hold(word, range(2)) == {0: True, 1: True}
+    driver.group.withdrawn("cloud", "1")
+    driver.group.held(1, word.round, ("held", 1))
+    driver.decide()
+    assert driver.answers("held")[1]["leave"] is True
+
+
+def test_one_that_moves_away_again_is_left_by_later() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(5.0)
+    assert driver.is_hold()
+    word = driver.take()
+    driver.warn(DAY_S)
+    assert driver.hold(word) == {0: False, 1: False}
+    assert driver.group.course is Course.STAY
+
+
+def test_the_verdict_is_written_before_anybody_is_told() -> None:
+    driver = Warned()
+    driver.warn(5.0)
+    word = driver.take()
+    driver.hold(word)
+    verdicts = [i for i, a in enumerate(driver.said) if isinstance(a, do.SetVerdict)]
+    told = [i for i, a in enumerate(driver.said) if isinstance(a, do.Answer) and a.request[0] == "held"]
+    assert len(verdicts) == 1
+    assert verdicts[0] < min(told)
+
+
+def test_what_was_saved_is_reported_once_it_is_committed() -> None:
+    driver = Warned()
+    driver.warn(20.0, at_once=True)
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    assert not driver.outcomes()
+    driver.now_s += 2.0
+    driver.commit()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", word.step, 18.0)
+    assert body["notices"] == ["cloud 1"]
+    assert [a for a in driver.said if isinstance(a, do.Emit) and a.name == "notice.outcome" and a.loud]
+
+
+def test_where_the_commit_does_not_end_before_the_deadline_that_is_reported_then() -> None:
+    driver = Warned()
+    driver.warn(20.0, at_once=True)
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    assert driver.group.next_wake_s(driver.now_s) == driver.now_s + 20
+    driver.now_s += 20.0
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["level"], body["committed_step"], body["left_s"]) == ("local", None, 0.0)
+
+
+def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_store() -> None:
+    driver = Warned(every=10)
+    driver.complete()
+    driver.now_s += 20.0
+    driver.commit()
+    driver.complete()  # its commit will take about twenty seconds, too
+    driver.warn(15.0)
+    assert driver.group.course is Course.PUSH
+    assert driver.word() is None
+    driver.now_s += 5.0
+    driver.commit()
+    assert driver.is_hold(), "there is time left to leave in order"
+
+
+def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training_goes_on() -> None:
+    driver = Warned()
+    driver.warn(5.0)
+    word = driver.take(range(1))
+    driver.hold(word, range(1))
+    driver.now_s += 6.0
+    driver.decide()
+    assert driver.answers("held")[0]["leave"] is False
+    assert [body["how"] for body in driver.outcomes()] == ["stayed"]
+    driver.now_s += 60.0
+    driver.decide()
+    assert len(driver.outcomes()) == 1
+    assert driver.word().kind is Kind.TAKE
+
+
+def test_a_deadline_that_has_passed_when_it_is_told_may_come_at_any_moment() -> None:
+    driver = Warned()
+    driver.warn(-100.0)
+    assert driver.is_hold()
+
+
+def signalled(driver: Warned, lead_s: float = 30.0) -> None:
+    driver.warn(lead_s, "SIGTERM", source=SIGNAL, at_once=True)
+
+
+def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
+    driver = Warned(world=3)
+    driver.save_once()
+    signalled(driver)
+    assert not driver.ends()
+    driver.group.died(2)
+    driver.decide()
+    (end,) = driver.ends()
+    assert not end["wait"]
+    assert "rank 2" in end["why"]
+    assert [body["how"] for body in driver.outcomes()] == ["ended"]
+
+
+def test_they_end_at_once_too_when_one_left_by_an_exception_and_not_when_it_came_to_its_end() -> None:
+    for in_order in (True, False):
+        driver = Warned()
+        signalled(driver)
+        driver.group.leave(1, ("leave", 1), in_order)
+        driver.decide()
+        assert bool(driver.ends()) is not in_order
+
+
+def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.train(2.0)
+    signalled(driver)
+    driver.now_s += 0.2 + ATTEMPT_S
+    driver.decide()
+    assert not driver.ends()
+    driver.now_s += 0.4
+    driver.decide()
+    assert driver.ends()[0]["wait"]
+    driver.group.held(0, driver.word().round if driver.word() else 1, ("held", 0))
+    driver.decide()
+    assert driver.answers("held")[0]["leave"] is True
+
+
+def test_they_do_not_while_one_holds_and_the_others_live() -> None:
+    driver = Warned()
+    driver.save_once()
+    signalled(driver)
+    word = driver.take(range(1))
+    driver.hold(word, range(1))
+    driver.now_s += 10.0
+    driver.decide()
+    assert not driver.ends()
+    driver.now_s += 20.0 - END_S
+    driver.decide()
+    assert driver.ends()
+
+
+def test_one_rank_alone_has_all_the_time_there_is() -> None:
+    driver = Warned(world=1)
+    driver.save_once()
+    signalled(driver)
+    driver.now_s += 30.0 - END_S - 0.1
+    driver.decide()
+    assert not driver.ends()
+    driver.now_s += 0.2
+    driver.decide()
+    assert driver.ends()
+
+
+def test_a_rank_that_comes_back_is_told_again_to_end() -> None:
+    driver = Warned()
+    signalled(driver)
+    driver.group.died(1)
+    driver.decide()
+    driver.group.joined(0)
+    driver.decide()
+    assert len(driver.ends()) == 2
+
+
+def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
+    driver = Warned()
+    signalled(driver)
+    first_s = driver.group.deadline_s(driver.now_s)
+    driver.now_s += 3.0
+    signalled(driver)
+    assert driver.group.deadline_s(driver.now_s) == first_s
+
+
+def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
+    driver = Warned()
+    driver.warn(30.0, at_once=True)
+    assert driver.word().step > 1
+    driver.steps = [1, 1]
+    driver.save(Tick(0, 1), Why.SAVE)
+    assert set(driver.answers("save")) == {0, 1}
+
+
+def test_so_many_notices_are_remembered_and_no_more() -> None:
+    driver = Warned()
+    for number in range(2 * NOTICES_MAX):
+        driver.group.warn(Standing("cloud", str(number), DAY_S + number, 0.0))
+    assert len(driver.group.notices) == NOTICES_MAX
+    assert ("cloud", "0") in driver.group.notices
+
+
+def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
+    page = ControlPage.create(2)
+    page.announce(Word(9, 1, Kind.HOLD, 40))
+    page.enter(0, 41)
+    page.enter(1, 40, 3)
+    page.leave(9)
+    assert page.leaves() == 9
+    assert page.word() == Word(9, 1, Kind.HOLD, 40)
+    assert [(page.entered(rank), page.polled(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
+    page.close()

@@ -1,0 +1,246 @@
+"""Notices under random schedules: they arrive, move, are taken back, come several at once, uncertain, far ahead or too
+late; ranks are signalled, because the machine goes or because a rank is dead; the agent dies and another takes over.
+
+What is added here to the faults of test_group_sim: whoever is told to leave is not alone, nobody stays past its bound,
+and what was taken back makes nobody leave. A schedule is one seed; `run(seed)` replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from ckpt.agent import actions as do
+from ckpt.agent.group import Group
+from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.types import Tick
+from tests.agent import test_group_sim as base
+from tests.agent.test_group_sim import Rank, Sim
+
+SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
+DAY_S = 86400.0
+RESTART_S = 12.0  # signalled ranks with a dead one among them are gone so soon: late and repeated words included
+
+
+class Noticed(Sim):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.standing: dict[tuple[str, str], Standing] = {}  # what the machine's owner says
+        self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
+        self.restarts = 0
+        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.end_told = False
+
+    # -- what happens
+
+    def begin(self) -> None:
+        super().begin()
+        rng = self.random
+        for number in range(rng.choice((0, 1, 1, 2, 4))):
+            self.after(rng.uniform(0, 8), self.notice, f"n{number}")
+        if rng.random() < 0.25:
+            self.after(rng.uniform(0, 10), self.signal_all)
+        if rng.random() < 0.25:
+            for _ in range(rng.choice((1, 2))):
+                self.after(rng.uniform(0, 15), self.kill_agent)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the job cannot go on as it was, so that each rank ends as it can."""
+        return self.hung or bool(self.group.superseded_by) or self.end_told
+
+    def notice(self, key: str) -> None:
+        rng = self.random
+        lead_s = rng.choice((-5.0, 0.3, 2.0, 10.0, 40.0, 2 * DAY_S))
+        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, rng.random() < 0.7, rng.random() < 0.3))
+        what = rng.random()
+        if what < 0.25:
+            self.after(rng.uniform(0, 5), self.move, key)
+        elif what < 0.6 or lead_s > DAY_S:
+            self.after(rng.uniform(0, 12), self.take_back, key)
+
+    def say(self, told: Standing) -> None:
+        if self.gone():
+            return
+        self.standing[told.source, told.key] = told
+        self.group.warn(told)
+        self.decide()
+
+    def move(self, key: str) -> None:
+        told = self.standing.get(("cloud", key))
+        if told is not None:
+            deadline_s = self.now_s + self.random.choice((-1.0, 1.0, 15.0))
+            self.say(Standing("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.at_once))
+
+    def take_back(self, key: str) -> None:
+        if self.standing.pop(("cloud", key), None) is not None:
+            self.group.withdrawn("cloud", key)
+            self.decide()
+
+    def signal_all(self) -> None:
+        """As torchrun does, to stop or to restart; or somebody signals one rank."""
+        alive = [rank for rank in self.ranks if rank.alive and not rank.left]
+        chosen = alive if self.random.random() < 0.7 else alive[:1]
+        for rank in chosen:
+            self.after(self.random.uniform(0, 0.2), self.signal, rank)
+
+    def signal(self, rank: Rank) -> None:
+        if rank.alive and not rank.left and rank.number not in self.signals:
+            deadline_s = self.now_s + 30.0
+            self.signals[rank.number] = (self.now_s, deadline_s)
+            self.tell_signal(rank)
+            self.after(29.0, self.at_deadline, rank)
+
+    def tell_signal(self, rank: Rank) -> None:
+        """A request, which is sent again after a lost connection."""
+        deadline_s = self.signals[rank.number][1]
+        self.after(self.delay_s(rank), self.hear_signal, rank, rank.connection, deadline_s)
+
+    def hear_signal(self, rank: Rank, connection: int, deadline_s: float) -> None:
+        if connection == rank.connection and rank.alive:
+            self.group.warn(Standing(SIGNAL, "SIGTERM", deadline_s, self.now_s, at_once=True))
+            self.decide()
+
+    def at_deadline(self, rank: Rank) -> None:
+        if rank.alive and not rank.left:
+            self.die(rank)
+
+    def kill(self, rank: Rank) -> None:
+        first = not self.hung and rank.alive and not rank.left
+        super().kill(rank)
+        if first and self.random.random() < 0.6:  # the launcher restarts
+            for other in self.ranks:
+                self.after(self.random.uniform(0.1, 0.5), self.signal_to_restart, other)
+
+    def signal_to_restart(self, rank: Rank) -> None:
+        if rank.alive and not rank.left and rank.number not in self.signals:
+            self.signal(rank)
+            self.after(RESTART_S, self.must_be_gone, rank, self.restarts)
+
+    def must_be_gone(self, rank: Rank, restarts: int) -> None:
+        ended = not rank.alive or rank.left or any(k[0] == "leave" and k[1] == rank.number for k in self.unanswered)
+        if self.restarts == restarts:  # the next agent knows nothing of the dead: the deadline bounds it then
+            assert ended, f"rank {rank.number} is not ended {RESTART_S} s after the signal, with a dead one"
+
+    # -- the agent's death, and the next one
+
+    def kill_agent(self) -> None:
+        if self.closed or self.gone() or not self.faults or self.group.superseded_by:
+            return
+        self.restarts += 1
+        self.completed, self.readers, self.commits, self.word = [], {}, 0, None
+        self.sizes = {slot.number: slot.bytes for slot in self.group.slots if slot.bytes}
+        verdict, self.verdict = self.verdict, 0
+        self.group = Group(self.world, self.policy, first_round=self.random.randrange(1, 1 << 20))
+        self.group.resumed(self.now_s)
+        for number in self.sizes:
+            self.group.slots[number].making = True
+        self.wake_s = None
+        for rank in self.ranks:
+            rank.connection += 1
+            if verdict and rank.seen == verdict and rank.blocked and rank.alive:  # told, or reads it on the page
+                self.verdicts.setdefault(verdict, set()).add(True)
+                rank.waits_for, rank.left = None, True
+            rank.shows, rank.division, rank.seen = False, "", 0
+            rank.warm.clear()
+            for key in [k for k in self.unanswered if k[1] == rank.number]:
+                del self.unanswered[key]
+                if key[0] == "leave" and rank.alive:
+                    rank.left = True
+                elif key[0] == "save":  # fails; at the end the rank tries again at the next tick, else it goes on
+                    rank.waits_for, rank.blocked = None, False
+                    self.after(1.5, self.proceed, rank)
+            self.after(self.random.uniform(0.1, 1.0), self.rejoin, rank)
+        self.in_agent(60.0, self.give_up_recovery)
+
+    def proceed(self, rank: Rank) -> None:
+        if rank.alive and not rank.left:
+            super().proceed(rank)
+
+    def rejoin(self, rank: Rank) -> None:
+        super().rejoin(rank)
+        if rank.alive and not rank.left:
+            if rank.number in self.signals:
+                self.tell_signal(rank)
+            if all(member.joined for member in self.group.members):
+                self.recover()
+            for told in self.standing.values():  # the listeners begin anew
+                self.group.warn(told)
+            self.decide()
+
+    def give_up_recovery(self) -> None:
+        for number in self.sizes:
+            self.group.made(number, ())
+        self.sizes = {}
+        self.decide()
+
+    def recover(self) -> None:
+        for number, sizes in self.sizes.items():
+            held = self.contents(number)
+            self.group.made(number, sizes)
+            if held[0] is not None and len(set(held)) == 1:
+                tick = Tick.parse(held[0][1])
+                self.group.holds(number, tick, False)
+                self.completed.append(tick)
+        self.sizes = {}
+        self.group.recovered()
+
+    def do_Tell(self, action: do.Tell) -> None:
+        self.end_told = self.end_told or action.body["t"] == "end"
+        super().do_Tell(action)
+
+    def do_SetVerdict(self, action: do.SetVerdict) -> None:
+        super().do_SetVerdict(action)
+        live = [n for n in self.group.notices.values() if n.certain and n.deadline_s > self.now_s]
+        assert live or self.group.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
+
+
+def run(seed: int) -> Noticed:
+    sim = Noticed(seed)
+    sim.start()
+    sim.run_until(2.0 + sim.random.choice((3.0, 30.0)))
+    sim.faults = False
+    for key in [key for source, key in sim.standing]:
+        sim.take_back(key)
+    for rank in sim.ranks:
+        sim.after(0.0, sim.rejoin, rank)
+    sim.last_step = 1 << 30
+    sim.run_until(sim.now_s + 40.0)  # whoever was signalled is gone
+    assert all(not r.alive or r.left for r in sim.ranks if r.number in sim.signals)
+    before = len(sim.completed)
+    sim.last_step = max(r.step for r in sim.ranks) + 15
+    sim.run_until(sim.now_s + 10 * base.CALM_S, sim.gone)
+    sim.run_until(sim.now_s + 60.0)
+    assert sim.gone(), f"somebody hangs: {[(r.number, r.step, r.blocked) for r in sim.ranks]}, {sim.unanswered}"
+    for number, verdicts in sim.verdicts.items():
+        assert len(verdicts) == 1 or sim.broken, f"round {number}: some leave, some go on"
+    if not (sim.broken or sim.signals or sim.preempted or sim.verdict or sim.restarts):
+        assert len(sim.completed) > before, "nothing became complete after the faults were over"
+        assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
+    if sim.verdict and not sim.broken:
+        assert not any(r.alive and not r.left for r in sim.ranks)
+        assert [each for each in sim.outcomes if each["how"] == "left"], "they left, and nobody said what was saved"
+    return sim
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int) -> None:
+    first = random.SystemRandom().randrange(1 << 40)
+    count = SCHEDULES // 2
+    print(f"seeds {first}..{first + count}")
+    reached = Counter[str]()
+    for seed in range(first, first + count):
+        try:
+            sim = run(seed)
+        except AssertionError as exc:
+            raise AssertionError(f"seed {seed}: {exc}") from exc
+        reached["left"] += bool(sim.verdict)
+        reached["ended"] += sim.end_told
+        reached["agents"] += bool(sim.restarts)
+        reached["restarted"] += bool(sim.restarts and sim.completed)
+        reached.update(each["how"] for each in sim.outcomes)
+    if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
+        assert all(reached[what] for what in ("left", "ended", "agents", "restarted", "stayed")), reached

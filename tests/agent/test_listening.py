@@ -1,0 +1,130 @@
+"""To what the agent listens: what a job says, and the threads that it takes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent.listening import Listening, Sources
+from ckpt.errors import UsageError
+from ckpt.events import Event, Events
+from ckpt.notices.cloud import VARIABLES
+from ckpt.notices.notice import Notice, Withdrawn, Word
+from ckpt.settings import read
+
+ALL = {
+    "CKPT_NOTICES": "given",
+    "CKPT_NOTICE_FILE": "/tmp/word",
+    "CKPT_OUTCOME_FILE": "/tmp/outcome",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_END_TIME": "1900000000",
+}
+
+
+def test_what_the_environment_says_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    made = Sources.of(read(ALL))
+    assert made == Sources(
+        "given", (("GCE_METADATA_HOST", "127.0.0.1:1"),), "7", 1_900_000_000, "/tmp/word", "/tmp/outcome"
+    )
+    assert Sources.parse(made.fields()) == made
+    off = Sources.of(read(ALL | {"CKPT_NOTICES": "off"}))
+    assert off == Sources(outcome="/tmp/outcome")
+    assert Sources.parse(None) == Sources()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mode": "loud"},
+        {"mode": "\0"},
+        {"named": []},
+        {"named": {"A": "b" * 5000}},
+        {"named": {str(n): "" for n in range(101)}},
+        {"file": "a\0b"},
+        {"outcome": "o" * 5000},
+        {"slurm_end_s": "soon"},
+        {"slurm_end_s": float("nan")},
+    ],
+)
+def test_sources_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="notices"):
+        Sources.parse(Sources("given").fields() | change)
+
+
+class Loop:
+    """A main thread of the agent, as far as that is: what is posted runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.posted: list[Any] = []
+        self.told: list[Word] = []
+        self.events: list[Event] = []
+        self._came = threading.Condition()
+        self.listening = Listening(self.post, self.told.append, Events(self.post_event))
+
+    def post(self, what: Any) -> None:
+        with self._came:
+            self.posted.append(what)
+            self._came.notify_all()
+
+    def post_event(self, event: Event) -> None:
+        self.post(lambda: self.events.append(event))
+
+    def run(self, count: int = 1) -> None:
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.posted) >= count, 20)
+            todo, self.posted = self.posted, []
+        for what in todo:
+            what()
+
+
+def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(tmp_path: Path) -> None:
+    loop = Loop()
+    word = tmp_path / "word"
+    word.touch()
+    sources = Sources("given", file=str(word))
+    loop.listening.follow(sources)
+    loop.listening.follow(sources)  # no second thread
+    loop.run()
+    (told,) = loop.told
+    assert isinstance(told, Notice)
+    assert list(loop.listening.standing) == [("file", str(word))]
+    word.unlink()
+    loop.run()
+    assert isinstance(loop.told[1], Withdrawn)
+    assert not loop.listening.standing
+    loop.listening.close()
+
+
+def test_what_a_stopped_listener_still_tells_is_not_heard(tmp_path: Path) -> None:
+    loop = Loop()
+    (tmp_path / "word").touch()
+    loop.listening.follow(Sources("given", file=str(tmp_path / "word")))
+    with loop._came:
+        assert loop._came.wait_for(lambda: loop.posted, 20)
+    loop.listening.follow(Sources())
+    loop.run()
+    assert not loop.told
+    loop.listening.close()
+
+
+def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.listening.follow(Sources("given", (("AWS_EC2_METADATA_SERVICE_ENDPOINT", "ftp://nowhere"),)))
+    loop.run()
+    assert [event.name for event in loop.events] == ["notices.failed"]
+    assert loop.events[0].loud
+    loop.listening.close()
+
+
+def test_without_a_word_from_the_job_nothing_is_listened_to() -> None:
+    loop = Loop()
+    before = threading.active_count()
+    loop.listening.follow(Sources())
+    assert threading.active_count() == before
+    loop.listening.close()
