@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.agent import actions as do
 from ckpt.agent import memory
-from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import MESSAGE_MAX, Bulk, Lane, failure
-from ckpt.agent.checkpoint import Assembler, Checkpoint
-from ckpt.agent.control import ROUND_MAX, ControlPage
+from ckpt.agent.checkpoint import Checkpoint, Part, put_together
+from ckpt.agent.control import ROUND_MAX
 from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
 from ckpt.agent.listening import Listening
+from ckpt.agent.ranks import Ranks
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options, StoreSide
 from ckpt.errors import AgentError, Superseded
@@ -82,11 +82,11 @@ def tell(peer: Peer, event: Event) -> None:
 
 class Carrier:
     """A job's hands. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
-    from. `checkpoints`, `arenas`: by slot; what is complete, and every rank's arena. `failed`: what nobody foresaw and
+    from. `checkpoints`: by slot, what is complete. `ranks`: those of this node. `failed`: what nobody foresaw and
     went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as nothing did."""
 
     def __init__(self, services: Services, epoch: Epoch, world: int, launch: str) -> None:
-        self.page = ControlPage.create(world)  # first: it says whether there can be so many ranks
+        self.ranks = Ranks(world, services.bulk)  # first: it says whether there can be so many of them
         self.epoch = epoch
         self.world = world
         self.launch = launch
@@ -96,23 +96,16 @@ class Carrier:
         self.options = Options()
         self.outcome_path = services.outcome
         self.checkpoints: dict[int, Checkpoint] = {}
-        self.arenas: dict[int, list[Arena]] = {}
         self.plan: memory.MemoryPlan | None = None
         self._services = services
         self._members: dict[int, Member] = {}
-        self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
         self._division: Division | None = None
         self._mixed = False  # a division waits for the other ranks' word of the same tick
         self._disagreed: set[str] = set()
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
-        self._assembler = Assembler()
         self._beats = 0
         self._beating = False
         self._dropped = False
-
-    @property
-    def arena_bytes(self) -> int:
-        return sum(arena.bytes for arenas in self.arenas.values() for arena in arenas)
 
     def supersede(self, by: str) -> None:
         self.group.supersede(by)
@@ -134,6 +127,9 @@ class Carrier:
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         self._services.bulk.run(lane, work, lambda done: self._guard(lambda: then(done)))
 
+    def _guarded(self, then: Callable[[T, str], None]) -> Callable[[T, str], None]:
+        return lambda result, error: self._guard(lambda: then(result, error))
+
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         self._services.server.later(delay_s, lambda: self._guard(what))
 
@@ -147,15 +143,15 @@ class Carrier:
     def _act(self, action: do.Action) -> None:
         match action:
             case do.SetWord(word):
-                self.page.announce(word)
+                self.ranks.announce(word)
             case do.SetVerdict(number):
-                self.page.leave(number)
+                self.ranks.leave(number)
             case do.Divide():
                 self._divide()
             case do.MakeArenas(slot, sizes):
                 self._make_arenas(slot, sizes)
             case do.Offer(slot):
-                self._offer(slot)
+                self.ranks.offer(slot, self.group.division)
             case do.Assemble(slot, number, tick):
                 self._assemble(slot, number, tick)
             case do.Commit(slot):
@@ -199,7 +195,7 @@ class Carrier:
         division = done.result()
         limit = self.options.limits.memory
         kept = self._services.kept_bytes(self)
-        plan = memory.plan(sum(division.arena_bytes), kept, self.arena_bytes, limit, memory.free_bytes())
+        plan = memory.plan(sum(division.arena_bytes), kept, self.ranks.arena_bytes, limit, memory.free_bytes())
         if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
             return
         if division.differing and (self._division is None or division.differing != self._division.differing):
@@ -209,7 +205,7 @@ class Carrier:
         if self.plan is None or (plan.slots, plan.slot_bytes) != (self.plan.slots, self.plan.slot_bytes):
             self.emit("memory.plan", f"memory: {plan}", plan.slots < memory.SLOTS, plan.table())
         self.plan, self._division = plan, division
-        for rank, member in self._members.items():
+        for rank in self._members:
             blobs = [encode_layout(division.layouts[rank]), encode_share(division.shares[rank])]
             fields = {
                 "t": "plan",
@@ -217,39 +213,22 @@ class Carrier:
                 "frame_bytes": division.frame_bytes,
                 "arena_bytes": division.arena_bytes[rank],
             }
-            member.peer.send(fields, blobs=blobs)
+            self.ranks.send(rank, fields, blobs)
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
-        self._close_arenas(slot)
+        self.ranks.close_arenas(slot)
         short = sum(sizes) - memory.free_bytes()
         if short > 0:
             self._fewer(slot, f"{short >> 20} MiB of memory are missing for it")
             return
 
-        def make() -> list[Arena]:
-            made: list[Arena] = []
-            try:
-                for size in sizes:
-                    made.append(Arena.create(size))
-                    made[-1].warm()
-            except BaseException:
-                for arena in made:
-                    arena.close()
-                raise
-            return made
+        def made(sizes_made: dict[int, int], error: str) -> None:
+            if error:
+                self._fewer(slot, error)
+            else:
+                self.group.made(slot, tuple(sizes_made[rank] for rank in range(self.world)))
 
-        self._run(Lane.MEMORY, make, lambda done: self._made(slot, done))
-
-    def _made(self, slot: int, done: Future[list[Arena]]) -> None:
-        if error := failure(done):
-            self._fewer(slot, error)
-            return
-        if self._dropped:
-            for arena in done.result():
-                arena.close()
-            return
-        self.arenas[slot] = done.result()
-        self.group.made(slot, tuple(arena.bytes for arena in done.result()))
+        self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
 
     def _fewer(self, slot: int, why: str) -> None:
         message = f"slot {slot} cannot be had ({why}): {slot} slots are in use"
@@ -257,21 +236,21 @@ class Carrier:
         self.group.fewer_slots(slot, f"not one arena fits into memory: {why}; free some, or save less")
         self.group.made(slot, ())
 
-    def _offer(self, slot: int) -> None:
-        for rank, member in self._members.items():
-            arena = self.arenas[slot][rank]
-            new = (slot, rank) not in self._handed
-            self._handed.add((slot, rank))
-            fields = {"t": "arena", "slot": slot, "bytes": arena.bytes, "division": self.group.division}
-            member.peer.send(fields, [arena.fd] if new else [])
-
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:
-        identity, arenas = Identity(self.epoch, tick), self.arenas[slot]
-        self._run(
-            Lane.MEMORY,
-            lambda: self._assembler.assemble(identity, arenas),
-            lambda done: self._assembled(slot, number, done),
-        )
+        identity = Identity(self.epoch, tick)
+
+        def read(parts: list[Part], error: str) -> None:
+            if error:
+                self.group.assembled(slot, number, error)
+                return
+            arenas = self.ranks.arenas[slot]
+            self._run(
+                Lane.MEMORY,
+                lambda: put_together(identity, parts, arenas),
+                lambda done: self._assembled(slot, number, done),
+            )
+
+        self.ranks.read(slot, identity, self._guarded(read))
 
     def _assembled(self, slot: int, number: int, done: Future[Checkpoint]) -> None:
         error = failure(done)
@@ -380,8 +359,3 @@ class Carrier:
 
     def _is_mixed(self) -> bool:
         return len({member.held.tick for member in self._members.values()}) > 1
-
-    def _close_arenas(self, slot: int) -> None:
-        for arena in self.arenas.pop(slot, []):
-            arena.close()
-        self._handed -= {(slot, rank) for rank in range(self.world)}

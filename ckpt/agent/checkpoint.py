@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,28 @@ HASH_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has staged for one tick, but for the bytes. `hashes`: of its data frames, (frames, 2) uint64 as
+    (hi, lo). `at`: where its shared and its own values lie, in bytes from the start of the memfd. `metrics`: what the
+    user gave there."""
+
+    declaration: Declaration
+    hashes: npt.NDArray[np.uint64]
+    shared: Blob
+    own: Blob
+    at: tuple[int, int]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Complete. `arenas`: by rank. `ranks`, `offsets`, `lengths`: where each frame lies: bytes of the memfd of that
-    rank's arena. `metrics`: what the user gave. `disagreed`: tensors that are stored per rank, since they differ."""
+    """Complete. `arenas`: by rank, of the ranks on this node. `ranks`, `offsets`, `lengths`: where each frame lies:
+    bytes of the memfd of that rank's arena. `metrics`: what the user gave; where ranks differ, the lowest's.
+    `disagreed`: tensors that are stored per rank, since they differ."""
 
     identity: Identity
     manifest: Manifest
-    arenas: tuple[Arena, ...]
+    arenas: Mapping[int, Arena]
     ranks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -43,50 +58,33 @@ class Checkpoint:
         return arena.part((int(self.offsets[number]), int(self.lengths[number])))
 
 
-class Assembler:
-    """Puts a job's rounds together, one at a time. Remembers the declarations, which only change with the division."""
+class Reader:
+    """Reads what ranks have staged, one round at a time. Remembers the declarations, which only change with the
+    division. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
-    def assemble(self, identity: Identity, arenas: Sequence[Arena], keep_hashes: bool = True) -> Checkpoint:
-        """Hashes what lies in the arenas and leaves the hashes there.
+    def read(self, identity: Identity, world: int, arenas: Mapping[int, Arena], keep_hashes: bool = True) -> list[Part]:
+        """Hashes what lies in the arenas of these ranks and leaves the hashes there.
 
         keep_hashes=False: after a restart of the agent; hashes that its predecessor left must be right.
-        Errors: Incomplete; DamagedData where an arena holds something else than `identity`, whole and unchanged."""
+        Errors: DamagedData where an arena holds something else than `identity`, whole and unchanged."""
         with self._lock:
-            return self._assemble(identity, arenas, keep_hashes)
+            headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
+            return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
-    def _assemble(self, identity: Identity, arenas: Sequence[Arena], keep_hashes: bool) -> Checkpoint:
-        headers = [self._header(identity, rank, len(arenas), arena) for rank, arena in enumerate(arenas)]
-        staged = []
-        for rank, (arena, header) in enumerate(zip(arenas, headers, strict=True)):
-            declaration = self._declaration(rank, arena, header)
-            hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)
-            before = None if keep_hashes else arena.hashes()
-            if before is not None and not np.array_equal(before, hashes):
-                raise DamagedData(f"the arena of rank {rank} has changed since {identity} was staged in it")
-            arena.write_hashes(header, hashes)
-            staged.append(Staged(declaration, hashes, _blob(arena, header.shared), _blob(arena, header.own)))
-
-        def read(rank: int, offset: int, length: int) -> memoryview:
-            return arenas[rank].data(offset, length)
-
-        made = assemble(staged, read)
-        ranks, offsets = _places(made.sources, headers, [each.declaration for each in staged])
-        lengths = made.manifest.frames["length"].astype(np.int64)
-        metrics = _metrics(arenas, headers)
-        return Checkpoint(identity, made.manifest, tuple(arenas), ranks, offsets, lengths, metrics, made.disagreed)
-
-    def _header(self, identity: Identity, rank: int, world: int, arena: Arena) -> Header:
-        header = arena.header()
-        if (header.identity, header.rank, header.world) != (identity, rank, world):
-            raise DamagedData(
-                f"the arena of rank {rank} holds {header.identity} of rank {header.rank} of {header.world}, "
-                f"not {identity} of rank {rank} of {world}"
-            )
-        return header
+    def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> Part:
+        declaration = self._declaration(rank, arena, header)
+        hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)
+        before = None if keep_hashes else arena.hashes()
+        if before is not None and not np.array_equal(before, hashes):
+            raise DamagedData(f"the arena of rank {rank} has changed since {header.identity} was staged in it")
+        arena.write_hashes(header, hashes)
+        shared, own = _blob(arena, header.shared), _blob(arena, header.own)
+        at = header.shared[0], header.own[0]
+        return Part(declaration, hashes, shared, own, at, _metrics(arena, header))
 
     def _declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:
         data = bytes(arena.part(header.declaration))
@@ -98,34 +96,53 @@ class Assembler:
         return known[1]
 
 
+def put_together(identity: Identity, parts: Sequence[Part], arenas: Mapping[int, Arena]) -> Checkpoint:
+    """Every rank's part makes one checkpoint. `arenas`: of the ranks on this node, where bytes of frames with
+    different hashes can be compared. Errors: Incomplete; CkptError for parts that do not belong together."""
+    parts = sorted(parts, key=lambda part: part.declaration.rank)
+    staged = [Staged(part.declaration, part.hashes, part.shared, part.own) for part in parts]
+    read = lambda rank, offset, length: arenas[rank].data(offset, length)  # noqa: E731
+    made = assemble(staged, read if len(arenas) == len(parts) else None)
+    ranks, offsets = _places(made.sources, parts)
+    lengths = made.manifest.frames["length"].astype(np.int64)
+    metrics: dict[str, float] = {}
+    for part in reversed(parts):
+        metrics.update(part.metrics)
+    return Checkpoint(identity, made.manifest, dict(arenas), ranks, offsets, lengths, metrics, made.disagreed)
+
+
+def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
+    header = arena.header()
+    if (header.identity, header.rank, header.world) != (identity, rank, world):
+        raise DamagedData(
+            f"the arena of rank {rank} holds {header.identity} of rank {header.rank} of {header.world}, "
+            f"not {identity} of rank {rank} of {world}"
+        )
+    return header
+
+
 def _blob(arena: Arena, place: tuple[int, int]) -> Blob:
     return Blob(hash_bytes(*frame_hash(arena.part(place))), place[1])
 
 
-def _places(
-    sources: Array, headers: Sequence[Header], declarations: Sequence[Declaration]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _places(sources: Array, parts: Sequence[Part]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     ranks = sources["rank"].astype(np.int64)
     offsets = np.zeros(len(sources), np.int64)
-    for rank, (header, declaration) in enumerate(zip(headers, declarations, strict=True)):
+    for rank, part in enumerate(parts):
         own = ranks == rank
         data = own & (sources["region"] == DATA)
-        at = declaration.staging.frames["offset"].astype(np.int64)
+        at = part.declaration.staging.frames["offset"].astype(np.int64)
         offsets[data] = DATA_AT + at[sources["frame"][data]]
         blobs = own & ~data
-        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, header.shared[0], header.own[0])
+        offsets[blobs] = np.where(sources["region"][blobs] == SHARED, *part.at)
     return ranks, offsets
 
 
-def _metrics(arenas: Sequence[Arena], headers: Sequence[Header]) -> dict[str, float]:
-    """Of all ranks; where they differ, the lowest rank's."""
-    merged: dict[str, float] = {}
-    for arena, header in reversed(list(zip(arenas, headers, strict=True))):
-        about: Any = values.decode(bytes(arena.part(header.about)))
-        if not isinstance(about, dict) or not isinstance(about.get("metrics", {}), dict):
-            raise DamagedData(f"an arena says of {header.identity} what cannot be read")
-        try:
-            merged.update({str(k): float(v) for k, v in about.get("metrics", {}).items()})
-        except (TypeError, ValueError, OverflowError) as exc:
-            raise DamagedData(f"an arena says of {header.identity} metrics that are no numbers: {exc}") from exc
-    return merged
+def _metrics(arena: Arena, header: Header) -> dict[str, float]:
+    about: Any = values.decode(bytes(arena.part(header.about)))
+    if not isinstance(about, dict) or not isinstance(about.get("metrics", {}), dict):
+        raise DamagedData(f"an arena says of {header.identity} what cannot be read")
+    try:
+        return {str(k): float(v) for k, v in about.get("metrics", {}).items()}
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise DamagedData(f"an arena says of {header.identity} metrics that are no numbers: {exc}") from exc

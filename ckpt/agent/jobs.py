@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -73,7 +72,7 @@ class Job(Carrier):
 
     @property
     def newest_step(self) -> int:
-        return max(self.page.entered(rank) for rank in range(self.world))
+        return max(self.ranks.steps())
 
     def held(self) -> tuple[Identity, ...]:
         """Complete checkpoints in memory."""
@@ -96,7 +95,7 @@ class Job(Carrier):
             "launch": self.launch,
             "world": self.world,
             "ranks": [m.presence.value for m in group.members],
-            "steps": [self.page.entered(rank) for rank in range(self.world)],
+            "steps": self.ranks.steps(),
             "division": group.division,
             "slots": [
                 {
@@ -148,6 +147,7 @@ class Job(Carrier):
             self._services.server.forget(known.peer)
             self._services.server.lose(known.peer)
         self._members[rank] = Member(peer, peer.pid, held)
+        self.ranks.peers[rank] = peer
         if rank == 0:
             if self._services.listening is not None:
                 self._services.listening.follow(sources)
@@ -156,7 +156,7 @@ class Job(Carrier):
             self.group.follow(policy, time.monotonic())
         self.group.joined(rank)
         self.group.layout(rank)
-        peer.reply(request_id, {}, [self.page.fd])
+        peer.reply(request_id, {}, [self.ranks.page.fd])
         if self._recovery is not None and len(self._members) == self.world:
             self._recover(self._recovery)
 
@@ -307,9 +307,7 @@ class Job(Carrier):
     def _decide(self, now_s: float) -> None:
         found = True
         while found:
-            steps = [self.page.entered(rank) for rank in range(self.world)]
-            polls = [self.page.polled(rank) for rank in range(self.world)]
-            actions = self.group.decide(now_s, steps, polls)
+            actions = self.group.decide(now_s, self.ranks.steps(), self.ranks.polls())
             for action in actions:
                 self._act(action)
             found = bool(actions)
@@ -321,11 +319,7 @@ class Job(Carrier):
         if self.restore is not None:
             self.restore.close()
         self.checkpoints.clear()
-        for arenas in self.arenas.values():
-            for arena in arenas:
-                arena.close()
-        self.arenas.clear()
-        self.page.close()
+        self.ranks.drop()
         for member in self._members.values():
             self._services.server.forget(member.peer)
         self._services.server.forget(self.first)
@@ -339,44 +333,36 @@ class Job(Carrier):
 
     def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
         if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
-            self._handed = {each for each in self._handed if each[1] != rank}
-            self._handed |= {
-                (slot, rank) for slot, fd in zip(slots, message.fds, strict=False) if self._has(slot, rank, fd)
-            }
+            self.ranks.has(rank, slots, message.fds)
             return
         self._recovery.take(rank, slots, message.fds)
         for slot in slots:
-            self._handed.add((slot, rank))
             self.group.slots[slot].making = True
-
-    def _has(self, slot: int, rank: int, fd: int) -> bool:
-        """Whether that is the arena that the slot has now."""
-        by_rank = self.arenas.get(slot)
-        return by_rank is not None and os.path.samestat(os.fstat(fd), os.fstat(by_rank[rank].fd))
 
     def _recover(self, recovery: Recovery) -> None:
         """All ranks are here: what is whole in their arenas is looked for."""
         self._recovery = None
         whole, lost = recovery.end(keep=True)
         for slot in lost:
-            self._let_go(slot, [])
+            self.group.made(slot, ())
         store = self._services.store
         self._run(
             Lane.MEMORY,
-            lambda: look_for(self.epoch, whole, self._assembler, store),
+            lambda: look_for(self.epoch, whole, self.ranks.reader, store),
             lambda done: self._recovered(whole, done),
         )
 
-    def _recovered(self, arenas: dict[int, list[Arena]], done: Future[Found]) -> None:
+    def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[Found]) -> None:
         if error := failure(done):
             self.emit("recovery.failed", f"what the trainers had in memory cannot be read: {error}", True)
         found = Found({}, frozenset()) if error else done.result()
         for slot, by_rank in arenas.items():
             if self._dropped:
-                self._let_go(slot, by_rank)
+                for arena in by_rank.values():
+                    arena.close()
                 continue
-            self.arenas[slot] = by_rank
-            self.group.made(slot, tuple(arena.bytes for arena in by_rank))
+            self.ranks.adopt(slot, by_rank)
+            self.group.made(slot, tuple(arena.bytes for arena in by_rank.values()))
             if slot in found.checkpoints:
                 checkpoint = found.checkpoints[slot]
                 self.checkpoints[slot] = checkpoint
@@ -393,13 +379,7 @@ class Job(Carrier):
             log.warning("what the trainers had in memory cannot be taken over: %s", why)
             self.group.recovered()
         for slot in recovery.end(keep=False)[1]:
-            self._let_go(slot, [])
-
-    def _let_go(self, slot: int, arenas: list[Arena]) -> None:
-        for arena in arenas:
-            arena.close()
-        self._handed -= {(slot, rank) for rank in range(self.world)}
-        self.group.made(slot, ())
+            self.group.made(slot, ())
 
     # -- small steps
 

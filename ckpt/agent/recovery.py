@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
-from ckpt.agent.checkpoint import Assembler, Checkpoint
+from ckpt.agent.checkpoint import Checkpoint, Reader, put_together
 from ckpt.agent.storeside import StoreSide
 from ckpt.errors import AgentError, CkptError
 from ckpt.types import Epoch, Identity
@@ -43,14 +43,14 @@ class Recovery:
                 old.close()
             self._arenas[slot][rank] = arena
 
-    def end(self, keep: bool) -> tuple[dict[int, list[Arena]], list[int]]:
+    def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
         """The arenas of the slots that every rank has handed over, by rank; and the other slots, whose arenas are
         closed. keep=False: all are."""
-        whole: dict[int, list[Arena]] = {}
+        whole: dict[int, dict[int, Arena]] = {}
         lost: list[int] = []
         for slot, by_rank in self._arenas.items():
             if keep and len(by_rank) == self.world:
-                whole[slot] = [by_rank[rank] for rank in range(self.world)]
+                whole[slot] = dict(sorted(by_rank.items()))
                 continue
             lost.append(slot)
             for arena in by_rank.values():
@@ -79,14 +79,15 @@ class Found:
     committed: frozenset[Identity]
 
 
-def look_for(epoch: Epoch, arenas: dict[int, list[Arena]], assembler: Assembler, store: StoreSide) -> Found:
+def look_for(epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: Reader, store: StoreSide) -> Found:
     """On a thread. Hashes everything again: what the arenas say of themselves is not taken on trust."""
     found: dict[int, Checkpoint] = {}
     for slot, by_rank in arenas.items():
         try:
             identity = by_rank[0].header().identity
             if identity.epoch == epoch:
-                found[slot] = assembler.assemble(identity, by_rank, keep_hashes=False)
+                parts = reader.read(identity, len(by_rank), by_rank, keep_hashes=False)
+                found[slot] = put_together(identity, parts, by_rank)
         except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
     if not found:

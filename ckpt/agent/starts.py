@@ -128,7 +128,7 @@ class Starts:
         return found[2] if found is not None else None
 
     def _kept_bytes(self, job: Carrier) -> int:
-        return sum(each.arena_bytes for each in self._jobs() if each is not job)
+        return sum(each.ranks.arena_bytes for each in self._jobs() if each is not job)
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""

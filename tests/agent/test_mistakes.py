@@ -180,7 +180,7 @@ def job() -> Iterator[tuple[Job, Lanes, Listener]]:
     made = Job(services, EPOCH, 1, "x", cast(Any, listener))
     made._members[0] = Member(cast(Any, listener), 0, cast(Any, None))
     yield made, lanes, listener
-    made.page.close()
+    made.ranks.drop()
 
 
 def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes, Listener]) -> None:
@@ -200,7 +200,7 @@ def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tu
     arena = Arena.create(1 << 20)
     try:
         made.group.slots[0].making = True
-        made._recovered({0: [arena]}, failed)
+        made._recovered({0: {0: arena}}, failed)
         assert [event["name"] for event in listener.heard] == ["recovery.failed", "agent.recovered"]
         assert not made.group.slots[0].making
         assert made.group.slots[0].bytes == (arena.bytes,)

@@ -1,0 +1,139 @@
+"""One node's share of a job: its ranks' connections, control page and arenas, and what is staged in these.
+
+It decides nothing: the job's coordinator says what is to be done, and hears of the outcome. The ranks here may be some
+of the job's, or all. Everything runs on the agent's main thread; what takes long is done on others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.checkpoint import Part, Reader
+from ckpt.agent.control import ControlPage, Word
+from ckpt.agent.server import Peer
+from ckpt.types import Identity
+
+
+class Ranks:
+    """Owns the page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
+
+    Where something takes time, `then` is called with its result and "", or with an empty one and what went wrong; not
+    at all after `drop`."""
+
+    def __init__(self, world: int, bulk: Bulk) -> None:
+        """`world`: of the whole job. Errors: AgentError where there cannot be so many ranks."""
+        self.page = ControlPage.create(world)
+        self.world = world
+        self.peers: dict[int, Peer] = {}
+        self.arenas: dict[int, dict[int, Arena]] = {}
+        self.dropped = False
+        self.reader = Reader()
+        self._bulk = bulk
+        self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(arena.bytes for by_rank in self.arenas.values() for arena in by_rank.values())
+
+    def steps(self) -> list[int]:
+        """By rank: the step that it published as entered; 0: none yet."""
+        return [self.page.entered(rank) for rank in range(self.world)]
+
+    def polls(self) -> list[int]:
+        """By rank: how often it polled or saved since the last ended step."""
+        return [self.page.polled(rank) for rank in range(self.world)]
+
+    def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        self.peers[rank].send(fields, blobs=blobs)
+
+    def announce(self, word: Word | None) -> None:
+        self.page.announce(word)
+
+    def leave(self, round_: int) -> None:
+        """The verdict on a round at which they hold: leave."""
+        self.page.leave(round_)
+
+    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+        """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
+        that they have. Where that fails the slot has none."""
+        self.close_arenas(slot)
+
+        def made(done: Future[dict[int, Arena]]) -> None:
+            if error := failure(done):
+                if not self.dropped:
+                    then({}, error)
+            elif self.dropped:
+                _close(done.result().values())
+            else:
+                self.arenas[slot] = done.result()
+                then({rank: arena.bytes for rank, arena in done.result().items()}, "")
+
+        self._bulk.run(Lane.MEMORY, lambda: _make(sizes), made)
+
+    def offer(self, slot: int, division: str) -> None:
+        """Grants each rank its arena of the slot, for that division."""
+        for rank, peer in self.peers.items():
+            arena = self.arenas[slot][rank]
+            new = (slot, rank) not in self._handed
+            self._handed.add((slot, rank))
+            fields = {"t": "arena", "slot": slot, "bytes": arena.bytes, "division": division}
+            peer.send(fields, [arena.fd] if new else [])
+
+    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
+        """Hashes what the ranks have staged in a slot, and leaves the hashes there."""
+        arenas = self.arenas[slot]
+
+        def read(done: Future[list[Part]]) -> None:
+            error = failure(done)
+            if not self.dropped:
+                then([] if error else done.result(), error)
+
+        self._bulk.run(Lane.MEMORY, lambda: self.reader.read(identity, self.world, arenas), read)
+
+    def adopt(self, slot: int, arenas: Mapping[int, Arena]) -> None:
+        """Arenas of a former agent, which the ranks have brought."""
+        self.arenas[slot] = dict(arenas)
+        self._handed |= {(slot, rank) for rank in arenas}
+
+    def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
+        """On a new connection a rank says which arenas it has: what was on its way on the old one is sent again."""
+        self._handed = {each for each in self._handed if each[1] != rank}
+        self._handed |= {(slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)}
+
+    def close_arenas(self, slot: int) -> None:
+        _close(self.arenas.pop(slot, {}).values())
+        self._handed = {each for each in self._handed if each[0] != slot}
+
+    def drop(self) -> None:
+        """Lets go of the memory. The caller has made sure that nobody holds a lease on it."""
+        self.dropped = True
+        for slot in list(self.arenas):
+            self.close_arenas(slot)
+        self.page.close()
+
+    def _is_arena(self, slot: int, rank: int, fd: int) -> bool:
+        """Whether that is the arena that the slot has now."""
+        arena = self.arenas.get(slot, {}).get(rank)
+        return arena is not None and os.path.samestat(os.fstat(fd), os.fstat(arena.fd))
+
+
+def _make(sizes: Mapping[int, int]) -> dict[int, Arena]:
+    made: dict[int, Arena] = {}
+    try:
+        for rank, size in sizes.items():
+            made[rank] = Arena.create(size)
+            made[rank].warm()
+    except BaseException:
+        _close(made.values())
+        raise
+    return made
+
+
+def _close(arenas: Iterable[Arena]) -> None:
+    for arena in arenas:
+        arena.close()
