@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt.events import Event
+    from ckpt.policy.adaptive import Adaptive
     from ckpt.policy.every import Best, Every, Keep, Limits
     from ckpt.session import Checkpointer, Handle, Restored
     from ckpt.trainer.shard import Shard
@@ -36,6 +37,7 @@ _WHERE = {
     "Handle": "ckpt.session",
     "Restored": "ckpt.session",
     "Shard": "ckpt.trainer.shard",
+    "Adaptive": "ckpt.policy.adaptive",
     "Best": "ckpt.policy.every",
     "Every": "ckpt.policy.every",
     "Keep": "ckpt.policy.every",
@@ -45,6 +47,7 @@ _WHERE = {
 
 __all__ = [
     "AccessDenied",
+    "Adaptive",
     "AgentError",
     "Best",
     "Checkpointer",

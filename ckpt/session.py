@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
 from ckpt.events import Events, Sink
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
 from ckpt.tasks import Tasks
@@ -85,7 +86,7 @@ class Checkpointer:
 
     url: a folder, or s3://, gs://, az://, or any fsspec URL. state: a dict of modules, optimizers, schedulers,
     scalers, loaders, generators, tensors, and plain values; `ck.state[...]` is live. policy: when to save
-    (default Every(seconds=600)). keep: what stays in the store (default: everything). codec: "auto", "raw", "zstd" or
+    (default Adaptive()). keep: what stays in the store (default: everything). codec: "auto", "raw", "zstd" or
     "planes". mesh: a DeviceMesh that names the ranks (default: the DTensors' own, else the rank). process_group: the
     ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
     URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
@@ -102,7 +103,7 @@ class Checkpointer:
         url: str | os.PathLike[str],
         state: dict[str, Any],
         *,
-        policy: Every | None = None,
+        policy: Every | Adaptive | None = None,
         keep: Keep | None = None,
         codec: str = "auto",
         mesh: Any = None,
@@ -128,7 +129,7 @@ class Checkpointer:
         self._asked = Asked(
             url=self.url,
             state=self.state,
-            options=make_options(policy or Every(seconds=600), keep or Keep(), self._limits, codec),
+            options=make_options(Adaptive() if policy is None else policy, keep or Keep(), self._limits, codec),
             mesh=mesh,
             process_group=process_group,
             init=None if init is None else os.fspath(init),
@@ -396,6 +397,8 @@ class Checkpointer:
         saver = self._parts.saver
         if threading.current_thread() is saver.thread:
             saver.quiet()
+        if level == "store":
+            saver.link.want(tick)
         saver.link.levels.wait(tick, level, timeout_s)
 
     def _has_drawn(self) -> bool:

@@ -9,6 +9,7 @@ import ckpt
 
 EXPORTED = [
     "AccessDenied",
+    "Adaptive",
     "AgentError",
     "Best",
     "Checkpointer",

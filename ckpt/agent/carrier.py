@@ -25,6 +25,7 @@ from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.control import ROUND_MAX
 from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
+from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.server import Peer, Server
@@ -94,6 +95,7 @@ class Carrier:
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.claim: Claim | None = None
         self.options = Options()
+        self.learning: Learning | None = None  # where the policy is to be learnt
         self.outcome_path = services.outcome
         self.checkpoints: dict[int, Checkpoint] = {}
         self.plan: memory.MemoryPlan | None = None
@@ -103,6 +105,8 @@ class Carrier:
         self._mixed = False  # a division waits for the other ranks' word of the same tick
         self._disagreed: set[str] = set()
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
+        self._claiming = False  # the claim is on its way to the store
+        self._closing = ""  # why the epoch is to be closed as soon as that is settled
         self._beats = 0
         self._beating = False
         self._dropped = False
@@ -238,6 +242,10 @@ class Carrier:
 
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:
         identity = Identity(self.epoch, tick)
+        round_ = self.group.slots[slot].round
+        if self.learning is not None and round_ is not None:
+            self.learning.stalled(max(round_.staged.values()))
+            self.follow_learning()
 
         def read(parts: list[Part], error: str) -> None:
             if error:
@@ -267,13 +275,16 @@ class Carrier:
         checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
         assert claim is not None  # nothing is appointed before it is there
         options = self.options
-        about = {
+        about: dict[str, Any] = {
             "host": socket.gethostname(),
             "launch": self.launch,
             "world": self.world,
             "time_s": time.time(),
             "disagreed": list(checkpoint.disagreed[:100]),
         }
+        if self.learning is not None:
+            self.learning.commit_began(time.monotonic(), min(self.ranks.steps()))
+            about[ABOUT] = self.learning.about()
         self._run(
             Lane.COMMIT,
             lambda: store.commit(claim, checkpoint, options, about),
@@ -284,7 +295,12 @@ class Carrier:
         error = failure(done)
         if isinstance(done.exception(), Superseded):
             self.supersede(error)
-        self.group.committed(slot, error, time.monotonic())
+        now_s = time.monotonic()
+        self.group.committed(slot, error, now_s)
+        if self.learning is not None:
+            took = None if error else (done.result().seconds, done.result().stored_bytes)
+            self.learning.commit_ended(now_s, min(self.ranks.steps()), took)
+            self.follow_learning()
         if error:
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
             return
@@ -305,11 +321,36 @@ class Carrier:
         if keep != Keep() and not self.group.superseded_by:
             self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
+    def follow_learning(self) -> None:
+        """Asks how often to save, and does so from now on."""
+        assert self.learning is not None
+        before, now_s = self.learning.decision, time.monotonic()
+        decision = self.learning.decide(now_s)
+        self.group.paced(decision.local_s, decision.store_s, now_s)
+        if (decision.local_s, decision.snapshots) != (before.local_s, before.snapshots):
+            facts = {
+                "local_s": decision.local_s,
+                "store_s": decision.store_s,
+                "local_by": decision.local_by,
+                "store_by": decision.store_by,
+                "overhead": decision.overhead,
+                "unmet": list(decision.unmet),
+            }
+            self.emit("policy.changed", decision.explain(), data=facts)
+
     def _pruned(self, done: Future[dict[str, Any]]) -> None:
         if error := failure(done):
             self.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
 
+    def _claim(self, claim: Claim) -> None:
+        store = self._services.store
+        self._claiming = True
+        self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+
     def _claimed(self, error: str) -> None:
+        self._claiming = False
+        if self._closing:
+            self._close(self._closing)
         if error:
             message = f"the store does not answer; this start is claimed before its first commit: {error}"
             self.emit("claim.postponed", message, True)
@@ -349,6 +390,10 @@ class Carrier:
             self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
 
     def _close(self, reason: str) -> None:
+        """Not beside the claim: one that lands after it would leave an epoch that nobody closes."""
+        if self._claiming:
+            self._closing = reason
+            return
         store = self._services.store
         self._run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
 

@@ -145,6 +145,8 @@ class Facts:
         self._start_step: int | None = None  # None: not restored yet, nothing is appointed
         self._resumed = False  # the ranks are somewhere in the middle: nothing is appointed before each said where
         self._due_s = math.inf
+        self._commit_every_s = 0.0  # appointed rounds are committed this far apart; 0: each whose turn comes
+        self._committed_from_s = -math.inf  # when the newest round that was to be committed was appointed
         self._retries = 0
         self._latency_s = LATENCY_S
         self._pace: tuple[float, int] = (0.0, 0)
@@ -252,6 +254,19 @@ class Facts:
         self.policy = policy
         if self._start_step is not None:
             self._due_s = now_s + (policy.seconds or 0.0)
+
+    def paced(self, local_s: float, store_s: float, now_s: float) -> None:
+        """From now on: an appointment every local_s, and of these a commit about every store_s."""
+        self.policy = Every(seconds=local_s)
+        self._commit_every_s = store_s
+        if self._start_step is not None and not self._retries:
+            self._due_s = min(self._due_s, now_s + local_s)
+
+    def wanted(self, tick: Tick) -> None:
+        """Somebody waits until that snapshot is in the store: it does not skip the level."""
+        for slot in self.slots:
+            if slot.round is not None and slot.round.tick == tick and slot.round.why is Why.STEP:
+                slot.round.why = Why.SAVE
 
     def resumed(self, now_s: float) -> None:
         """The agent was started again beside trainers that are at work."""
@@ -392,9 +407,19 @@ class Facts:
             times.append(self._due_s)
         if self.slots_in_use == 1 and self._retry_commit_s > now_s:
             times.append(self._retry_commit_s)
+        if self._commit_every_s and self.committing is None and self._late_commit_s() > now_s:
+            times.append(self._late_commit_s())
         return min(times, default=None)
 
     # -- small steps
+
+    def _commit_due_s(self) -> float:
+        """Rounds appointed from then on are committed: half a local interval early, since neither is exact."""
+        return self._committed_from_s + self._commit_every_s - (self.policy.seconds or 0.0) / 2
+
+    def _late_commit_s(self) -> float:
+        """When one is committed that was appointed before, since no later one came."""
+        return self._commit_due_s() + (self.policy.seconds or 0.0)
 
     def _open(self) -> list[tuple[Slot, Round]]:
         """Rounds that may still be abandoned."""

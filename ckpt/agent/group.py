@@ -144,16 +144,24 @@ class Group(Leaving):
             last = no_more and not round_.last_try and not self._given_up
             stuck = self.slots_in_use == 1 and now_s >= self._retry_commit_s  # its slot cannot be had otherwise
             again = round_.store is Store.FAILED and (last or stuck)
-            if round_.store is Store.NEW or again:
+            if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
         if chosen is not None and chosen.round is not None:
             if self._broken():
                 chosen.round.last_try = True
             chosen.round.store = Store.RUNNING
             chosen.round.commit_began_s = now_s
+            self._committed_from_s = chosen.round.opened_s
             chosen.leases += 1
             self.committing = chosen.number
             self._out.append(Commit(chosen.number, chosen.round.number, chosen.round.tick, chosen.round.metrics))
+
+    def _is_its_turn(self, round_: Round, now_s: float) -> bool:
+        """Whether an appointed round is one of those that the policy has committed. With one slot in all, or under a
+        notice, each is."""
+        if not self._commit_every_s or self.slots_in_use == 1 or self.notices or round_.explicit:
+            return True
+        return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 
     def _divide_and_make(self, now_s: float) -> None:
         if self._broken() or self.superseded_by or not all(m.joined for m in self.members):

@@ -17,6 +17,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.divide import Held, hashes_from
 from ckpt.agent.facts import Presence, State, Store, Why
 from ckpt.agent.fetch import Restore
+from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
@@ -26,7 +27,9 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.format.declaration import decode_layout
 from ckpt.notices.notice import Notice, Withdrawn, Word
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every
+from ckpt.policy.known import NOTHING
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
@@ -69,6 +72,12 @@ class Job(Carrier):
         if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
             return False
         return newest.round.store is Store.FAILED and not group.closed_in_store and not self.failed
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether no work was lost with it: each rank came to its end, or left when it was told to."""
+        group = self.group
+        return not group.superseded_by and all(m.presence is Presence.LEFT and not m.broke for m in group.members)
 
     @property
     def newest_step(self) -> int:
@@ -114,6 +123,7 @@ class Job(Carrier):
             "superseded_by": group.superseded_by or None,
             "memory": self.plan.table() if self.plan is not None else None,
             "notices": self._notices(),
+            "policy": self.learning.decision.explain().splitlines() if self.learning is not None else None,
         }
 
     # -- messages
@@ -153,7 +163,7 @@ class Job(Carrier):
                 self._services.listening.follow(sources)
             self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
-            self.group.follow(policy, time.monotonic())
+            self._follow(policy)
         self.group.joined(rank)
         self.group.layout(rank)
         peer.reply(request_id, {}, [self.ranks.page.fd])
@@ -187,6 +197,8 @@ class Job(Carrier):
                 group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
             case "held":
                 group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
+            case "wanted":
+                group.wanted(Tick.parse(str(fields["tick"])))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
                 group.leave(rank, (peer, int(fields["id"])), in_order)
@@ -236,6 +248,19 @@ class Job(Carrier):
             self.group.died(rank)
             self._give_up_recovery(f"rank {rank} died")
 
+    def _follow(self, policy: Every | Adaptive) -> None:
+        now_s = time.monotonic()
+        if isinstance(policy, Every):
+            self.learning = None
+            self.group.follow(policy, now_s)
+            return
+        known = self.learning.known if self.learning is not None else NOTHING
+        self.learning = Learning(policy, known)
+        self.group.follow(Every(seconds=policy.seconds), now_s)
+        if self.claim is not None:  # the agent was started again beside a job at work
+            self.learning.started(now_s, min(self.ranks.steps()))
+        self.follow_learning()
+
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""
         self.claim = claim
@@ -243,9 +268,11 @@ class Job(Carrier):
         if resumed:
             self.group.resumed(now_s)
         else:
-            self.group.started(claim.parent.tick.step if claim.parent else 0, now_s)
-        store = self._services.store
-        self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+            step = claim.parent.tick.step if claim.parent else 0
+            self.group.started(step, now_s)
+            if self.learning is not None:
+                self.learning.started(now_s, step)
+        self._claim(claim)
         self._later(self._services.heartbeat_s, self._beat)
         with contextlib.suppress(OSError):
             if not resumed and self.outcome_path is not None and self.outcome_path.is_file():
@@ -394,9 +421,11 @@ class Job(Carrier):
         return Held(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
 
 
-def _policy_from(options: Any) -> Every:
+def _policy_from(options: Any) -> Every | Adaptive:
     """Errors: UsageError names the field."""
     policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
+    if policy.get("kind") == "adaptive":
+        return Adaptive(policy.get("overhead"), policy.get("store_mb_s"), policy.get("at_risk_s"))  # type: ignore[arg-type]
     return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 

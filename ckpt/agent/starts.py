@@ -29,6 +29,7 @@ from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
+from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.server import Peer, Server
@@ -38,10 +39,13 @@ from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFou
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Manifest
 from ckpt.notices.notice import Word
+from ckpt.policy.failures import Failure
+from ckpt.policy.remembered import recall
 from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
@@ -340,11 +344,33 @@ class Starts:
         parent = Identity.parse(str(fields["identity"])) if fields["identity"] is not None else None
         if parent is not None and (start.chosen is None or parent != start.chosen.identity):
             raise AgentError(f"{parent} was not the candidate of this start")
-        self._store.restored(parent, job.restore.record if job.restore is not None else None)
+        record = job.restore.record if job.restore is not None else None
+        self._store.restored(parent, record)
         self._end_restore()
         self._start = None
+        if job.learning is not None and parent is not None:
+            self._inherit(job.learning, parent, record, start.view)
         job.begin_training(self._claim(job, parent, start.launch), resumed=False)
         peer.reply(int(fields["id"]), {})
+
+    def _inherit(self, learning: Learning, parent: Identity, record: Record | None, view: RunView | None) -> None:
+        """What the start that is gone on from has learnt of failures; and that it failed, if it did."""
+        former = next((each for each in self.former if each.epoch == parent.epoch), None)
+        now_s = time.monotonic()
+        if former is not None and former.learning is not None:
+            gone_s = now_s if former.gone_s is None else former.gone_s
+            former.learning.decide(gone_s)
+            learning.inherit(former.learning.known)
+            if not former.ended_in_order:
+                learning.failed(Failure.PROCESS)
+                learning.recovered("store" if record is not None else "local", now_s - gone_s)
+        elif former is None and record is not None and ABOUT in record.about:
+            recalled = recall(record.about[ABOUT])
+            learning.inherit(recalled.known)
+            if recalled.refused:
+                self._events.emit("policy.refused", f"ckpt: {recalled.refused}")
+            if view is not None and parent.epoch not in view.closed:  # nobody is left who could have closed it
+                learning.failed(Failure.NODE)
 
     def _started(self, peer: Peer, epoch: str) -> Start:
         start = self._start

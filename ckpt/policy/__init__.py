@@ -9,8 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.policy.adaptive import Adaptive, Chosen, Decision
+    from ckpt.policy.deciding import decide
     from ckpt.policy.every import Best, Every, Keep, Limits
+    from ckpt.policy.failures import Failure, FailureRate
     from ckpt.policy.interval import checkfreq_steps, daly, daly_higher, exact, overhead, young
+    from ckpt.policy.known import Known
     from ckpt.policy.levels import (
         Intervals,
         Level,
@@ -26,19 +30,28 @@ if TYPE_CHECKING:
     )
     from ckpt.policy.predicted import Predicted, predicted_waste, with_predictions
     from ckpt.policy.rates import Change, GammaRate, reconsider
+    from ckpt.policy.remembered import Recalled, merged, recall, remember
+    from ckpt.policy.typical import Typical
     from ckpt.policy.uptime import weibull_next, weibull_overhead, weibull_scale, weibull_survival, weibull_times
 
 _WHERE = {
+    "Adaptive": "adaptive",
+    "Chosen": "adaptive",
+    "Decision": "adaptive",
+    "decide": "deciding",
     "Best": "every",
     "Every": "every",
     "Keep": "every",
     "Limits": "every",
+    "Failure": "failures",
+    "FailureRate": "failures",
     "checkfreq_steps": "interval",
     "daly": "interval",
     "daly_higher": "interval",
     "exact": "interval",
     "overhead": "interval",
     "young": "interval",
+    "Known": "known",
     "Intervals": "levels",
     "Level": "levels",
     "Measured": "levels",
@@ -56,6 +69,11 @@ _WHERE = {
     "Change": "rates",
     "GammaRate": "rates",
     "reconsider": "rates",
+    "Recalled": "remembered",
+    "merged": "remembered",
+    "recall": "remembered",
+    "remember": "remembered",
+    "Typical": "typical",
     "weibull_next": "uptime",
     "weibull_overhead": "uptime",
     "weibull_scale": "uptime",
@@ -64,29 +82,41 @@ _WHERE = {
 }
 
 __all__ = [
+    "Adaptive",
     "Best",
     "Change",
+    "Chosen",
+    "Decision",
     "Every",
+    "Failure",
+    "FailureRate",
     "GammaRate",
     "Intervals",
     "Keep",
+    "Known",
     "Level",
     "Limits",
     "Measured",
     "Nested",
     "Predicted",
+    "Recalled",
+    "Typical",
     "best",
     "checkfreq_steps",
     "daly",
     "daly_higher",
+    "decide",
     "exact",
+    "merged",
     "nested",
     "nested_overhead",
     "overhead",
     "overhead_first_order",
     "overhead_of",
     "predicted_waste",
+    "recall",
     "reconsider",
+    "remember",
     "snapshots_per_commit",
     "staleness",
     "weibull_next",

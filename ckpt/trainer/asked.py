@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage import canonical
@@ -46,16 +47,18 @@ def check_state(state: object) -> None:
         raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
 
 
-def make_options(policy: Every, keep: Keep, limits: Limits, codec: str) -> dict[str, Any]:
+def make_options(policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str) -> dict[str, Any]:
     """Plain values, as they travel. Errors: UsageError."""
     if codec not in CODECS:
         raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
-    for name, value, kind in (("policy", policy, Every), ("keep", keep, Keep), ("limits", limits, Limits)):
+    if not isinstance(policy, Every | Adaptive):
+        raise UsageError(f"policy={policy!r}: a ckpt.Adaptive(...) or a ckpt.Every(...)")
+    for name, value, kind in (("keep", keep, Keep), ("limits", limits, Limits)):
         if not isinstance(value, kind):
             raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
     best = keep.best
     return {
-        "policy": {"steps": policy.steps, "seconds": policy.seconds},
+        "policy": _policy(policy),
         "keep": {
             "last": keep.last,
             "every": keep.every,
@@ -64,3 +67,10 @@ def make_options(policy: Every, keep: Keep, limits: Limits, codec: str) -> dict[
         "limits": {"memory": limits.memory, "bandwidth": limits.bandwidth},
         "codec": codec,
     }
+
+
+def _policy(policy: Every | Adaptive) -> dict[str, Any]:
+    if isinstance(policy, Every):
+        return {"kind": "every", "steps": policy.steps, "seconds": policy.seconds}
+    limits = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
+    return {"kind": "adaptive", **limits}

@@ -225,6 +225,10 @@ class Link:
         with self._lock:
             return round_ in (self._left_by, self._page.leaves() if self._page is not None else 0)
 
+    def want(self, tick: Tick) -> None:
+        """Somebody waits until that snapshot is in the store. A hint."""
+        self._notify("wanted", {"tick": str(tick)})
+
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         connection = self._connection
         if connection is not None:

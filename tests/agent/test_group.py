@@ -590,3 +590,73 @@ def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
     assert driver.group.planned(3, "d", (100, 100), 3)
     offered = [action.slot for action in driver.decide() if isinstance(action, do.Offer)]
     assert offered == [0, 1, 2]
+
+
+# --- the pace of a learnt policy -------------------------------------------------------------------------------------
+
+
+def paced(local_s: float = 10.0, store_s: float = 30.0, **given: Any) -> Driver:
+    driver = Driver(policy=Every(seconds=local_s), **given)
+    driver.group.paced(local_s, store_s, 0.0)
+    return driver
+
+
+def rounds(driver: Driver, count: int, every_s: float = 10.0) -> list[bool]:
+    """Takes so many appointed snapshots; which of them were committed."""
+    committed = []
+    for _ in range(count):
+        driver.now_s += every_s
+        driver.make_ready()
+        driver.decide()
+        driver.complete()
+        committed.append(driver.group.committing is not None)
+        if committed[-1]:
+            driver.commit()
+    return committed
+
+
+def test_every_so_many_appointed_snapshots_one_is_committed() -> None:
+    assert rounds(paced(), 7) == [True, False, False, True, False, False, True]
+
+
+def test_an_interval_that_becomes_shorter_is_kept_at_once() -> None:
+    driver = paced(600.0, 600.0)
+    assert driver.group.next_wake_s(0.0) == 600.0
+    driver.group.paced(5.0, 5.0, 1.0)
+    assert driver.group.next_wake_s(1.0) == 6.0
+
+
+def test_what_waits_for_its_turn_is_committed_late_where_no_later_one_comes() -> None:
+    driver = paced()
+    assert rounds(driver, 2) == [True, False]
+    driver.now_s = 40.0
+    driver.group.lost(0, driver.now_s)  # no appointment any more
+    driver.decide()
+    assert driver.group.committing is None
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= 45.0
+    driver.now_s = 45.0
+    driver.decide()
+    assert driver.group.committing is not None
+
+
+@pytest.mark.parametrize("why", ["wanted", "notice", "one slot", "dead"])
+def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
+    driver = paced(slots=1 if why == "one slot" else 3)
+    if why == "notice":
+        driver.group.warn(Standing("x", "y", 1000.0, 0.0, certain=False))
+    found = rounds(driver, 2)
+    if why in ("notice", "one slot"):
+        assert found == [True, True]
+        return
+    assert found == [True, False]
+    newest = driver.group.newest
+    assert newest is not None
+    assert newest.round is not None
+    if why == "wanted":
+        driver.group.wanted(newest.round.tick)
+    else:
+        driver.group.died(0)
+    driver.decide()
+    assert driver.group.committing == newest.number

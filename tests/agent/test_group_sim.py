@@ -65,6 +65,8 @@ class Sim:
             Every(steps=rng.choice((1, 2, 5))) if rng.random() < 0.6 else Every(seconds=rng.choice((1.0, 4.0)))
         )
         self.group = Group(self.world, self.policy, first_round=rng.choice((1, (1 << 20) - 3)))
+        if self.policy.seconds is not None and rng.random() < 0.5:
+            self.group.paced(self.policy.seconds, rng.choice((1, 3, 20)) * self.policy.seconds, 0.0)
         self.ranks = [Rank(n) for n in range(self.world)]
         self.now_s = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

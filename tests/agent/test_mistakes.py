@@ -25,6 +25,7 @@ from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
 from ckpt.agent.server import Peer, Server
 from ckpt.format.manifest import FRAME, Manifest
+from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity, Tick
 
 EPOCH = Epoch(50, "0123456789abcdef")
@@ -191,6 +192,16 @@ def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes
     lanes.work.pop()()
     made._beat()
     assert len(lanes.work) == 1
+
+
+def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, Lanes, Listener]) -> None:
+    made, lanes, _ = job
+    made.begin_training(Claim(EPOCH, None), resumed=False)
+    (claim,) = lanes.work
+    made._close("left")
+    assert lanes.work == [claim], "a claim that lands after it would leave an epoch that nobody closes"
+    claim()
+    assert len(lanes.work) == 2
 
 
 def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tuple[Job, Lanes, Listener]) -> None:

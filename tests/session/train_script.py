@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("steps", type=int)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--at-risk", type=float, help="seconds: the policy is learnt, within this limit")
     parser.add_argument("--pace", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--take-over", action="store_true")
@@ -47,7 +48,7 @@ def main() -> None:
     with ckpt.Checkpointer(
         args.url,
         job.state,
-        policy=ckpt.Every(steps=args.every),
+        policy=ckpt.Adaptive(at_risk_s=args.at_risk) if args.at_risk else ckpt.Every(steps=args.every),
         take_over=args.take_over,
         sinks=(lambda event: say(event=event.name, message=event.message),),
     ) as ck:

@@ -1,0 +1,96 @@
+"""What the agent sees of a job's costs and failures, and how often it saves for that. Pure: every time is told.
+
+Costs are read off what happens anyway: the ranks' stalls, the commits, and the steps that the ranks publish at the
+beginning and the end of each commit; nothing is asked for, and nothing runs while nothing happens. What is learnt of
+failures travels in the commit records (`about["learnt"]`), so that it is as old as the newest commit at most, and has
+one writer and no deletion of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt.policy.adaptive import Adaptive, Chosen, Decision
+from ckpt.policy.deciding import decide
+from ckpt.policy.failures import Failure
+from ckpt.policy.known import NOTHING, Known
+from ckpt.policy.remembered import merged, remember
+
+PACE_STEPS_MIN = 2  # of fewer steps the time says more of where in a step one looked
+PACE_S_MIN = 1.0
+ABOUT = "learnt"  # its name in a record
+
+
+class Learning:
+    """One job's. `known`: what it has learnt. `decision`: what follows from it now, under the `limits`."""
+
+    def __init__(self, limits: Adaptive, known: Known = NOTHING) -> None:
+        self.limits = limits
+        self.known = known
+        self.decision: Decision = decide(known, limits)
+        self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
+        self._stalled_s = 0.0  # in snapshots since then
+        self._committing = False
+        self._ran_s: float | None = None  # until when the run time is counted
+
+    def started(self, now_s: float, step: int) -> None:
+        """Training goes on after `step`."""
+        self._mark, self._ran_s = (now_s, step), now_s
+
+    def inherit(self, known: Known) -> None:
+        """What an earlier start has learnt of failures."""
+        self.known = merged(self.known, known)
+
+    def failed(self, failure: Failure) -> None:
+        self.known = self.known.failed(failure)
+
+    def stalled(self, seconds: float) -> None:
+        """All ranks have staged; the slowest stood still for so long."""
+        self.known = self.known.stalled(seconds)
+        self._stalled_s += seconds
+
+    def commit_began(self, now_s: float, step: int) -> None:
+        """`step`: that of the hindmost rank."""
+        self._pace(now_s, step)
+        self._committing = True
+
+    def commit_ended(self, now_s: float, step: int, took: tuple[float, int] | None) -> None:
+        """`took`: seconds, and the bytes that it put into the store; None where it failed."""
+        self._pace(now_s, step)
+        self._committing = False
+        if took is not None:
+            self.known = self.known.committed(*took)
+
+    def recovered(self, level: str, seconds: float) -> None:
+        """From a failure until training went on."""
+        self.known = self.known.recovered("local" if level == "local" else "store", seconds)
+
+    def decide(self, now_s: float) -> Decision:
+        """Anew, with all that is known. The same object as before where the intervals stay."""
+        if self._ran_s is not None:
+            self.known = self.known.ran(now_s - self._ran_s)
+            self._ran_s = now_s
+        before = self.decision
+        found = decide(self.known, self.limits, current=before)
+        if _intervals(found) == _intervals(before):
+            found = replace(found, local_by=before.local_by, store_by=before.store_by)
+        self.decision = found
+        return found
+
+    def about(self) -> dict[str, float]:
+        """For a record."""
+        return remember(self.known)
+
+    def _pace(self, now_s: float, step: int) -> None:
+        """How fast training went since the last mark, by whether a commit ran all the time."""
+        if self._mark is not None:
+            since_s, since = self._mark
+            seconds = now_s - since_s - self._stalled_s
+            if step - since >= PACE_STEPS_MIN and seconds >= PACE_S_MIN:
+                observe = self.known.stepped_beside_commit if self._committing else self.known.stepped
+                self.known = observe(step - since, seconds)
+        self._mark, self._stalled_s = (now_s, step), 0.0
+
+
+def _intervals(choice: Chosen) -> tuple[float, int]:
+    return choice.local_s, choice.snapshots

@@ -1,0 +1,147 @@
+"""What a user may ask of the adaptive policy, and what it answers.
+
+The user gives limits, never intervals: within them the policy takes the intervals that cost least. `deciding.decide`
+finds them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.errors import UsageError
+from ckpt.policy.levels import Measured
+
+START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
+
+LocalBy = Literal["start", "rates", "overhead", "step", "replication", "least", "store"]
+StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_s", "at_risk_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Save as often as what is measured and learnt says is best, within these limits.
+
+    overhead: the most that saving may cost, as a part of the run's time (.05: 5 %): snapshots' stalls, and what commits
+    slow training by. It lengthens both intervals.
+    store_mb_s: the most that checkpoints may put into the store, in 10^6 bytes per second, averaged over time (None: no
+    limit). It lengthens the store's interval. How fast one commit may run is ckpt.Limits(bandwidth=).
+    at_risk_s: the most seconds of training that may be lost where only the store is left (None: what costs least). It
+    shortens the store's interval: from the snapshot that one commit holds to the end of the next commit.
+
+    Where they contradict each other store_mb_s is kept first, then at_risk_s, then overhead; what could not be kept is
+    named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that cannot be kept.
+    There is no least or longest interval to give: overhead bounds from below, at_risk_s from above. Whoever wants a
+    certain interval takes ckpt.Every. Errors: UsageError.
+    """
+
+    overhead: float = 0.05
+    store_mb_s: float | None = None
+    at_risk_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _limit("overhead", self.overhead, 1.0, "a part of the run's time, more than 0, at most 1")
+        if self.store_mb_s is not None:
+            _limit("store_mb_s", self.store_mb_s, math.inf, "megabytes per second, more than 0, or None")
+        if self.at_risk_s is not None:
+            _limit("at_risk_s", self.at_risk_s, math.inf, "seconds, more than 0, or None")
+
+    @property
+    def steps(self) -> None:
+        """As ckpt.Every has it: appointments go by the clock."""
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """As ckpt.Every has it: the interval of snapshots before anything is known."""
+        return START_S if self.at_risk_s is None else min(START_S, self.at_risk_s / 2)
+
+
+def _limit(name: str, value: object, most: float, what: str) -> None:
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most and value < math.inf
+    if not right:
+        raise UsageError(f"ckpt.Adaptive({name}={value!r}): {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A snapshot every `local_s` seconds, counted from one to the next, and every `snapshots`-th of them committed.
+
+    `local_by`, `store_by`: which term decided. "start": nothing is measured yet. "rates": the least expected loss for
+    what is measured. A limit's name: that limit. "step": there is one snapshot to a step. "replication": one snapshot
+    is replicated at a time. "least": more often gains nothing. "store": no less often than the store asks for.
+    "snapshot": there is no commit without a snapshot. "commit": a commit takes that long.
+    """
+
+    local_s: float
+    snapshots: int
+    local_by: LocalBy
+    store_by: StoreBy
+
+    @property
+    def store_s(self) -> float:
+        """Seconds from one commit's snapshot to the next one's."""
+        return self.local_s * self.snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Chosen):
+    """What was chosen, what it is expected to cost, and what it was chosen by."""
+
+    measured: Measured
+    overhead: float  # expected: wall time / useful time - 1, lost work and recoveries counted in
+    saving: float  # the part of the run's time that saving takes, as far as that is measured
+    store_mb_s: float  # expected traffic, 10^6 bytes per second
+    at_risk_s: float  # the most seconds that are lost where only the store is left, as commits went so far
+    unmet: tuple[str, ...]  # limits that cannot be kept, by name
+    stalls: int  # how many snapshots, commits, and failures of either level were seen
+    commits: int
+    memory_failures: int
+    store_failures: int
+
+    def explain(self) -> str:
+        """Two lines for people: per level the interval, which term decided, and what was measured."""
+        m = self.measured
+        local, store, costs = _WHY[self.local_by], _WHY[self.store_by], ""
+        if self.local_by != "start":
+            local += f"; it stalls {_span(m.snapshot_stall_s)} ({self.stalls} measured)"
+        if self.store_by != "start":
+            slows = f"slows training by {_share(m.slowdown)}"
+            store += f"; it takes {_span(m.commit_s)}, {slows} ({self.commits} measured)"
+            costs = f"; saving costs {_share(self.saving)}, with failures {_share(self.overhead)}"
+        if self.unmet:
+            costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet)}"
+        return (
+            f"a snapshot every {_span(self.local_s)}: {local}; "
+            f"memory is needed every {_span(1 / m.memory_rate)} ({self.memory_failures} failures seen)\n"
+            f"a commit every {_span(self.store_s)}: {store}; "
+            f"the store is needed every {_span(1 / m.store_rate)} ({self.store_failures} failures seen){costs}"
+        )
+
+
+_WHY = {
+    "start": "none is measured yet",
+    "rates": "the least expected loss",
+    "overhead": "limited by overhead=",
+    "step": "one step takes that long",
+    "replication": "replicating one takes that long",
+    "least": "more often gains nothing",
+    "store": "as often as the store asks for",
+    "snapshot": "with every snapshot",
+    "commit": "one commit takes that long",
+    "store_mb_s": "limited by store_mb_s=",
+    "at_risk_s": "limited by at_risk_s=",
+}
+
+
+def _span(seconds: float) -> str:
+    """To two or three digits, in the unit that people would use."""
+    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.2g} %"

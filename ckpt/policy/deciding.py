@@ -1,0 +1,254 @@
+"""From what is known to how often to save, within the user's limits.
+
+Each level has an interval that costs least (`levels.best`, here in real numbers), and the limits move it. What holds:
+
+- A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
+  in hand, so that the noise of the next estimate asks for no change.
+- Intervals that break no limit change only where the expected gain is more than the noise of the estimates
+  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %.
+- A commit's interval is a whole number of the snapshots', and both are the best for that number.
+- What costs more does not shorten the interval of its level, and more failures do not lengthen it (where limits decide:
+  but for less than one snapshot more or less to a commit).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
+from ckpt.policy.failures import Failure
+from ckpt.policy.interval import ROUNDING
+from ckpt.policy.known import Known
+from ckpt.policy.levels import overhead_of
+from ckpt.policy.rates import reconsider
+
+LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
+IN_HAND = 1.1
+CHANGE_MIN = 1 / 7
+DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
+MB = 1e6
+
+Bound = Literal["overhead", "store_mb_s", "at_risk_s", "step", "replication", "least", "commit"]
+LIMITS = ("store_mb_s", "at_risk_s", "overhead")
+
+
+def decide(
+    known: Known, limits: Adaptive, nodes: int = 1, peers: bool = False, current: Chosen | None = None
+) -> Decision:
+    """The intervals for a job on so many nodes. `peers`: whether other hosts' memory survives the loss of a node.
+    `current`: what was decided before and is in force; None: nothing was. Errors: UsageError where nodes is below 1.
+
+    Pure: the same arguments, the same answer. It takes a fraction of a millisecond: ask after every observation that
+    matters (a snapshot, a commit, a failure), and now and then while nothing happens, since that is news as well.
+    """
+    needs = _Needs(known, limits, nodes, peers)
+    wanted = needs.wanted()
+    if current is None or _starts(current) != _starts(wanted):
+        return needs.decision(wanted)
+    stay = Chosen(current.local_s, current.snapshots, current.local_by, current.store_by)
+    return needs.decision(_reconsidered(needs, stay, wanted))
+
+
+def _starts(choice: Chosen) -> tuple[bool, bool]:
+    return choice.local_by == "start", choice.store_by == "start"
+
+
+def _reconsidered(needs: _Needs, stay: Chosen, wanted: Chosen) -> Chosen:
+    """The intervals in force, or these with one level's changed, or the wanted ones: what gains most beyond noise."""
+    allowed = needs.allowed(wanted)
+    if needs.broken(stay, allowed):
+        return wanted
+    found, most = stay, 0.0
+    for each in _alternatives(stay, wanted):
+        gain = needs.gain(stay, each)
+        if gain > most and not needs.broken(each, allowed):
+            found, most = each, gain
+    return found
+
+
+def _alternatives(stay: Chosen, wanted: Chosen) -> list[Chosen]:
+    local_moves = abs(wanted.local_s / stay.local_s - 1) > CHANGE_MIN
+    store_moves = abs(wanted.store_s / stay.store_s - 1) > CHANGE_MIN
+    found = [wanted] if local_moves or store_moves else []
+    if wanted.store_by == "start":
+        return found  # there is one level yet
+    if local_moves:
+        found += _divided(stay.store_s, wanted.local_s, wanted.local_by, stay.store_by)
+    if store_moves:
+        times = wanted.store_s / stay.local_s
+        found += [Chosen(stay.local_s, k, stay.local_by, wanted.store_by) for k in _whole(times)]
+    return found
+
+
+def _divided(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
+    """The two ways to divide a commit's interval evenly into snapshots' intervals next to the wanted one."""
+    return [Chosen(store_s / k, k, local_by, store_by) for k in _whole(store_s / local_s)]
+
+
+def _whole(times: float) -> list[int]:
+    """The whole numbers next to `times`, at least 1."""
+    return sorted({max(1, math.floor(times * (1 + ROUNDING))), max(1, math.ceil(times * (1 - ROUNDING)))})
+
+
+class _Needs:
+    """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
+
+    def __init__(self, known: Known, limits: Adaptive, nodes: int, peers: bool) -> None:
+        self.known, self.limits = known, limits
+        self.measured = m = known.measured(nodes, peers)
+        self.memory, self.store = known.failures_by_level(peers)
+        self.local_c, self.local_l = m.snapshot_stall_s, m.memory_rate
+        self.store_c, self.store_l = m.commit_cost_s, m.store_rate
+        self.local_c_error, self.local_l_error = known.stall.error, known.deviation(self.memory, nodes)
+        self.store_c_error = math.hypot(m.slowdown * known.commit.error, m.commit_s * known.slowdown_error)
+        self.store_l_error = known.deviation(self.store, nodes)
+        self.commit_high_s = known.commit.high if known.commit.seen else m.commit_s
+        traffic = math.inf if limits.store_mb_s is None else limits.store_mb_s * MB
+        self.bytes = known.commit_bytes.mean or 0.0
+        self.traffic_s = self.bytes / traffic
+        self.at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
+        self.least_s: dict[Literal["least", "step", "replication"], float] = {
+            "least": LEAST_S,
+            "step": known.step.mean or 0.0,
+            "replication": m.replication_s,
+        }
+        self.floors_s: dict[StoreBy, float] = {
+            "snapshot": max(self.least_s.values()),
+            "commit": m.commit_s,
+            "store_mb_s": self.traffic_s * IN_HAND,
+        }
+        self.ceiling_s = (self.at_risk_s - self.commit_high_s) / IN_HAND
+
+    # -- what is best now, whatever was before
+
+    def wanted(self) -> Chosen:
+        """The intervals that cost least within the limits. Each step below only ever moves what the one before found;
+        the limits that the user ranked higher come later."""
+        if not self.known.stall.seen:
+            return Chosen(self.limits.seconds, 1, "start", "start")
+        local_s = math.sqrt(2 * self.local_c / self.local_l)  # Young 1974, of this level by itself
+        bound = max(self.least_s, key=lambda each: self.least_s[each])
+        local_by: LocalBy = "rates" if local_s >= self.least_s[bound] else bound
+        local_s = max(local_s, self.least_s[bound])
+        budget = self.limits.overhead / IN_HAND
+        if not self.known.commit.seen:
+            least_s = self.local_c / budget
+            local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
+            return Chosen(min(local_s, self.at_risk_s / 2), 1, local_by, "start")
+
+        store_s, store_by = self._store_s(local_s, budget)
+        rest = budget - self.store_c / store_s
+        least_s = self.local_c / rest if rest > 0 else math.inf
+        if least_s > local_s:
+            local_by, local_s = "overhead", least_s
+        if local_s >= store_s:
+            both_by: LocalBy = bound if store_by == "snapshot" and store_s <= self.least_s[bound] else "store"
+            return Chosen(self._local_s(1, budget), 1, both_by, store_by)
+        choices = [Chosen(self._local_s(k, budget), k, local_by, store_by) for k in _whole(store_s / local_s)]
+        limits = replace(self.limits, overhead=budget)
+        breaks = [len(self.broken(each, limits)) for each in choices]
+        return min(zip(breaks, choices, strict=True), key=lambda each: (each[0], self._cost(each[1])))[1]
+
+    def _store_s(self, local_s: float, budget: float) -> tuple[float, StoreBy]:
+        """The commits' interval, and what decided. `local_s`: the snapshots', as they would have it."""
+        by: StoreBy = "rates"
+        store_s = math.sqrt(2 * self.store_c / self.store_l)
+        if store_s < local_s:  # then both are one
+            by = "snapshot"
+            store_s = math.sqrt(2 * (self.local_c + self.store_c) / (self.local_l + self.store_l))
+        # Both intervals scaled by one factor keep the optimum under a budget: the multiplier of Lagrange is the same.
+        scale = (self.local_c / max(min(local_s, store_s), *self.least_s.values()) + self.store_c / store_s) / budget
+        if scale > 1:
+            by, store_s = "overhead", scale * store_s
+        if store_s > self.ceiling_s:
+            by, store_s = "at_risk_s", self.ceiling_s
+        for name, floor_s in self.floors_s.items():
+            if store_s < floor_s:
+                by, store_s = name, floor_s
+        return store_s, by
+
+    def _local_s(self, k: int, budget: float) -> float:
+        """The snapshots' interval that is best with exactly k to a commit: whole numbers leave some of what either
+        level would have. The limits in the order of their ranks, the last the highest."""
+        cost = self.local_c + self.store_c / k
+        local_s = max(math.sqrt(2 * cost / (self.local_l + k * self.store_l)), cost / budget)
+        floor_s = max(*self.least_s.values(), max(self.floors_s.values()) / k)
+        return max(min(local_s, self.ceiling_s / k), floor_s)
+
+    def _cost(self, choice: Chosen) -> float:
+        """The overhead that depends on the intervals, to first order."""
+        return self.saving(choice) + (self.local_l * choice.local_s + self.store_l * choice.store_s) / 2
+
+    # -- choices against each other
+
+    def gain(self, now: Chosen, then: Chosen) -> float:
+        """The overhead that a change saves, less the noise in that; both levels' estimates are independent."""
+        local = reconsider(
+            now.local_s, then.local_s, self.local_c, self.local_l, self.local_c_error, self.local_l_error, DEVIATIONS
+        )
+        if then.store_by == "start":
+            return local.gain - local.noise
+        store = reconsider(
+            now.store_s, then.store_s, self.store_c, self.store_l, self.store_c_error, self.store_l_error, DEVIATIONS
+        )
+        return local.gain + store.gain - math.hypot(local.noise, store.noise)
+
+    def saving(self, choice: Chosen) -> float:
+        """The part of the run's time that it takes, as far as that is measured."""
+        local = 0.0 if choice.local_by == "start" else self.local_c / choice.local_s
+        return local + (0.0 if choice.store_by == "start" else self.store_c / choice.store_s)
+
+    def lost_s(self, choice: Chosen) -> float:
+        """The most work that is lost where only the store is left."""
+        return max(choice.store_s, self.measured.commit_s) + self.commit_high_s
+
+    def broken(self, choice: Chosen, limits: Adaptive) -> set[Bound]:
+        """The limits that it breaks by more than rounding, and the bounds by more than what measuring is wrong by."""
+        over = 1 + ROUNDING
+        found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
+        if self.saving(choice) > limits.overhead * over:
+            found.add("overhead")
+        if choice.store_by != "start":
+            if choice.store_s * IN_HAND < self.measured.commit_s:
+                found.add("commit")
+            if choice.store_s * over < self.traffic_s:
+                found.add("store_mb_s")
+            if limits.at_risk_s is not None and self.lost_s(choice) > limits.at_risk_s * over:
+                found.add("at_risk_s")
+        return found
+
+    def allowed(self, wanted: Chosen) -> Adaptive:
+        """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand."""
+        limits, broken = self.limits, self.broken(wanted, self.limits)
+        if "overhead" in broken:
+            limits = replace(limits, overhead=min(1.0, IN_HAND * self.saving(wanted)))
+        if "at_risk_s" in broken:
+            limits = replace(limits, at_risk_s=IN_HAND * self.lost_s(wanted))
+        return limits
+
+    def decision(self, choice: Chosen) -> Decision:
+        m, broken = self.measured, self.broken(choice, self.limits)
+        # Never below a thousandth of an interval, where costs that eat all of it would leave no work.
+        work_s = max(choice.local_s - self.local_c - self.store_c / choice.snapshots, choice.local_s / 1000)
+        return Decision(
+            local_s=choice.local_s,
+            snapshots=choice.snapshots,
+            local_by=choice.local_by,
+            store_by=choice.store_by,
+            measured=m,
+            overhead=overhead_of(m, work_s, choice.snapshots),
+            saving=self.saving(choice),
+            store_mb_s=self.bytes / choice.store_s / MB,
+            at_risk_s=self.lost_s(choice),
+            unmet=tuple(each for each in LIMITS if each in broken),
+            stalls=self.known.stall.seen,
+            commits=self.known.commit.seen,
+            memory_failures=self._seen(self.memory),
+            store_failures=self._seen(self.store),
+        )
+
+    def _seen(self, failures: Iterable[Failure]) -> int:
+        return sum(self.known.rate_of(each).seen for each in failures)

@@ -1,0 +1,155 @@
+"""What a job has learnt of its own costs and failures: a value that grows by what it is told.
+
+Nothing here has a clock or does I/O: who observes says how long it took. The same observations in the same order give
+the same value. What was not measured yet is taken from the priors below, and from `failures.PRIORS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ckpt.errors import UsageError
+from ckpt.policy.failures import DAY_S, PRIORS, Failure, FailureRate
+from ckpt.policy.interval import not_negative, positive
+from ckpt.policy.levels import Measured
+from ckpt.policy.typical import Typical
+
+COMMIT_S = 60.0  # priors of what a commit takes, and of what it slows training by
+SLOWDOWN = 0.05
+STALL_MIN_S = 1e-3  # nothing is free: below these a measurement cannot be told from none, and an interval that follows
+SLOWDOWN_MIN = 0.01  # from nothing would commit without a pause, whatever the store may charge for it
+RARE = 1 / (90 * DAY_S)  # failures per second: no level is taken to be needed more seldom, however long it was not
+
+UNMEASURED = Typical()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Costs in seconds; per class the failure rate. Methods return the value after one observation more. UsageError."""
+
+    stall: Typical = UNMEASURED
+    commit: Typical = UNMEASURED
+    commit_bytes: Typical = UNMEASURED
+    replication: Typical = UNMEASURED
+    step: Typical = UNMEASURED  # seconds of a step while no commit runs
+    step_beside_commit: Typical = UNMEASURED
+    local_recovery: Typical = UNMEASURED
+    peer_recovery: Typical = UNMEASURED
+    store_recovery: Typical = UNMEASURED
+    process: FailureRate = PRIORS[Failure.PROCESS]
+    node: FailureRate = PRIORS[Failure.NODE]
+    preemption: FailureRate = PRIORS[Failure.PREEMPTION]
+    job: FailureRate = PRIORS[Failure.JOB]
+
+    def rate_of(self, failure: Failure) -> FailureRate:
+        rate: FailureRate = getattr(self, failure.value)
+        return rate
+
+    # -- observations
+
+    def stalled(self, seconds: float) -> Known:
+        """A snapshot kept training from going on for so long, the slowest rank's."""
+        return replace(self, stall=self.stall.observed(seconds))
+
+    def committed(self, seconds: float, count_bytes: float) -> Known:
+        """A commit took so long and put so many bytes into the store."""
+        not_negative("count_bytes", count_bytes)
+        return replace(self, commit=self.commit.observed(seconds), commit_bytes=self.commit_bytes.observed(count_bytes))
+
+    def replicated(self, seconds: float) -> Known:
+        """A snapshot was safe in peers' memory so long after it was taken."""
+        return replace(self, replication=self.replication.observed(seconds))
+
+    def stepped(self, steps: int, seconds: float) -> Known:
+        """So many steps ended in so many seconds, without a snapshot, while no commit ran."""
+        return replace(self, step=self.step.observed(_pace(steps, seconds)))
+
+    def stepped_beside_commit(self, steps: int, seconds: float) -> Known:
+        """The same while one ran all the time."""
+        return replace(self, step_beside_commit=self.step_beside_commit.observed(_pace(steps, seconds)))
+
+    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> Known:
+        """From a failure until training went on from what that level held: so long."""
+        name = f"{level}_recovery"
+        recovery: Typical = getattr(self, name)
+        return self._with({name: recovery.observed(seconds)})
+
+    def ran(self, seconds: float, nodes: int = 1) -> Known:
+        """Training ran for so long on so many nodes. Say so before what ended it."""
+        return self._with({each.value: self.rate_of(each).ran(seconds * _times(each, nodes)) for each in Failure})
+
+    def failed(self, failure: Failure) -> Known:
+        """Work was lost by a failure of that class. What strikes several ranks or nodes at once is one failure."""
+        return self._with({failure.value: self.rate_of(failure).failed()})
+
+    def _with(self, changes: dict[str, Any]) -> Known:
+        return replace(self, **changes)
+
+    # -- what the formulas need
+
+    @property
+    def slowdown(self) -> float:
+        """The part of training's speed that a commit takes while it runs."""
+        return max(SLOWDOWN_MIN, self._slowdown()[0])
+
+    @property
+    def slowdown_error(self) -> float:
+        """Its standard deviation."""
+        return self._slowdown()[1]
+
+    def _slowdown(self) -> tuple[float, float]:
+        """A difference of two noisy paces, often smaller than their noise: so the prior, wrong by as much as itself,
+        counts as one more measurement, each weighed by its precision (the normal posterior)."""
+        alone, beside = self.step.mean, self.step_beside_commit.mean
+        if not alone or not beside:
+            return SLOWDOWN, SLOWDOWN
+        seen = 1 - alone / beside
+        error = alone / beside * math.hypot(self.step.error / alone, self.step_beside_commit.error / beside)
+        weight = SLOWDOWN**2 / (SLOWDOWN**2 + error**2)
+        return weight * seen + (1 - weight) * SLOWDOWN, error * math.sqrt(weight)
+
+    def measured(self, nodes: int, peers: bool) -> Measured:
+        """For `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
+        memory, store = self.failures_by_level(peers)
+        return Measured(
+            snapshot_stall_s=max(STALL_MIN_S, self.stall.mean or 0.0),
+            commit_s=COMMIT_S if self.commit.mean is None else self.commit.mean,
+            slowdown=self.slowdown,
+            replication_s=self.replication.mean or 0.0,
+            local_rate=max(RARE, self.process.now.mean),
+            peer_rate=self._rate([each for each in memory if each is not Failure.PROCESS], nodes),
+            store_rate=max(RARE, self._rate(store, nodes)),
+            local_recovery_s=self.local_recovery.mean or 0.0,
+            peer_recovery_s=self.peer_recovery.mean or 0.0,
+            store_recovery_s=self.store_recovery.mean or 0.0,
+        )
+
+    def failures_by_level(self, peers: bool) -> tuple[tuple[Failure, ...], tuple[Failure, ...]]:
+        """Which failures memory survives, and which only the store does."""
+        if peers:
+            return (Failure.PROCESS, Failure.NODE, Failure.PREEMPTION), (Failure.JOB,)
+        return (Failure.PROCESS,), (Failure.NODE, Failure.PREEMPTION, Failure.JOB)
+
+    def deviation(self, failures: Iterable[Failure], nodes: int) -> float:
+        """The standard deviation of the sum of these rates, per second of the job."""
+        return math.hypot(*(self.rate_of(each).now.deviation * _times(each, nodes) for each in failures))
+
+    def _rate(self, failures: Iterable[Failure], nodes: int) -> float:
+        return math.fsum(self.rate_of(each).now.mean * _times(each, nodes) for each in failures)
+
+
+def _times(failure: Failure, nodes: int) -> int:
+    """Seconds of exposure per second of the job. Errors: UsageError."""
+    if nodes < 1:
+        raise UsageError(f"nodes={nodes}: at least 1")
+    return nodes if failure.per_node else 1
+
+
+def _pace(steps: int, seconds: float) -> float:
+    return not_negative("seconds", seconds) / positive("steps", steps)
+
+
+NOTHING = Known()  # but for the priors

@@ -1,0 +1,138 @@
+"""What outlives the job: the failure rates, as a small dict of numbers, to be kept where the next run finds it.
+
+Format, version 1: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 93 of them.
+
+- `version`: 1.
+- per class of failures (`process`, `node`, `preemption`, `job`): `.prior_failures`, `.prior_s`, `.failures`,
+  `.exposure_s`, `.open_s`, `.ever_s`, `.seen`, the fields of FailureRate; and `.gap.0` (the oldest) to `.gap.15`, as
+  far as there are.
+
+Costs are not in it: the next run may have other machines, and measures its own within minutes.
+
+It comes from a store that others can write to: what is not exactly of this form is not used, and the reason is told.
+What is of this form and false makes intervals bad for a while, within the user's limits and `known.RARE`, and is
+forgotten as failures come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ckpt.policy.failures import MEMORY, PRIOR_MIN, SHORTEST_S, Failure, FailureRate
+from ckpt.policy.known import NOTHING, Known
+from ckpt.policy.rates import GammaRate
+
+VERSION = 1
+LARGEST = 1e12  # seconds: 30,000 years of one node; what is more is cut off when written
+NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What an earlier run handed on. `refused`: why what was read is not used, so that this is what one knows at
+    first; "" where all is well."""
+
+    known: Known
+    refused: str = ""
+
+
+def remember(known: Known) -> dict[str, float]:
+    """The value to keep."""
+    found: dict[str, float] = {"version": VERSION}
+    for failure in Failure:
+        rate, name = known.rate_of(failure), failure.value
+        found |= {
+            f"{name}.prior_failures": rate.settled.prior_failures,
+            f"{name}.prior_s": rate.settled.prior_exposure_s,
+            f"{name}.failures": rate.settled.failures,
+            f"{name}.exposure_s": rate.settled.exposure_s,
+            f"{name}.open_s": rate.open_s,
+            f"{name}.ever_s": rate.ever_s,
+            f"{name}.seen": rate.seen,
+        }
+        found |= {f"{name}.gap.{i}": gap_s for i, gap_s in enumerate(rate.gaps_s)}
+    return {name: min(number, LARGEST) for name, number in found.items()}
+
+
+def recall(value: object) -> Recalled:
+    """What `remember` gave, read back from anywhere: any object at all. Never an error: what is not of the form is not
+    used, as a whole, and `refused` says why."""
+    try:
+        numbers = _numbers(value)
+        rates = {failure.value: _rate(numbers, failure.value) for failure in Failure}
+        if numbers:
+            raise _Refused(f"{min(numbers)[:80]!r} is no name in it")
+    except _Refused as refused:
+        return Recalled(NOTHING, f"what earlier runs learnt of failures is not used: {refused}")
+    return Recalled(_with(NOTHING, rates))
+
+
+def merged(one: Known, other: Known) -> Known:
+    """What two runs know that may have begun with the same: of each class the rate of the one that has seen more of
+    it. The costs are those of `one`.
+
+    Nothing is counted twice, and of rates neither the order matters nor how often the same is merged (a join in a
+    lattice). Of two runs that went on side by side from one point, what the lesser saw since is lost; that is cheaper
+    than to keep apart who saw what, for numbers that are estimates.
+    """
+    return _with(one, {each.value: max(one.rate_of(each), other.rate_of(each), key=_rank) for each in Failure})
+
+
+def _rank(rate: FailureRate) -> tuple[Any, ...]:
+    settled = tuple(getattr(rate.settled, each.name) for each in fields(GammaRate))
+    return rate.ever_s, rate.seen, rate.open_s, settled, rate.gaps_s
+
+
+def _with(known: Known, rates: Mapping[str, Any]) -> Known:
+    return replace(known, **rates)
+
+
+# -- reading what may be anything
+
+
+class _Refused(Exception):
+    """It is not of the form; the text says where."""
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise _Refused("it is no dict")
+    if len(value) > NUMBERS_MAX:
+        raise _Refused(f"it has more than {NUMBERS_MAX} numbers")
+    numbers: dict[str, float] = {}
+    for name, number in value.items():
+        if not isinstance(name, str):
+            raise _Refused("a name in it is no text")
+        if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= LARGEST:
+            raise _Refused(f"{name[:80]!r} is no number from 0 to {LARGEST:g}")
+        numbers[name] = float(number)
+    version = _take(numbers, "version")
+    if version != VERSION:
+        raise _Refused(f"its version is {version:g}, and this reads {VERSION}")
+    return numbers
+
+
+def _take(numbers: dict[str, float], name: str, least: float = 0.0, most: float = LARGEST) -> float:
+    if name not in numbers:
+        raise _Refused(f"{name!r} is missing")
+    number = numbers.pop(name)
+    if not least <= number <= most:
+        raise _Refused(f"{name!r} is not from {least:g} to {most:g}")
+    return number
+
+
+def _rate(numbers: dict[str, float], name: str) -> FailureRate:
+    prior_failures = _take(numbers, f"{name}.prior_failures", PRIOR_MIN, 1)
+    prior_s = _take(numbers, f"{name}.prior_s", prior_failures * SHORTEST_S)
+    failures, exposure_s = _take(numbers, f"{name}.failures", 0, MEMORY), _take(numbers, f"{name}.exposure_s")
+    settled = GammaRate(prior_failures, prior_s, failures, exposure_s)
+    seen = _take(numbers, f"{name}.seen")
+    if seen != int(seen):
+        raise _Refused(f"'{name}.seen' is no whole number")
+    open_s, ever_s = _take(numbers, f"{name}.open_s"), _take(numbers, f"{name}.ever_s")
+    gaps_s: list[float] = []
+    while len(gaps_s) < MEMORY and f"{name}.gap.{len(gaps_s)}" in numbers:
+        gaps_s.append(_take(numbers, f"{name}.gap.{len(gaps_s)}"))
+    return FailureRate(settled, open_s, tuple(gaps_s), ever_s, int(seen))

@@ -1,0 +1,79 @@
+"""What the agent learns of a job, from what happens anyway."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt.agent.learning import Learning
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.failures import Failure
+from ckpt.policy.remembered import recall
+
+
+def trained(learning: Learning, commits: int, step_s: float = 0.1, beside_s: float = 0.2) -> float:
+    """Some commits of 2 s, 10 s apart; when the last one ended."""
+    now_s, step = 100.0, 0
+    learning.started(now_s, step)
+    for _ in range(commits):
+        learning.stalled(0.5)
+        now_s, step = now_s + 8.0, step + round(7.5 / step_s)
+        learning.commit_began(now_s, step)
+        now_s, step = now_s + 2.0, step + round(2.0 / beside_s)
+        learning.commit_ended(now_s, step, (2.0, 10**6))
+    return now_s
+
+
+def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> None:
+    learning = Learning(Adaptive())
+    trained(learning, 8)
+    known = learning.known
+    assert known.stall.mean == pytest.approx(0.5)
+    assert (known.commit.mean, known.commit_bytes.mean) == (2.0, 10**6)
+    assert known.step.mean == pytest.approx(0.1), "without what the snapshots stalled"
+    assert known.step_beside_commit.mean == pytest.approx(0.2)
+
+
+def test_a_commit_that_failed_says_nothing_of_what_commits_take() -> None:
+    learning = Learning(Adaptive())
+    learning.started(0.0, 0)
+    learning.commit_began(10.0, 100)
+    learning.commit_ended(70.0, 400, None)
+    assert learning.known.commit.seen == 0
+    assert learning.known.step_beside_commit.seen == 1
+
+
+def test_few_steps_and_short_times_are_no_pace() -> None:
+    learning = Learning(Adaptive())
+    learning.started(0.0, 5)
+    learning.commit_began(60.0, 6)  # one long step
+    learning.commit_ended(60.01, 9, (0.01, 1))
+    assert not learning.known.step.seen
+    assert not learning.known.step_beside_commit.seen
+
+
+def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> None:
+    learning = Learning(Adaptive())
+    first = learning.decision
+    assert first.local_by == "start"
+    now_s = trained(learning, 8)
+    learned = learning.decide(now_s)
+    assert learned.local_by != "start"
+    again = learning.decide(now_s + 1.0)
+    assert (again.local_s, again.snapshots) == (learned.local_s, learned.snapshots)
+
+
+def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> None:
+    learning = Learning(Adaptive())
+    now_s = trained(learning, 8)
+    before = learning.decide(now_s)
+    for _ in range(5):
+        now_s += 600.0
+        learning.decide(now_s)
+        learning.failed(Failure.PROCESS)
+    assert learning.decide(now_s).local_s < before.local_s
+    heir = Learning(Adaptive())
+    recalled = recall(learning.about())
+    assert not recalled.refused
+    heir.inherit(recalled.known)
+    assert heir.known.process == learning.known.process
+    assert heir.known.stall.seen == 0, "another machine may have other costs"

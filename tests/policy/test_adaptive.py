@@ -1,0 +1,307 @@
+"""ckpt.Adaptive: its limits, what it decides, and that it says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.errors import UsageError
+from ckpt.policy import Adaptive, Decision, Failure, Known, best, decide, overhead_first_order
+
+DAY_S = 86_400.0
+EXACT = 1 + 1e-9
+
+
+def powers(low: float, high: float) -> st.SearchStrategy[float]:
+    """Between 10^low and 10^high, each size as likely."""
+    return st.floats(low, high).map(lambda x: 10.0**x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What was seen of a job: each cost measured three times the same, so that its mean is exact."""
+
+    stall_s: float = 0.25
+    commit_s: float = 41.0
+    commit_bytes: float = 12e9
+    step_s: float = 0.5
+    slowdown: float = 0.03
+    replication_s: float = 0.0
+    ran_s: float = 5 * DAY_S
+    nodes: int = 1
+    peers: bool = False
+    process: int = 3
+    node: int = 0
+    preemption: int = 0
+    job: int = 0
+
+    @property
+    def known(self) -> Known:
+        known = Known().ran(self.ran_s, self.nodes)
+        for _ in range(3):
+            known = known.stalled(self.stall_s).committed(self.commit_s, self.commit_bytes)
+            known = known.replicated(self.replication_s).stepped(10, 10 * self.step_s)
+            known = known.stepped_beside_commit(10, 10 * self.step_s / (1 - self.slowdown))
+        for failure in Failure:
+            for _ in range(getattr(self, failure.value)):
+                known = known.failed(failure)
+        return known
+
+    def decide(self, limits: Adaptive, current: Decision | None = None) -> Decision:
+        return decide(self.known, limits, self.nodes, self.peers, current)
+
+    def with_(self, **changes: object) -> Job:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+JOBS = st.builds(
+    Job,
+    stall_s=powers(-3, 2),
+    commit_s=powers(0, 3),
+    commit_bytes=powers(6, 12),
+    step_s=powers(-2, 1),
+    slowdown=st.floats(0, 0.5),
+    replication_s=powers(-1, 2),
+    ran_s=powers(3, 7),
+    nodes=st.sampled_from([1, 4, 64]),
+    peers=st.booleans(),
+    **{each.value: st.integers(0, 4) for each in Failure},
+)
+LIMITS = st.builds(
+    Adaptive,
+    overhead=st.sampled_from([0.01, 0.05, 0.2, 1.0]),
+    store_mb_s=st.sampled_from([None, 1, 100]),
+    at_risk_s=st.sampled_from([None, 300, 3600]),
+)
+
+
+# -- what a user may ask
+
+
+@pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf, True, "5"])
+@pytest.mark.parametrize("name", ["overhead", "store_mb_s", "at_risk_s"])
+def test_a_limit_outside_its_domain_is_refused_by_name(name, bad):
+    with pytest.raises(UsageError, match=name):
+        Adaptive(**{name: bad})
+
+
+def test_overhead_is_a_part_of_the_time_and_cannot_be_left_out():
+    for bad in (1.01, 5, None):
+        with pytest.raises(UsageError, match="overhead"):
+            Adaptive(overhead=bad)
+    assert Adaptive(overhead=1).overhead == 1
+
+
+def test_before_the_first_decision_it_is_used_like_every():
+    assert (Adaptive().steps, Adaptive().seconds) == (None, 60)
+    assert Adaptive(at_risk_s=30).seconds == 15
+
+
+# -- limits
+
+
+@given(JOBS, LIMITS)
+def test_each_limit_is_kept_or_named(job, limits):
+    found = job.decide(limits)
+    kept = {
+        "overhead": found.saving <= limits.overhead * EXACT,
+        "store_mb_s": limits.store_mb_s is None or found.store_mb_s <= limits.store_mb_s * EXACT,
+        "at_risk_s": limits.at_risk_s is None or found.at_risk_s <= limits.at_risk_s * EXACT,
+    }
+    assert {name for name, is_kept in kept.items() if not is_kept} == set(found.unmet)
+
+
+@given(JOBS, LIMITS)
+def test_only_a_limit_that_another_excludes_is_not_kept(job, limits):
+    """Traffic always is; at_risk_s but for traffic, for how long a commit takes, and for how seldom there can be a
+    snapshot; overhead but for at_risk_s, though 1 may be less than continuous commits of everything take."""
+    found = job.decide(limits)
+    assert "store_mb_s" not in found.unmet
+    if "at_risk_s" in found.unmet:
+        assert found.store_by in ("commit", "store_mb_s", "snapshot")
+        alone = job.decide(Adaptive(overhead=1, at_risk_s=limits.at_risk_s))
+        assert "at_risk_s" in alone.unmet or found.store_by == "store_mb_s"
+    if "overhead" in found.unmet:
+        assert limits.at_risk_s is not None
+        assert "overhead" not in job.decide(dataclasses.replace(limits, at_risk_s=None)).unmet
+
+
+@given(JOBS, LIMITS, LIMITS)
+def test_a_new_limit_is_kept_at_once_whatever_was_in_force(job, before, limits):
+    current = job.decide(before)
+    found = job.decide(limits, current)
+    assert set(found.unmet) == set(job.decide(limits).unmet)
+
+
+def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
+    job = Job()
+    loose = job.decide(Adaptive())
+    found = job.decide(Adaptive(at_risk_s=60), loose)
+    assert (found.unmet, found.store_by) == (("at_risk_s",), "commit")
+    assert found.store_s == pytest.approx(job.commit_s)
+    assert job.decide(Adaptive(at_risk_s=60), found).store_s == found.store_s
+
+
+# -- the intervals
+
+
+@given(JOBS)
+def test_without_limits_it_is_as_good_as_the_best_whole_numbers(job):
+    found = job.decide(Adaptive(overhead=1))
+    by_steps = best(found.measured, job.step_s)
+    ours = overhead_first_order(found.measured, found.local_s, found.snapshots)
+    if found.local_by in ("rates", "store"):
+        assert ours <= by_steps.overhead * 1.001
+
+
+@given(JOBS, LIMITS, st.floats(1, 3))
+def test_a_longer_stall_does_not_shorten_the_snapshots_interval(job, limits, times):
+    longer = job.with_(stall_s=times * job.stall_s)
+    assert longer.decide(limits).local_s * EXACT >= job.decide(limits).local_s
+
+
+@given(JOBS, LIMITS, st.integers(1, 10))
+def test_more_failures_do_not_lengthen_the_interval_of_their_level(job, limits, more):
+    assert job.with_(process=job.process + more).decide(limits).local_s <= job.decide(limits).local_s * EXACT
+    assert job.with_(job=job.job + more).decide(limits).store_s <= job.decide(limits).store_s * EXACT
+
+
+@given(JOBS, st.floats(1, 3))
+def test_a_longer_commit_does_not_shorten_its_interval(job, times):
+    limits = Adaptive(overhead=1)
+    assert job.with_(commit_s=times * job.commit_s).decide(limits).store_s * EXACT >= job.decide(limits).store_s
+
+
+def test_peers_memory_takes_over_the_losses_of_nodes():
+    job = Job(nodes=16, node=8)
+    alone, with_peers = job.decide(Adaptive()), job.with_(peers=True).decide(Adaptive())
+    assert (alone.store_failures, with_peers.store_failures) == (8, 0)
+    assert with_peers.store_s > 2 * alone.store_s
+    assert with_peers.local_s < alone.local_s
+
+
+def test_a_commit_that_costs_nothing_measurable_is_not_made_without_a_pause():
+    found = Job(slowdown=0, commit_s=5).decide(Adaptive())
+    assert found.store_s > 60
+    assert Job(stall_s=0).decide(Adaptive()).local_s >= 1
+
+
+def test_nothing_lasts_so_long_without_failures_that_saving_ends():
+    found = Job(ran_s=1e12, process=0).decide(Adaptive())
+    assert found.local_s < 3600
+    assert found.store_s < DAY_S / 4
+
+
+# -- at first
+
+
+def test_before_anything_is_measured_a_snapshot_comes_soon_and_is_committed():
+    found = decide(Known(), Adaptive())
+    assert (found.local_s, found.snapshots, found.local_by, found.store_by) == (60, 1, "start", "start")
+    assert found.unmet == ()
+
+
+def test_until_a_commit_is_measured_each_snapshot_may_be_one():
+    known = Known().stalled(0.25)
+    found = decide(known, Adaptive(), current=decide(Known(), Adaptive()))
+    assert (found.snapshots, found.local_by, found.store_by) == (1, "rates", "start")
+    assert decide(known.stalled(0.26), Adaptive(), current=found).local_s == found.local_s
+    assert decide(Known().stalled(1e4), Adaptive(at_risk_s=100)).local_s == 50
+    assert decide(known.committed(40, 1e9), Adaptive(), current=found).store_by == "rates"
+
+
+# -- when to change
+
+
+@given(JOBS, LIMITS)
+def test_the_same_knowledge_asks_for_no_change(job, limits):
+    found = job.decide(limits)
+    assert job.decide(limits, found) == found
+
+
+@pytest.mark.parametrize(
+    "limits", [Adaptive(), Adaptive(overhead=0.002), Adaptive(store_mb_s=8), Adaptive(at_risk_s=400)], ids=str
+)
+def test_noise_in_what_is_measured_changes_nothing_for_long(limits):
+    """A thousand snapshots and commits that vary by a quarter, one in fifty ten times as long: at the limits, too."""
+    rng = random.Random(11)
+
+    def about(value: float) -> float:
+        return value * math.exp(rng.gauss(0, 0.25)) * (10 if rng.random() < 0.02 else 1)
+
+    known, current, changed = Job().known, None, []
+    for i in range(1000):
+        known = known.stalled(about(0.25)).committed(about(41), 12e9 * rng.uniform(0.9, 1.1)).stepped(10, about(5))
+        known = known.stepped_beside_commit(10, about(5.15))
+        found = decide(known, limits, current=current)
+        if current is not None and (found.local_s, found.snapshots) != (current.local_s, current.snapshots):
+            changed.append(i)
+        current = found
+    assert len(changed) <= (30 if limits.overhead < 0.05 else 5)  # a budget that binds follows what it is measured by
+
+
+def test_a_state_that_grows_is_followed():
+    known = Job().known
+    current = decide(known, Adaptive())
+    for _ in range(16):
+        known = known.stalled(4.0).committed(656, 192e9)
+        current = decide(known, Adaptive(), current=current)
+    fresh = decide(known, Adaptive())
+    assert current.local_s == pytest.approx(fresh.local_s, rel=0.25)
+    assert current.store_s == pytest.approx(fresh.store_s, rel=0.25)
+
+
+@pytest.mark.parametrize("wrong", [1e-3, 1e3])
+def test_an_interval_that_is_far_off_is_left_even_where_little_is_known(wrong):
+    job = Job(process=0, ran_s=0)
+    found = job.decide(Adaptive())
+    kept = job.decide(Adaptive(), dataclasses.replace(found, local_s=found.local_s * wrong))
+    assert kept.local_s / found.local_s < 5
+    assert kept.local_s / found.local_s > 0.2
+
+
+# -- in words
+
+
+def test_it_says_what_was_measured_which_term_decided_and_the_interval():
+    assert decide(Known(), Adaptive()).explain() == (
+        "a snapshot every 60 s: none is measured yet; memory is needed every 24 h (0 failures seen)\n"
+        "a commit every 60 s: none is measured yet; the store is needed every 15 d (0 failures seen)"
+    )
+    found = Job().decide(Adaptive()).explain()
+    snapshot, commit = found.splitlines()
+    assert snapshot == (
+        "a snapshot every 4.07 min: the least expected loss; it stalls 250 ms (3 measured); "
+        "memory is needed every 34.4 h (3 failures seen)"
+    )
+    assert commit == (
+        "a commit every 32.5 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
+        "the store is needed every 16.9 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "limits", "says"),
+    [
+        (Job(), Adaptive(overhead=1e-3), "limited by overhead="),
+        (Job(), Adaptive(store_mb_s=1), "limited by store_mb_s="),
+        (Job(), Adaptive(at_risk_s=600), "limited by at_risk_s="),
+        (Job(), Adaptive(at_risk_s=60), "cannot be kept: at_risk_s="),
+        (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "cannot be kept: overhead="),
+        (Job(step_s=600), Adaptive(), "one step takes that long"),
+        (Job(step_s=7200), Adaptive(), "one step takes that long"),
+        (Job(replication_s=600), Adaptive(), "replicating one takes that long"),
+        (Job(stall_s=0, process=300, ran_s=3600), Adaptive(), "more often gains nothing"),
+        (Job(commit_s=7200, slowdown=0, job=30), Adaptive(), "one commit takes that long"),
+        (Job(stall_s=10, job=10), Adaptive(), "as often as the store asks for"),
+        (Job(stall_s=10, job=10), Adaptive(), "with every snapshot"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_term_that_can_decide_is_said(job, limits, says):
+    assert says in job.decide(limits).explain()

@@ -1,0 +1,199 @@
+"""What a job learns: robust costs, failure rates that follow changes, and what both come to."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.errors import UsageError
+from ckpt.policy import Failure, FailureRate, Known, Typical
+from ckpt.policy.failures import MEMORY, PRIORS
+
+HOUR = 3600.0
+VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
+
+
+def typical(values: list[float]) -> Typical:
+    found = Typical()
+    for value in values:
+        found = found.observed(value)
+    return found
+
+
+# -- costs
+
+
+@given(VALUES)
+def test_a_typical_value_lies_within_the_newest_and_has_an_error(values):
+    found = typical(values)
+    newest = values[-16:]
+    assert (found.values, found.seen) == (tuple(newest), len(values))
+    assert min(newest) <= found.low <= found.mean <= found.high <= max(newest)
+    assert found.error >= 0
+
+
+def test_nothing_measured_is_no_value():
+    assert (Typical().mean, Typical().error, Typical().low, Typical().high) == (None, 0, 0, 0)
+
+
+@given(st.lists(st.floats(1, 2), min_size=2, max_size=30), st.floats(100, 1e6), st.data())
+def test_one_wild_value_changes_little(values, wild, data):
+    at = data.draw(st.integers(0, len(values)))
+    assert typical([*values[:at], wild, *values[at:]]).mean <= 2
+
+
+def test_of_two_kinds_of_stalls_the_mean_lies_between():
+    rng = random.Random(3)
+    found = typical([rng.choice((0.01, 1.0)) for _ in range(16)])
+    assert 0.2 < found.mean < 0.8
+
+
+def test_a_change_is_followed_within_a_window():
+    assert typical([1.0] * 40 + [9.0] * 14).mean == pytest.approx(9)
+
+
+def test_the_error_is_how_much_the_mean_varies():
+    rng = random.Random(4)
+    many = [typical([rng.gauss(100, 10) for _ in range(16)]) for _ in range(2000)]
+    varies = statistics.stdev(each.mean for each in many)
+    assert statistics.fmean(each.error for each in many) == pytest.approx(varies, rel=0.1)
+    assert typical([5.0]).error == 5
+
+
+@given(st.floats(0, 0.6))
+def test_the_slowdown_is_what_steps_take_longer_beside_a_commit(part):
+    known = Known()
+    for _ in range(2):
+        known = known.stepped(10, 5.0).stepped_beside_commit(10, 5.0 / (1 - part))
+    assert known.slowdown == pytest.approx(max(0.01, part))
+
+
+def test_a_slowdown_below_the_noise_is_taken_from_the_prior():
+    rng = random.Random(5)
+    known = Known().stepped(1, 1.0)
+    assert (known.slowdown, known.slowdown_error) == (0.05, 0.05)
+    found = []
+    for _ in range(500):
+        known = known.stepped(1, rng.gauss(1, 0.5) ** 2).stepped_beside_commit(1, rng.gauss(1.02, 0.5) ** 2)
+        found.append(known.slowdown)
+    assert 0.02 < statistics.fmean(found) < 0.08
+    assert max(found) < 0.2
+
+
+# -- failures
+
+
+def rates(seed: int, mtbfs_s: list[float], rate: FailureRate) -> list[FailureRate]:
+    rng = random.Random(seed)
+    found = []
+    for mtbf_s in mtbfs_s:
+        rate = rate.ran(rng.expovariate(1 / mtbf_s)).failed()
+        found.append(rate)
+    return found
+
+
+@pytest.mark.parametrize("wrong", [0.01, 0.25, 1, 4, 100])
+def test_a_constant_rate_is_learnt_from_any_prior(wrong):
+    ends = [rates(seed, [HOUR] * 40, FailureRate.prior(wrong * HOUR))[-1].now for seed in range(100)]
+    assert statistics.median(end.mtbf_s for end in ends) == pytest.approx(HOUR, rel=0.1)
+    assert statistics.fmean(abs(math.log(end.mtbf_s / HOUR)) for end in ends) < 0.3
+
+
+@pytest.mark.parametrize(("times", "within"), [(4, 20), (0.25, 20), (50, 8), (0.02, 8)])
+def test_a_change_of_the_rate_is_followed_the_sooner_the_larger_it_is(times, within):
+    after = HOUR / times
+    ends = [rates(seed, [HOUR] * 60 + [after] * within, PRIORS[Failure.PROCESS])[-1].now for seed in range(100)]
+    assert statistics.fmean(abs(math.log2(end.mtbf_s / after)) for end in ends) < 0.9
+
+
+def test_a_long_quiet_time_is_forgotten_after_a_few_failures():
+    rate = FailureRate.prior(24 * HOUR).ran(2400 * HOUR).failed()
+    found = []
+    for _ in range(6):
+        rate = rate.ran(HOUR).failed()
+        found.append(rate.now.mtbf_s / HOUR)
+    assert found[-1] < 2
+    assert found[0] > 100  # one is no proof
+
+
+@pytest.mark.parametrize(("shape", "most"), [(1.0, 2), (0.6, 40)])
+def test_what_clusters_is_seldom_taken_for_a_change(shape, most):
+    rng = random.Random(6)
+    rate, changes = PRIORS[Failure.PROCESS], 0
+    for _ in range(2000):
+        before = rate
+        rate = rate.ran(rng.weibullvariate(HOUR, shape)).failed()
+        changes += rate.settled.prior_failures > before.settled.prior_failures
+    assert changes <= most
+
+
+@given(st.lists(st.floats(0, 1e9), max_size=60))
+def test_knowledge_of_failures_stays_small_and_finite(gaps):
+    rate = PRIORS[Failure.NODE]
+    for gap_s in gaps:
+        rate = rate.ran(gap_s).failed()
+    assert len(rate.gaps_s) <= MEMORY
+    assert 0 < rate.settled.failures <= MEMORY or not gaps
+    assert 0 < rate.now.mean < math.inf
+    assert (rate.seen, rate.open_s) == (len(gaps), 0)
+    assert rate.ever_s == pytest.approx(math.fsum(gaps))
+
+
+def test_two_failures_at_once_are_no_change_of_the_rate():
+    rate = PRIORS[Failure.PROCESS].ran(24 * HOUR).failed().ran(1.0).failed()
+    assert rate.now.mtbf_s > 8 * HOUR
+
+
+def test_time_without_failures_counts_at_once():
+    rate = PRIORS[Failure.PROCESS].ran(HOUR).failed()
+    assert rate.ran(100 * HOUR).now.mean < rate.now.mean / 4
+    assert rate.ran(HOUR).ran(HOUR) == rate.ran(2 * HOUR)
+
+
+# -- both
+
+
+def test_exposure_of_nodes_is_counted_in_node_seconds():
+    known = Known().ran(10.0, nodes=8)
+    assert [known.rate_of(each).open_s for each in Failure] == [10, 80, 80, 10]
+    alone, many = known.measured(1, True), known.measured(8, True)
+    assert many.peer_rate == pytest.approx(8 * alone.peer_rate)
+    assert (many.local_rate, many.store_rate) == (alone.local_rate, alone.store_rate)
+
+
+def test_a_failure_counts_for_the_level_that_it_is_recovered_from():
+    known = Known().failed(Failure.NODE).failed(Failure.JOB)
+    alone, peers = known.measured(1, False), known.measured(1, True)
+    assert alone.peer_rate == 0
+    assert alone.store_rate == pytest.approx(peers.store_rate + peers.peer_rate)
+
+
+def test_recoveries_are_part_of_what_is_measured():
+    known = Known().recovered("local", 3.0).recovered("peer", 20.0).recovered("store", 90.0).replicated(4.0)
+    found = known.measured(2, True)
+    assert (found.local_recovery_s, found.peer_recovery_s, found.store_recovery_s) == (3, 20, 90)
+    assert found.replication_s == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Known().stalled(-1.0),
+        lambda: Known().stalled(math.nan),
+        lambda: Known().committed(1.0, -1.0),
+        lambda: Known().committed(math.inf, 1.0),
+        lambda: Known().stepped(0, 1.0),
+        lambda: Known().stepped_beside_commit(1, -1.0),
+        lambda: Known().ran(-1.0),
+        lambda: Known().ran(1.0, nodes=0),
+        lambda: Known().measured(0, False),
+    ],
+)
+def test_an_observation_outside_its_domain_is_refused(call):
+    with pytest.raises(UsageError):
+        call()
