@@ -323,6 +323,12 @@ class Checkpointer:
             raise
         deadline = parting.exits(self._limits.exit_s)
         if self._step == self.restored.step and self._parts.saver.last is None:
+            if self._parts.updates.pending:
+                text = (
+                    f"ckpt: {self._parts.updates.pending} optimizer updates and not one ended step: nothing of them is "
+                    "saved. Loop over ck.steps(...), or call ck.step() after each update"
+                )
+                self.events.emit("steps.none", text, loud=True)
             return parting.leave("normal", deadline)
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
         tick = self._next_tick() if self._sub else Tick(self._step)
@@ -352,7 +358,8 @@ class Checkpointer:
         if begun and self._parts.updates.pending:
             self._end_step()
         elif begun and self._parts.saver.walker.has_loaders:
-            text = f"ckpt: left in step {self._step + 1} before its update: what was drawn for it is not trained"
+            text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "
+            text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
             self.events.emit("step.unfinished", text, loud=True)
 
     # -- inside

@@ -33,6 +33,7 @@ from ckpt.trainer.saver import Saver
 from ckpt.trainer.snapshot import Snapshotter
 from ckpt.trainer.targets import Targets
 from ckpt.trainer.walk import StateWalker
+from ckpt.trainer.wants import ONLY
 from ckpt.types import Identity, Tick
 
 T = TypeVar("T")
@@ -312,8 +313,8 @@ def _check_match(group: collective.Group, targets: Targets, strict: bool, events
     said = group.gather(msgpack.packb([list(targets.extra), list(targets.mismatch.lines)]))
     every = [msgpack.unpackb(data) for data in said]
     extra = sorted(set.intersection(*(set(names) for names, _ in every)))
-    lines = sorted({line for _, found in every for line in found if not line.startswith("only in the checkpoint: ")})
-    lines += [f"only in the checkpoint: {name}" for name in extra]
+    lines = sorted({line for _, found in every for line in found if not line.startswith(ONLY)})
+    lines += [f"{ONLY}{name}" for name in extra]
     if not lines:
         return
     more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""

@@ -138,6 +138,11 @@ def _find(container: Any, key: Any, path: str, found: list[Node], depth: int) ->
     kind = _kind(value, path)
     if kind is not None:
         found.append(kind(path, container, key))
+    elif isinstance(value, dict) and set(value) == {"state", "param_groups"}:
+        raise UsageError(
+            f"state[{path!r}] is what an optimizer's state_dict() gave: a copy, to which nothing would be restored; "
+            "give the optimizer itself"
+        )
     elif not _has_objects(value, path, depth):
         found.append(DataNode(path, container, key))
     else:

@@ -17,6 +17,8 @@ from ckpt.trainer.saved import Tree
 from ckpt.trainer.shard import DTYPES, Cutter, Pieces, is_dtensor
 from ckpt.types import Box
 
+ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -74,7 +76,7 @@ class Wants:
 
     def mismatch(self, extra: Sequence[str]) -> Mismatch:
         for name in extra:
-            self.differ("extra", name, f"{name} is only in the checkpoint")
+            self.differ("extra", name, f"{ONLY}{name}")
         kinds: dict[str, list[str]] = {"missing": [], "extra": [], "reshaped": [], "retyped": []}
         for kind, name in sorted(self.lines):
             kinds[kind].append(name)

@@ -54,7 +54,7 @@ class Trouble:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ({"policy": 100}, r"policy=100: a ckpt\.Every"),
+        ({"policy": 100}, r"policy=100: a ckpt\.Adaptive\(\.\.\.\) or a ckpt\.Every"),
         ({"keep": 3}, r"keep=3: a ckpt\.Keep"),
         ({"limits": {"memory": 1}}, r"limits=.*: a ckpt\.Limits"),
         ({"codec": "zip"}, "codec='zip'"),
@@ -323,3 +323,34 @@ def test_another_thread_cannot_end_a_step(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert "the thread that entered it" in str(errors[0])
+
+
+# ------------------------------------------------------------------------------------------------- what is not saved
+
+
+def test_a_loop_that_ends_no_step_is_told_that_nothing_is_saved(tmp_path: Path) -> None:
+    job, told = make(), []
+    with ckpt.Checkpointer(tmp_path / "run", job.state, policy=EVERY, sinks=(told.append,)):
+        for step in range(1, 4):
+            job.train(step)
+    (said,) = [event for event in told if event.name == "steps.none"]
+    assert said.loud
+    assert "3 optimizer updates and not one ended step" in said.message
+    wait_agent_gone(tmp_path / "run")
+
+
+def test_what_state_dict_gave_is_not_taken_for_the_optimizer(tmp_path: Path) -> None:
+    job = make()
+    state = job.state | {"optim": job.state["optim"].state_dict()}
+    with pytest.raises(ckpt.UsageError, match=r"state\['optim'\] is what an optimizer's state_dict\(\) gave"):
+        ckpt.Checkpointer(tmp_path / "run", state).__enter__()
+
+
+def test_a_tensor_that_is_only_in_the_checkpoint_is_named_once(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "run", {"a": torch.ones(2), "old": torch.ones(3)}, policy=EVERY) as ck:
+        ck.step()
+    wait_agent_gone(tmp_path / "run")
+    with pytest.raises(ckpt.StateMismatch) as caught:
+        ckpt.Checkpointer(tmp_path / "run", {"a": torch.ones(2)}).__enter__()
+    assert str(caught.value).count("old") == 1
+    wait_agent_gone(tmp_path / "run")
