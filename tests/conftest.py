@@ -26,6 +26,7 @@ SKIPS_ALLOWED = (
     "needs network namespaces",  # a container without CAP_NET_ADMIN
     "needs a file system that can fill up",  # mounting one needs CAP_SYS_ADMIN
     "not as root",  # root passes every permission check
+    "only as root",  # another user has to be at hand
 )
 
 # Threads that libraries start once and keep for the life of the process, by the beginning of their name.

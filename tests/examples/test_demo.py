@@ -25,5 +25,7 @@ def test_the_demo_loses_nothing_and_says_so(tmp_path: Path) -> None:
     # Which step had arrived when it was killed depends on how fast the machine is; where it came from does not.
     assert [row[3] for row in table] == ["memory", "store"]
     assert table[0][2] in ("step 40", "step 60")
-    assert table[1][2] in ("step 60", "step 80", "step 100")
+    # That the agent died in the middle of a save does not: what came back is older than what was being saved.
+    assert table[1][1] == table[1][2]
+    assert table[1][2] in ("step 60", "step 80")
     assert "all good" in done.stdout

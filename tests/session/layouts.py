@@ -1,9 +1,11 @@
 """Many layouts in one launch: save under each, or restore each under others and compare every tensor.
 
-python -m tests.session.layouts save|load FOLDER MODE   (plain, or under torchrun with gloo)
+python -m tests.session.layouts (save|load|cross FOLDER MODE)...   (plain, or under torchrun with gloo)
 
+save: under each layout. load: each under every layout that fits. cross: each under one other layout. Several are done
+one after the other.
 MODE "store": the saving block is left normally. MODE "memory": the saving processes end at once without leaving it, so
-that only the agents' memory and what they still commit is left.
+that only the agents' memory and what they still commit is left; nothing can follow it.
 """
 
 from __future__ import annotations
@@ -136,12 +138,16 @@ def save(folder: Path, mode: str, rank: int, world: int) -> None:
         os._exit(0)
 
 
-def load(folder: Path, mode: str, rank: int, world: int) -> None:
+def load(what: str, folder: Path, mode: str, rank: int, world: int) -> None:
+    wanted_mode = mode
     for kind in (*SHARDED, *OTHERS):
         references: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob(f"{kind}.*.pt")):
             references.update(torch.load(file, weights_only=True))
-        for target in SHARDED if kind in SHARDED else (kind,):
+        others: tuple[str, ...] = SHARDED if kind in SHARDED else (kind,)
+        if what == "cross" and kind in SHARDED:
+            others = (SHARDED[SHARDED.index(kind) - 1],)
+        for target in others:
             job = Job(target, rank, world, seed=7)
             with ckpt.Checkpointer(folder / kind, job.state, policy=ckpt.Every(steps=10**6)) as ck:
                 assert ck.restored.step == STEPS, (kind, target, ck.restored)
@@ -158,7 +164,7 @@ def load(folder: Path, mode: str, rank: int, world: int) -> None:
                     assert kind == "stages" or found.keys() == references.keys(), (kind, target)
             mode = "any" if mode == "memory" else mode  # what a memory restore leaves behind is in the store
             say(rank, kind=kind, target=target, source=ck.restored.source)
-        mode = sys.argv[3]
+        mode = wanted_mode
 
 
 def say(rank: int, **fields: Any) -> None:
@@ -167,14 +173,17 @@ def say(rank: int, **fields: Any) -> None:
 
 
 def main() -> None:
-    what, folder, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
         rank, world = dist.get_rank(), dist.get_world_size()
     else:
         rank, world = 0, 1
-    (save if what == "save" else load)(folder, mode, rank, world)
+    for what, folder, mode in zip(sys.argv[1::3], map(Path, sys.argv[2::3]), sys.argv[3::3], strict=True):
+        if what == "save":
+            save(folder, mode, rank, world)
+        else:
+            load(what, folder, mode, rank, world)
     say(rank, done=True)
     if world > 1:
         dist.destroy_process_group()

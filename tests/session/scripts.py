@@ -32,14 +32,7 @@ class Script:
             )
 
     def lines(self) -> list[Line]:
-        found = []
-        for text in self.log.read_text(errors="replace").splitlines():
-            if text.startswith("{"):
-                try:
-                    found.append(json.loads(text))
-                except json.JSONDecodeError:
-                    continue  # half a line: it is being written, or was when its writer was killed
-        return found
+        return lines_of(self.log)
 
     def wait_for(self, what: Callable[[Line], bool], timeout_s: float = 90.0) -> Line:
         deadline = time.monotonic() + timeout_s
@@ -74,6 +67,18 @@ def torchrun(log: Path, ranks: int, module: str, *args: str, restarts: int = 0, 
         *("--max-restarts", str(restarts), "-m", module, *args),
     ]
     return Script(command, log, env)
+
+
+def lines_of(log: Path) -> list[Line]:
+    """What a script said so far, by `say_line`."""
+    found = []
+    for text in log.read_text(errors="replace").splitlines():
+        if text.startswith("{"):
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue  # half a line: it is being written, or was when its writer was killed
+    return found
 
 
 def losses_of(lines: list[Line], rank: int = 0) -> dict[int, float]:

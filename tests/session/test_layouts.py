@@ -12,6 +12,7 @@ from tests.session.scripts import Script, torchrun
 
 MODULE = "tests.session.layouts"
 PAIRS = 4 * 4 + 2  # four layouts of one model restored as four; two others as themselves
+CROSS = 4 + 2  # each restored once
 
 
 def launch(log: Path, ranks: int, *args: str, **env: str) -> Script:
@@ -20,30 +21,57 @@ def launch(log: Path, ranks: int, *args: str, **env: str) -> Script:
     return torchrun(log, ranks, MODULE, *args, **env)
 
 
+def restored(script: Script) -> int:
+    """How many checkpoints a script restored; it has ended well."""
+    return len([line for line in script.end(280) if "target" in line])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved; below it what eight and what one did."""
     return tmp_path_factory.mktemp("saved")
 
 
-@pytest.mark.torchrun
-def test_four_ranks_save_every_layout(saved: Path, tmp_path: Path) -> None:
-    lines = launch(tmp_path / "log", 4, "save", str(saved), "store").end(240)
-    assert lines[-1] == {"rank": 0, "done": True}
+def copied(folder: Path, to: Path) -> str:
+    return str(shutil.copytree(folder, to))
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_four_ranks_restore_what_one_saved_and_save_every_layout(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (saved / "four").mkdir()
+    launch(tmp_path / "1.log", 1, "save", str(tmp_path / "one"), "store").end(240)
+    args = ("cross", str(tmp_path / "one"), "store", "save", str(saved / "four"), "store")
+    script = launch(tmp_path / "4.log", 4, *args)
+    assert restored(script) == CROSS
+    assert script.lines()[-1] == {"rank": 0, "done": True}
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_other_worlds_restore_every_layout_from_the_store(saved: Path, tmp_path: Path, ranks: int) -> None:
-    mine = shutil.copytree(saved, tmp_path / "copy")
-    lines = launch(tmp_path / "log", ranks, "load", str(mine), "store").end(280)
-    assert len([line for line in lines if "target" in line]) == PAIRS
+    args = ["load", copied(saved / "four", tmp_path / "copy"), "store"]
+    if ranks == 8:
+        (saved / "eight").mkdir()
+        args += ["save", str(saved / "eight"), "store"]
+    assert restored(launch(tmp_path / "log", ranks, *args)) == PAIRS
 
 
 @pytest.mark.torchrun
-def test_another_world_restores_every_layout_from_memory(tmp_path: Path) -> None:
+def test_two_ranks_restore_what_four_and_what_eight_saved(saved: Path, tmp_path: Path) -> None:
+    args = ["load", copied(saved / "four", tmp_path / "4"), "store"]
+    args += ["cross", copied(saved / "eight", tmp_path / "8"), "store"]
+    assert restored(launch(tmp_path / "log", 2, *args)) == PAIRS + CROSS
+
+
+@pytest.mark.torchrun
+def test_fewer_and_more_ranks_restore_every_layout_from_memory(tmp_path: Path) -> None:
+    """Four save, two restore and save, four restore; each time only memory is left of those that saved."""
     env = {"CKPT_LINGER_S": "120"}
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    launch(tmp_path / "1.log", 4, "save", str(folder), "memory", **env).end(240)
-    lines = launch(tmp_path / "2.log", 2, "load", str(folder), "memory", **env).end(240)
-    assert len([line for line in lines if "target" in line]) == PAIRS
+    four, two = tmp_path / "four", tmp_path / "two"
+    four.mkdir()
+    two.mkdir()
+    launch(tmp_path / "1.log", 4, "save", str(four), "memory", **env).end(240)
+    script = launch(tmp_path / "2.log", 2, "load", str(four), "memory", "save", str(two), "memory", **env)
+    assert restored(script) == PAIRS
+    assert restored(launch(tmp_path / "3.log", 4, "cross", str(two), "memory", **env)) == CROSS

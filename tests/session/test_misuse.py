@@ -62,6 +62,7 @@ class Trouble:
         ({"url": b"run"}, "url=b'run': a folder"),
         ({"url": "memory://run"}, "forgotten with the process"),
         ({"state": {"a": object()}}, "a"),
+        ({"process_group": object()}, r"process_group= .* torch\.distributed is not initialized"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path: Path, what: dict[str, Any], said: str) -> None:

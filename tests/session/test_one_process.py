@@ -238,8 +238,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         pid = agent_pid(str(tmp_path / "run"))
     assert pid is not None
     wait_gone(pid)
-    folder = read().runtime_dir
-    assert [p.name for p in folder.iterdir() if p.suffix in (".sock", ".log")] == []
+    assert list(read().runtime_dir.iterdir()) == []
     assert ck.receipt["committed_step"] == 2
 
 

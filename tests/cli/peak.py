@@ -1,0 +1,41 @@
+"""How much memory a restore to a file takes at its peak: python -m tests.cli.peak URL TO [OPTION...].
+
+Prints the growth of this process's anonymous memory, in bytes, over what it was before. (Pages of mapped files do not
+count: the kernel takes them back when it needs them.)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ckpt.cli.main import app
+from ckpt.tasks import Tasks
+from tests.cli.stores import a_run
+
+
+def anonymous_bytes() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition("RssAnon:")[2].split()[0])
+
+
+def main() -> None:
+    url, to, *options = sys.argv[1:]
+    warm = Path(to).with_name("warm")
+    a_run(warm / "run")
+    app(["restore", str(warm / "run"), "--to", str(warm / Path(to).name), *options], standalone_mode=False)  # imports
+    before = peak = anonymous_bytes()
+    with Tasks("peak") as tasks:
+
+        def watch() -> None:
+            nonlocal peak
+            while not tasks.stopping.wait(0.002):
+                peak = max(peak, anonymous_bytes())
+
+        tasks.start("watch", watch)
+        app(["restore", url, "--to", to, *options], standalone_mode=False)
+    print(peak - before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Every command takes --json: one JSON object on standard output and nothing else, whether it went well or failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli.exits import Exit
+from ckpt.cli.main import app
+from tests.cli.stores import Said, a_run, ckpt
+from tests.cli.test_live import an_agent
+
+NOWHERE = "/nowhere/run"
+SUCCESS: dict[str, list[str]] = {  # {url} is a run, {to} a file that is not there yet
+    "ls": ["{url}", "--all", "--long"],
+    "show": ["{url}"],
+    "verify": ["{url}"],
+    "diff": ["{url}", "40", "40"],
+    "restore": ["{url}", "--to", "{to}"],
+    "branch": ["{url}", "--at", "20"],
+    "prune": ["{url}", "--last", "1"],
+    "rehearse": ["{to}", "--at", "2", "--", sys.executable, "-m", "tests.cli.fake_train", "{to}", "4", "exact"],
+    "watch": ["{url}", "--once"],
+    "preempt": ["{url}"],
+    "doctor": ["{url}"],
+}
+FAILURE: dict[str, tuple[list[str], Exit]] = {
+    "ls": ([NOWHERE], Exit.NO_CHECKPOINT),
+    "show": (["{url}", "--step", "11"], Exit.NO_CHECKPOINT),
+    "verify": ([NOWHERE], Exit.NO_CHECKPOINT),
+    "diff": (["{url}", "10", "11"], Exit.NO_CHECKPOINT),
+    "restore": (["{url}", "--to", "{url}"], Exit.USAGE),
+    "branch": (["{url}", "--at", "11"], Exit.NO_CHECKPOINT),
+    "prune": (["{url}", "--best", "val_loss"], Exit.USAGE),
+    "rehearse": (["{to}", "--", "no-such-program-here"], Exit.USAGE),
+    "watch": (["{url}", "--once"], Exit.AGENT),
+    "preempt": (["{url}"], Exit.AGENT),
+    "doctor": (["{blocked}"], Exit.STORAGE),
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    a_run(tmp_path / "run")
+    (tmp_path / "file").write_text("in the way")
+    return {"url": str(tmp_path / "run"), "to": str(tmp_path / "new"), "blocked": str(tmp_path / "file" / "run")}
+
+
+def say(monkeypatch: pytest.MonkeyPatch, command: str, words: list[str], places: dict[str, str]) -> Said:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    given = [word.format(**places) if "{" in word else word for word in words]
+    return ckpt(monkeypatch, command, "--json", *given)
+
+
+def test_every_command_is_tried_here() -> None:
+    commands = {command.name for command in app.registered_commands}
+    assert commands == set(SUCCESS) == set(FAILURE)
+
+
+@pytest.mark.parametrize("command", SUCCESS)
+def test_what_went_well_is_one_json_object(
+    command: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if command in ("watch", "preempt"):
+            stack.enter_context(an_agent(Path(places["url"]), {"status": {"job": None}, "preempt": {}}))
+        said = say(monkeypatch, command, SUCCESS[command], places)
+    assert said.code == 0, said.err
+    body = json.loads(said.out)
+    assert isinstance(body, dict)
+    assert "error" not in body
+
+
+@pytest.mark.parametrize("command", FAILURE)
+def test_what_failed_is_one_json_object_that_says_why(
+    command: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, code = FAILURE[command]
+    said = say(monkeypatch, command, words, places)
+    assert said.code == code, said.err
+    body = json.loads(said.out)
+    if command == "doctor":  # an error of the store is what it is asked for
+        assert body["problems"] == [body["store"]["error"]]
+        return
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"kind", "message"}
+    assert said.err.splitlines()[-1] == f"error: {body['error']['message']}"

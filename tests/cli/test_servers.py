@@ -1,0 +1,58 @@
+"""The commands that are about the store itself, against real S3 servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import servers
+from tests.cli.stores import a_run, ckpt, opened
+from tests.servers import Server, start_upload
+
+URL = "s3://bucket/runs/one"
+
+
+def reach(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def unfinished(url: str) -> int:
+    """How many unfinished uploads there are below `url`; they are gone then."""
+    with opened(url) as backend:
+        return backend.abort_uploads(older_than_s=-60)
+
+
+def test_doctor_finds_out_what_a_server_gets_wrong_and_leaves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rclone overwrites where it was asked not to, and answers a range with the whole object: no problem for ckpt."""
+    with servers.rclone() as server:
+        reach(server, monkeypatch)
+        said = ckpt(monkeypatch, "doctor", URL, "--json")
+        assert said.code == 0, said.out
+        assert said.json["problems"] == []
+        store = said.json["store"]
+        assert store["put if absent"] is False
+        assert store["ranged get"] is True, "what the backend makes of it is right"
+        assert store["read after overwrite"] is True
+        assert "GB/s" in store["put, one object"]
+        with opened(URL) as backend:
+            assert list(backend.list("")) == []
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another one")
+        said = ckpt(monkeypatch, "doctor", URL)
+        assert said.code == 4
+        assert "problem: " in said.out
+        assert "another one" not in said.out + said.err
+
+
+def test_prune_ends_uploads_that_nobody_will_finish_and_only_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with servers.moto() as server:  # it says of every upload that it began in 2010
+        reach(server, monkeypatch)
+        a_run(URL)
+        start_upload(server, "runs/one/data/unfinished")
+        start_upload(server, "runs/other/data/unfinished")
+        assert ckpt(monkeypatch, "prune", URL).code == 0
+        assert unfinished(URL) == 1, "without --yes it stays"
+        start_upload(server, "runs/one/data/unfinished")
+        assert ckpt(monkeypatch, "prune", URL, "--yes").code == 0
+        assert unfinished(URL) == 0
+        assert unfinished("s3://bucket/runs/other") == 1
+        assert [row["step"] for row in ckpt(monkeypatch, "ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]

@@ -1,0 +1,62 @@
+"""A job that fails on one rank while a save is on its way, and is started again by torchrun.
+
+torchrun --nproc-per-node 2 --max-restarts 1 -m tests.session.raising URL
+
+The first start saves step SAVED slowly, and rank 1 raises after step FAILED. Each rank prints its losses, where it
+came from, and how long leaving the block took.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from tests.session.loops import make
+from tests.session.scripts import say_line
+
+SAVED, FAILED, STEPS = 6, 9, 15
+SAVE_S = 12.0  # how long the save is on its way to the store
+PAD_BYTES = 1 << 20
+
+
+class Bug(RuntimeError):
+    """What a user's code does."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    job = make(0 if first else 1)
+    pad = torch.randint(0, 256, (PAD_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    limits = ckpt.Limits(bandwidth=PAD_BYTES / SAVE_S if first else None)
+    left_s = 0.0
+    try:
+        with ckpt.Checkpointer(
+            sys.argv[1],
+            {**job.state, "pad": pad},
+            limits=limits,
+            sinks=(lambda event: say_line({"rank": rank, "event": event.name}),),
+        ) as ck:
+            say_line({"rank": rank, "restored": ck.restored.step, "level": ck.restored.level})
+            for step in ck.steps(STEPS):
+                say_line({"rank": rank, "step": step, "loss": job.train(step)})
+                if first and step == SAVED:
+                    ck.step()
+                    ck.save().wait("local", timeout_s=60)
+                if first and step == FAILED and rank == 1:
+                    left_s = time.monotonic()
+                    raise Bug
+    except Bug:
+        say_line({"rank": rank, "left_in_s": time.monotonic() - left_s})
+        raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""init=: weights to begin with, from the files that other tools write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt
+from tests.session.loops import wait_agent_gone
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {name: value.clone() for name, value in nn.Linear(4, 3).state_dict().items()}
+
+
+def one_file(folder: Path) -> Path:
+    save_file(weights(), folder / "w.safetensors")
+    return folder / "w.safetensors"
+
+
+def several_files(folder: Path) -> Path:
+    """As large models are shared: tensors spread over files, and other files beside them."""
+    (folder / "w").mkdir()
+    for name, value in weights().items():
+        save_file({name: value}, folder / "w" / f"{name}.safetensors")
+    (folder / "w" / "config.json").write_text("{}")
+    return folder / "w"
+
+
+def with_our_names(folder: Path) -> Path:
+    """What `ckpt restore --to` writes."""
+    save_file({f"model.{name}": value for name, value in weights().items()}, folder / "ours.safetensors")
+    return folder / "ours.safetensors"
+
+
+@pytest.mark.parametrize("source", [one_file, several_files, with_our_names])
+def test_training_begins_with_the_weights_of_a_file(tmp_path: Path, source) -> None:
+    path = source(tmp_path)
+    model = nn.Linear(4, 3)
+    with ckpt.Checkpointer(tmp_path / "run", {"model": model, "other": torch.ones(2)}, init=path) as ck:
+        assert (ck.restored.step, ck.restored.level) == (0, "none")
+        assert str(path) in ck.restored.source
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights()[name])
+        for _ in ck.steps(1):
+            with torch.no_grad():
+                model.weight.fill_(7.0)
+    wait_agent_gone(tmp_path / "run")
+    again = nn.Linear(4, 3)
+    with ckpt.Checkpointer(tmp_path / "run", {"model": again, "other": torch.zeros(2)}, init=path) as ck:
+        assert ck.restored.step == 1, "init= counts only where the run has no checkpoint"
+        assert torch.all(again.weight == 7.0)
+
+
+def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) -> None:
+    path = several_files(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 5))
+    before = model[0].weight.detach().clone()
+    with (
+        pytest.raises(ckpt.StateMismatch, match=r"model\.0\.weight is not there"),
+        ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=path),
+    ):
+        raise AssertionError("it was entered")
+    with (
+        pytest.raises(ckpt.StateMismatch, match=r"model\.weight has shape \[3, 4\] there and \[5, 4\] here"),
+        ckpt.Checkpointer(tmp_path / "run", {"model": model[0]}, init=path),
+    ):
+        raise AssertionError("it was entered")
+    assert torch.equal(model[0].weight, before)
