@@ -7,6 +7,7 @@ the command it is replaced, and CKPT_REDIRECT carries the replacement to a scrip
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shlex
@@ -17,31 +18,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli import out, target
+from ckpt.cli import live, out, target
 from ckpt.cli.exits import Exit
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import AgentError, CkptError, UsageError
 
 if TYPE_CHECKING:
     import psutil
 
+    from ckpt.agent.client import Connection
     from ckpt.storage import Backend
     from ckpt.store.lineage import CommitRef
+    from ckpt.types import Epoch, Identity
 
 STDERR = 2  # the descriptor
 MORE_TIME = "let it save more often, run longer, or give a smaller --at"
 LOOK_S = 0.1  # how often the store is asked whether the run has saved
+ASK_S = 0.005  # how often the run's agent is: a snapshot in memory comes earlier, when more steps remain
 
 
 def rehearse(
     url: out.Url,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
-    at: Annotated[int, typer.Option("--at", metavar="STEP", help="Kill once this step is in the store.")] = 1,
+    at: Annotated[int, typer.Option("--at", metavar="STEP", help="Kill once a step from this on is saved.")] = 1,
     lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="How long each run may take.")] = 3600.0,
@@ -62,20 +67,29 @@ def rehearse(
             straight.check()
             note(f"to be killed: {shlex.join(killed.command)}")
             killed_at = kill_after(killed, runtime, at, lose_memory, timeout_s)
-            note(f"killed when step {killed_at} was in the store; starting it again")
+            note(f"killed when step {killed_at} was saved; starting it again")
+            before, in_memory = killed.epochs(), held(killed.url, runtime)
             finish(killed.start(runtime), timeout_s)
-            compared = compare(straight.url, killed.url)
-            if killed_at >= compared.step:
-                raise CkptError(f"the script was killed only when its last step was stored; {MORE_TIME}")
+            back = came_back(killed, before, in_memory)
+            compared = compare(straight.url, killed.url, back.step)
+            if back.step >= compared.step:
+                raise CkptError(
+                    f"nothing is proven: the restart came back at step {back.step}, its last, so that it ran no step; "
+                    + MORE_TIME
+                )
         finally:
             for process in _processes_with(runtime):
                 process.kill()
             if not keep:
                 remove(scratch)
     if json:
-        facts = {"killed_after": killed_at, "memory_lost": lose_memory, **asdict(compared)}
+        restart = {"came_back_at": back.step, "came_back_from": back.source, "steps_run": compared.step - back.step}
+        facts = {"killed_after": killed_at, "memory_lost": lose_memory, **restart, **asdict(compared)}
         out.as_json({"url": url, "equal": not compared.differences, **facts, "kept": scratch if keep else None})
     else:
+        out.say(
+            f"came back at step {back.step} from {back.source}, and ran {compared.step - back.step} steps from there"
+        )
         _say(compared)
     if compared.differences:
         raise typer.Exit(Exit.DIFFERENT)
@@ -132,12 +146,19 @@ class Run:
             found = (keys.parse_record(info.key) for info in store.list(keys.COMMITS))
             return sorted(each[0].tick.step for each in found if each is not None)
 
+    def epochs(self) -> frozenset[Epoch]:
+        """The starts that the store knows of."""
+        from ckpt.store.run import Run as StoredRun
+
+        with target.store(self.url) as store:
+            return StoredRun(store).epochs()
+
     def check(self) -> None:
         """Errors: UsageError where the script saved somewhere else."""
         if not self.saved():
             raise UsageError(
                 f"the script saved nothing to {self.url}: write the URL in the command exactly as it is given to "
-                "rehearse, or put {url} where the script takes it"
+                "rehearse, or put {url} where the script takes it; in the script's own text it must be the same URL"
             )
 
 
@@ -156,15 +177,16 @@ def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: float) -> int:
-    """Starts the script, and kills it and all its processes once a step of at least `at` is stored; that step."""
+    """Starts the script, and kills it and all its processes once a step of at least `at` is saved; that step.
+
+    Saved is: in the store, or complete in the agent's memory if that is not to be lost."""
     process = run.start(runtime)
     deadline = time.monotonic() + timeout_s
     try:
-        while not (saved := [step for step in run.saved() if step >= at]):
+        while not (saved := _saved(run, runtime, at, lose_memory, process)):
             if time.monotonic() > deadline:
                 raise CkptError(f"no step from {at} on was saved within {timeout_s:g} s; see --at and --timeout-s")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_S)
+            if process.poll() is not None:
                 break
         if process.poll() is not None:
             raise CkptError(f"the script ended (status {process.returncode}) before it could be killed; {MORE_TIME}")
@@ -175,6 +197,80 @@ def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: fl
         for agent in _processes_with(runtime):
             agent.kill()
     return saved[-1]
+
+
+def _saved(run: Run, runtime: str, at: int, lose_memory: bool, process: subprocess.Popen[bytes]) -> list[int]:
+    """The steps from `at` on that are saved, after looking for LOOK_S at most."""
+    found = [step for step in run.saved() if step >= at]
+    until = time.monotonic() + LOOK_S
+    with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
+        agent = None
+        while not found and time.monotonic() < until:
+            if agent is None and not lose_memory:
+                agent = _agent(run.url, runtime, stack)
+            if agent is not None:
+                found = sorted(each.tick.step for each in _held(agent, complete=True) if each.tick.step >= at)
+            if not found:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ASK_S)
+                    break
+    return found
+
+
+def held(url: str, runtime: str) -> frozenset[Identity]:
+    """What the agent of the run has in its memory, complete or about to be; nothing where none runs."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(AgentError):
+        agent = _agent(url, runtime, stack)
+        return frozenset() if agent is None else _held(agent, complete=False)
+    return frozenset()
+
+
+def _agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | None:
+    from ckpt.agent.client import connect_nowait, places
+    from ckpt.settings import read
+    from ckpt.storage import canonical
+
+    sock = connect_nowait(places(canonical(url), replace(read(), runtime_dir=Path(runtime))))
+    return None if sock is None else stack.enter_context(live.talk(sock))
+
+
+def _held(agent: Connection, *, complete: bool) -> frozenset[Identity]:
+    from ckpt.types import Epoch, Identity, Tick
+
+    status = agent.request("status").fields
+    jobs = [job for job in (status["job"], *status["former"]) if job is not None]
+    return frozenset(
+        Identity(Epoch.parse(job["epoch"]), Tick.parse(slot["tick"]))
+        for job in jobs
+        for slot in job["slots"]
+        if slot["tick"] is not None and (slot["state"] == "complete" or (slot["state"] == "staged" and not complete))
+    )
+
+
+@dataclass(frozen=True)
+class Back:
+    """Where a restart went on: `step` (0: from nothing), `source`: "memory", "store", "nothing"."""
+
+    step: int
+    source: str
+
+
+def came_back(run: Run, before: frozenset[Epoch], in_memory: frozenset[Identity]) -> Back:
+    """What the restart says of itself: its claim names the checkpoint that it went on from.
+
+    `before`: the starts until then. `in_memory`: what an agent held at that time; it is preferred to the store.
+    Errors: CkptError where the restart claimed nothing."""
+    from ckpt.store.run import Run as StoredRun
+
+    with target.store(run.url) as store:
+        claims = sorted(StoredRun(store).view().claims, key=lambda claim: claim.epoch)
+    new = [claim for claim in claims if claim.epoch not in before]
+    if not new:
+        raise CkptError("nothing is proven: the script, started again, did not enter its ckpt.Checkpointer")
+    parent = new[0].parent
+    if parent is None:
+        return Back(0, "nothing")
+    return Back(parent.tick.step, "memory" if parent in in_memory else "store")
 
 
 @dataclass(frozen=True)
@@ -189,22 +285,26 @@ class Compared:
     before_the_kill: list[str]
 
 
-def compare(straight: str, killed: str) -> Compared:
-    """The newest checkpoints of both, bit for bit, and the first ones that both have."""
+def compare(straight: str, killed: str, back_at: int) -> Compared:
+    """The newest checkpoints of both, bit for bit, and the first ones that both have, if no restart was before them:
+    none up to step `back_at`."""
     with target.store(straight) as left, target.store(killed) as right:
         lines = [target.view(store).line for store in (left, right)]
         first_steps = [{ref.identity.tick: ref for ref in line} for line in lines]
-        common = min(first_steps[0].keys() & first_steps[1].keys(), default=None)
+        both = first_steps[0].keys() & first_steps[1].keys()
+        common = min((tick for tick in both if tick.step <= back_at), default=None)
         ends = [_Checkpoint(store, line[-1]) for store, line in zip((left, right), lines, strict=True)]
         steps = [end.step for end in ends]
         found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
         found += _tensors(*ends)
-        values, unused = _values(*ends), list[str]()
+        unchanged = set(ends[0].parts)
+        for store, line, end in zip((left, right), lines, ends, strict=True):  # its only checkpoint proves nothing
+            unchanged &= set(end.parts) - set(_values(_Checkpoint(store, line[0]), end)) if len(line) > 1 else set()
+        values = _values(*ends)
+        unused = [part for part in values if part in unchanged]
         early: list[str] = []
         if common is not None:
             begun = [_Checkpoint(store, refs[common]) for store, refs in zip((left, right), first_steps, strict=True)]
-            unchanged = set(ends[0].parts) - set(_values(begun[0], ends[0])) - set(_values(begun[1], ends[1]))
-            unused = [part for part in values if part in unchanged]
             early = [
                 *_tensors(*begun),
                 *(f"value {path}" for part, path in _values(*begun).items() if part not in unused),
@@ -262,19 +362,22 @@ def remove(url: str) -> None:
 
 
 def kill_all(pid: int, *, agents: bool) -> None:
-    """SIGKILL to the process and all that it started; an agent only if asked, as a machine's memory outlives a job."""
+    """SIGKILL to the process, its group and all that it started; an agent, which is in a session of its own, only if
+    asked, as a machine's memory outlives a job."""
     import psutil
 
-    try:
-        victims = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for victim in victims:
-        try:
-            if agents or not any("ckpt.agent" in word for word in victim.cmdline()):
-                victim.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
+    _signal_group(pid, signal.SIGSTOP)  # at once: while its processes are looked for, a quick script would end
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for victim in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if agents or not any("ckpt.agent" in word for word in victim.cmdline()):
+                    victim.send_signal(signal.SIGKILL)
+    _signal_group(pid, signal.SIGKILL)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def _processes_with(runtime: str) -> Iterator[psutil.Process]:

@@ -25,9 +25,13 @@ def main(url: str, steps: int, how: str) -> None:
             restored = load_values(FrameReader(store, open_record(store, line[-1])))
             unseeded = restored.own["rank=0"]["generators"].get("python")
     parent = line[-1].identity if line else None
+    if parent and how == "is not started again":
+        return
+    if parent and how == "had ended in memory":  # as an agent would have committed it
+        parent = save(url, parent.epoch, steps, arrays(steps), own={"loader": {"position": steps}, **_drawn(steps)})
     epoch = begin(url, parent)
     for step in range(parent.tick.step + 1 if parent else 1, steps + 1):
-        tensors, own = arrays(step), {"loader": {"position": step}, "generators": {"torch": bytes([step] * 40)}}
+        tensors, own = arrays(step), {"loader": {"position": step}, **_drawn(step)}
         if how.startswith("unseeded"):
             own["generators"]["python"] = unseeded
         if how == "unseeded":
@@ -43,6 +47,10 @@ def main(url: str, steps: int, how: str) -> None:
     print("done")
     if how == "fails":
         raise SystemExit(9)
+
+
+def _drawn(step: int) -> dict[str, dict[str, bytes]]:
+    return {"generators": {"torch": bytes([step] * 40)}}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 It has its URL in its own text, as scripts do (here: from REAL_TRAIN_URL), so that only the redirection leads elsewhere.
 In the run that is to be killed, whose URL ends in /killed, it waits for that after step 6: nothing depends on timing.
 
-HOW: "exact"; "forgets": it draws from a generator that is not in the state; "unseeded": no run is like another.
+HOW: "exact"; "forgets": it draws from a generator that is not in the state; "unseeded": no run is like another;
+"forgets and hurries": as forgets, and no kill is waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(steps: int, how: str) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optim": optim, "best": float("inf")}
-    if how != "forgets":
+    if not how.startswith("forgets"):
         state["noise"] = noise
     with ckpt.Checkpointer(os.environ["REAL_TRAIN_URL"], state, policy=ckpt.Every(steps=2)) as ck:
         is_fresh = ck.restored.step == 0
@@ -37,7 +38,7 @@ def main(steps: int, how: str) -> None:
             loss.backward()
             optim.step()
             ck.state["best"] = min(ck.state["best"], loss.item())
-            if step == WAITS_AFTER:
+            if step == WAITS_AFTER and "hurries" not in how:
                 ck.step()
                 ck.save().wait("store", timeout_s=60)
                 if is_fresh and ck.url.endswith("/killed"):

@@ -33,6 +33,7 @@ def test_a_script_that_restarts_exactly_is_found_equal(tmp_path: Path, monkeypat
     assert said.json["equal"] is True
     assert said.json["step"] == 4
     assert said.json["killed_after"] == 2
+    assert [said.json[name] for name in ("came_back_at", "came_back_from", "steps_run")] == [2, "store", 2]
     assert list(tmp_path.iterdir()) == []  # the real run is not touched, and the scratch ones are gone
 
 
@@ -118,4 +119,25 @@ def test_a_script_that_is_not_the_same_twice_is_told_apart_from_a_bad_restart(
 def test_a_kill_that_came_too_late_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _rehearse(monkeypatch, tmp_path / "run", "exact", steps=2)
     assert said.code == 7
-    assert "last step" in said.err
+    assert "came back at step 2, its last" in said.err
+
+
+def test_a_restart_that_ran_no_step_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 was seen before the kill, and yet the restart came back at the end: all that is equal was never undone."""
+    said = _rehearse(monkeypatch, tmp_path / "run", "had ended in memory")
+    assert said.code == 7
+    assert "came back at step 4, its last" in said.err
+    assert said.out == ""
+
+
+def test_a_script_that_is_run_again_but_enters_no_checkpointer_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "is not started again")
+    assert said.code == 7
+    assert "did not enter" in said.err
+
+
+def test_it_is_said_where_the_restart_came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _rehearse(monkeypatch, tmp_path / "run", "exact")
+    assert "came back at step 2 from store, and ran 2 steps from there" in said.out

@@ -32,6 +32,7 @@ def test_a_script_that_restarts_exactly_is_proven_so(tmp_path: Path, monkeypatch
     assert said.json["step"] == STEPS
     assert said.json["killed_after"] == WAITS_AFTER
     assert said.json["memory_lost"] is False
+    assert [said.json[name] for name in ("came_back_at", "came_back_from")] == [WAITS_AFTER, "memory"]
     assert list(tmp_path.iterdir()) == []  # the real run was not begun, and the scratch ones are gone
 
 
@@ -40,6 +41,7 @@ def test_a_script_that_forgets_a_generator_is_told_what_differs(
 ) -> None:
     said = rehearse(monkeypatch, tmp_path / "run", "forgets", "--lose-memory")
     assert said.code == 1, said.err
+    assert f"came back at step {WAITS_AFTER} from store" in said.out
     assert "tensor model.0.bias: " in said.out
     assert "already before the kill" not in said.out
     assert list(tmp_path.iterdir()) == []
@@ -52,3 +54,11 @@ def test_a_script_that_is_not_seeded_is_told_that_the_restart_is_not_to_blame(
     assert said.code == 1, said.err
     assert "already before the kill" in said.out
     assert "tensor model.0.bias: " in said.out
+
+
+def test_a_script_that_forgets_a_value_never_passes_however_quick_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no kill: either steps were left to run, and the loss is named, or nothing was proven."""
+    said = rehearse(monkeypatch, tmp_path / "run", "forgets and hurries")
+    assert (said.code, "tensor model.0.bias: " in said.out) in ((1, True), (7, False)), said
