@@ -21,7 +21,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Url = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
 Which = Annotated[
     str | None,
-    typer.Option("--step", metavar="STEP", help="A step of the line, or a full identity from `ckpt ls --json`."),
+    typer.Option(
+        "--step", metavar="STEP", help="A step of the line as `ckpt ls` shows it (300, 300.1), or a full identity."
+    ),
 ]
 
 

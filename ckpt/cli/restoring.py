@@ -27,6 +27,7 @@ def restore(
     which: out.Which = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
+    strip: Annotated[str, typer.Option("--strip", metavar="PREFIX", help="Take it off the names: model.")] = "",
     form: Annotated[Form | None, typer.Option("--format", help="Default: by the name of FILE.")] = None,
     shard_bytes: Annotated[int, typer.Option("--shard-bytes", help="Size of a file in a folder.", min=1)] = 5 << 30,
     json: out.Json = False,
@@ -54,6 +55,7 @@ def restore(
                 format=form.value if form else None,
                 only=only or (),
                 dtype=dtype,
+                strip=strip,
                 shard_bytes=shard_bytes,
                 progress=report,
             )

@@ -36,8 +36,8 @@ def view(backend: Backend) -> RunView:
 
 
 def choose(url: str, run: RunView, which: str | None) -> CommitRef:
-    """None: the newest of the line. A number: that step of the line (of several, the newest). An identity: any
-    checkpoint, on a branch too. Errors: NoCheckpoint."""
+    """None: the newest of the line. A step: that one of the line (of several, the newest). step.sub, as `name_of`
+    writes it: exactly that one. An identity: any checkpoint, on a branch too. Errors: NoCheckpoint."""
     line = run.line
     if which is None:
         if not line:
@@ -47,11 +47,19 @@ def choose(url: str, run: RunView, which: str | None) -> CommitRef:
         if which == str(ref.identity):
             return ref
     for ref in reversed(line):
-        if which.isdecimal() and int(which) == ref.identity.tick.step:
+        tick = ref.identity.tick
+        if which == f"{tick.step}.{tick.sub}":
             return ref
-    steps = [ref.identity.tick.step for ref in line]
-    near = ", ".join(str(step) for step in steps[-8:]) or "none"
+        if which.isdecimal() and int(which) == tick.step:
+            return ref
+    near = ", ".join(name_of(ref) for ref in line[-8:]) or "none"
     raise NoCheckpoint(f"{url}: no checkpoint {which!r} on the line of the run; the newest are {near}{_branches(run)}")
+
+
+def name_of(ref: CommitRef) -> str:
+    """As `ckpt ls` calls it: "300", or "300.1" for the first save, poll or exit after step 300 had ended."""
+    tick = ref.identity.tick
+    return f"{tick.step}.{tick.sub}" if tick.sub else str(tick.step)
 
 
 def _branches(run: RunView) -> str:

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,17 @@ def export(
     format: Format | None = None,
     only: Sequence[str] = (),
     dtype: str | None = None,
+    strip: str = "",
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Writes the tensors whose name matches one of the globs `only` (all without one).
 
     `format`: by default by the name: .safetensors, .pt or .pth, else a folder. `dtype`: floating-point tensors become
-    this. `shard_bytes`: the size of a file in a folder. `progress(done, total)`: bytes of the checkpoint.
-    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches; a dtype that the format does not
-    have); DamagedData; NotFound; StorageError; OSError."""
+    this. `strip`: a prefix that is taken off the names that have it. `shard_bytes`: the size of a file in a folder.
+    `progress(done, total)`: bytes of the checkpoint.
+    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches or has the prefix; two names become
+    one; a dtype that the format does not have); DamagedData; NotFound; StorageError; OSError."""
     path = Path(to)
     format = format or _format_of(path)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
@@ -67,7 +69,8 @@ def export(
     specs = chosen(reader.record.manifest, only)
     if not specs:
         raise UsageError(f"no tensor of {reader.record.identity} matches {', '.join(only) or 'anything: it has none'}")
-    heads = [TensorHead(exported_name(s), _target(s.dtype, dtype), s.shape) for s in specs]
+    names = _stripped([exported_name(spec) for spec in specs], strip)
+    heads = [TensorHead(names[exported_name(s)], _target(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
     with _under_another_name(path) as temporary:
         if format == "torch":
@@ -77,7 +80,7 @@ def export(
         else:
             sink = SafetensorsWriter(temporary, heads, metadata)
         with sink:
-            _copy(reader, [want for spec in specs for want in slabs_of(spec)], dtype, sink, progress)
+            _copy(reader, [want for spec in specs for want in slabs_of(spec)], names, dtype, sink, progress)
     files = sorted(path.iterdir()) if format == "sharded" else [path]
     return Exported(tuple(files), len(heads), sum(head.bytes for head in heads))
 
@@ -98,9 +101,28 @@ def _target(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
+def _stripped(names: Sequence[str], prefix: str) -> dict[str, str]:
+    """Each name to that in the file. Errors: UsageError."""
+    if prefix and not any(name.startswith(prefix) for name in names):
+        raise UsageError(f"no tensor's name begins with {prefix!r}; there are {', '.join(names[:8])}")
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        short = name.removeprefix(prefix)
+        if not short or short in taken:
+            other = (
+                f"{taken[short]} and {name} would both be {short!r}" if short else f"nothing would be left of {name}"
+            )
+            raise UsageError(f"without the prefix {prefix!r} {other}; choose the tensors by their names (only)")
+        found[name] = short
+        taken[short] = name
+    return found
+
+
 def _copy(
     reader: FrameReader,
     wants: Sequence[Want],
+    names: Mapping[str, str],
     dtype: str | None,
     sink: _Sink,
     progress: Callable[[int, int], None] | None,
@@ -113,7 +135,7 @@ def _copy(
         target = _target(want.dtype, dtype)
         if target != want.dtype:
             bits = converted(bits, want.dtype, target)
-        name = exported_name(want)
+        name = names[exported_name(want)]
         sink.write(name, bits.reshape(-1).view(np.uint8).data, at.get(name, 0))
         at[name] = at.get(name, 0) + bits.nbytes
         done += want.box.size

@@ -46,7 +46,7 @@ def arrays(step: int, elements: int = 1000) -> dict[str, np.ndarray]:
 def save(
     url: Path | str,
     epoch: Epoch,
-    step: int,
+    step: int | Tick,
     tensors: Arrays | None = None,
     *,
     shared: Any = None,
@@ -54,6 +54,8 @@ def save(
     metrics: Mapping[str, float] | None = None,
 ) -> Identity:
     """One committed checkpoint of one rank."""
+    tick = step if isinstance(step, Tick) else Tick(step)
+    step = tick.step
     tensors = dict(sorted((arrays(step) if tensors is None else tensors).items()))
     entries = [Entry(name, str(a.dtype), a.shape, (Box.whole(a.shape),)) for name, a in tensors.items()]
     layout = Layout(tuple(entries))
@@ -76,7 +78,7 @@ def save(
         offset, length, _ = staging.frames[at].tolist()
         return memoryview(region)[offset : offset + length]
 
-    identity = Identity(epoch, Tick(step))
+    identity = Identity(epoch, tick)
     with opened(url) as store:
         Committer(store, new_writer()).commit(
             identity, assembled.manifest, frame, check=lambda: None, metrics=metrics or {}, about={"host": "here"}

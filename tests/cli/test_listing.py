@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.types import Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
 
@@ -57,3 +58,17 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path, monkeypat
     assert said.err.startswith("error: ")
     assert "10, 20, 40" in said.err
     assert said.json["error"]["kind"] == "no-checkpoint"
+
+
+def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = begin(tmp_path)
+    saved = [save(tmp_path, epoch, Tick(300, sub)) for sub in (0, 1, 2)]
+    listed = [line.split()[0] for line in ckpt(monkeypatch, "ls", tmp_path).out.splitlines()[2:]]
+    assert listed == ["300", "300.1", "300.2"]
+    for name, identity in {"300.0": saved[0], "300.1": saved[1], "300.2": saved[2], "300": saved[2]}.items():
+        assert ckpt(monkeypatch, "show", tmp_path, "--step", name, "--json").json["identity"] == str(identity)
+    said = ckpt(monkeypatch, "show", tmp_path, "--step", "300.3")
+    assert said.code == 3
+    assert "300, 300.1, 300.2" in said.err

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.cli.stores import a_run, arrays, ckpt
+from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
 
 def test_a_safetensors_file_holds_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +86,32 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "file" / "x.safetensors")
     assert said.code == 4
     assert "x.safetensors" in said.err
+
+
+def test_strip_takes_a_prefix_off_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    for to in ("x.safetensors", "folder"):
+        said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / to, "--strip", "model.")
+        assert said.code == 0, said.err
+    found = load_file(tmp_path / "x.safetensors")
+    assert {f"model.{name}": a.tobytes() for name, a in found.items()} == {
+        n: a.tobytes() for n, a in arrays(40).items()
+    }
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["bias", "table", "weight"]
+
+
+def test_a_prefix_that_no_name_has_or_that_tells_two_apart_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = np.zeros(2, np.float32)
+    save(tmp_path / "run", begin(tmp_path / "run"), 1, {"ema.w": one, "w": one})
+    for prefix, says in (
+        ("model.", "begins with 'model.'"),
+        ("ema.", "ema.w and w"),
+        ("ema.w", "nothing would be left"),
+    ):
+        said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors", "--strip", prefix)
+        assert said.code == 2
+        assert says in said.err
+    assert not (tmp_path / "x.safetensors").exists()
