@@ -9,6 +9,7 @@ import typer
 
 from ckpt.cli import out, target
 from ckpt.cli.exits import Exit
+from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt.store.diff import Diff
@@ -29,6 +30,8 @@ def verify(
     from ckpt.store.run import Run
     from ckpt.store.verify import verify as verify_all
 
+    if newest and which is not None:
+        raise UsageError("--newest and --step each name one checkpoint; give one of them")
     with target.store(url) as store:
         run = Run(store)
         view = target.view(store)
@@ -36,6 +39,8 @@ def verify(
             refs = [target.choose(url, view, which)]
         else:
             refs = sorted([*view.line, *(view.branches if every else [])])
+        if not refs and not view.damaged:
+            raise target.none_yet(url, view)
         with out.progress("verifying", json=json) as report:
             results = verify_all(run, refs, report)
         damaged_claims = [{"key": key, "what": what, "tensors": []} for key, what in view.damaged]

@@ -28,6 +28,8 @@ def ls(
         refs = [(ref, "line") for ref in run.line]
         if every:
             refs = sorted([*refs, *((ref, "branch") for ref in run.branches)], key=lambda each: each[0].identity.tick)
+        if not refs:
+            raise target.none_yet(url, run)
         rows = [_row(ref, where) for ref, where in refs]
         if long:
             for row, (ref, _) in zip(rows, refs, strict=True):

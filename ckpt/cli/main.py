@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from ckpt.cli import checking, doctor, listing, live, managing, rehearse, restoring
-from ckpt.cli.exits import MEANING, exit_of
-from ckpt.errors import CkptError
+from ckpt.cli.exits import MEANING, Exit, exit_of
+from ckpt.errors import CkptError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
 
@@ -58,15 +58,32 @@ def _options(
     pass
 
 
+# What click raises where an option or an argument is wrong: found by name, as typer brings a click of its own or not.
+_WRONG_CALL = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+
+
 def main() -> None:
     try:
-        app()
+        sys.exit(app(standalone_mode=False))  # it returns the status that a command ends with, or None
     except CkptError as error:
         print(f"error: {error}", file=sys.stderr)
-        ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-        if "--json" in ours:
-            print(json.dumps({"error": {"kind": error.kind, "message": str(error)}}))
+        _as_json(error.kind, str(error))
         sys.exit(exit_of(error))
+    except typer.Abort:
+        sys.exit(Exit.INTERRUPTED)
+    except Exception as error:
+        if not isinstance(error, _WRONG_CALL):
+            raise
+        error.show()  # type: ignore[attr-defined]  # on standard error, with the usage
+        _as_json(UsageError.kind, error.format_message())  # type: ignore[attr-defined]
+        sys.exit(Exit.USAGE)
+
+
+def _as_json(kind: str, message: str) -> None:
+    """The error on standard output where the user asked for JSON; what stands behind -- is another program's."""
+    ours = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    if "--json" in ours:
+        print(json.dumps({"error": {"kind": kind, "message": message}}))
 
 
 if __name__ == "__main__":

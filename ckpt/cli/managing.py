@@ -54,6 +54,8 @@ def prune(
     """Let old checkpoints and leftovers go. Without --yes nothing is changed.
 
     What goes is retired first; its data is deleted by a later prune, once nobody can still need it."""
+    from ckpt.storage import canonical
+
     keep = _keep(last, every, best)
     sock = live.find_agent(url)
     if sock is None:
@@ -65,7 +67,7 @@ def prune(
             answer = agent.request("prune", request).fields
             body = {key: value for key, value in answer.items() if key not in ("t", "id")}
     if json:
-        out.as_json({"url": url, "done": yes, **body})
+        out.as_json({"url": canonical(url), "done": yes, **body})
     else:
         _say_plan(body, yes)
 

@@ -85,7 +85,14 @@ def rehearse(
     if json:
         restart = {"came_back_at": back.step, "came_back_from": back.source, "steps_run": compared.step - back.step}
         facts = {"killed_after": killed_at, "memory_lost": lose_memory, **restart, **asdict(compared)}
-        out.as_json({"url": url, "equal": not compared.differences, **facts, "kept": scratch if keep else None})
+        out.as_json(
+            {
+                "url": storage.canonical(url),
+                "equal": not compared.differences,
+                **facts,
+                "kept": scratch if keep else None,
+            }
+        )
     else:
         out.say(
             f"came back at step {back.step} from {back.source}, and ran {compared.step - back.step} steps from there"

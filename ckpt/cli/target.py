@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NoCheckpoint
+from ckpt.errors import NoCheckpoint, TransientError
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -14,11 +15,27 @@ if TYPE_CHECKING:
     from ckpt.store.run import RunView
 
 
+CONTACT_S = 15.0  # how long a person is made to wait for a store that does not answer at all
+
+
 @contextmanager
 def store(url: str) -> Iterator[Backend]:
+    """The store, once it has answered: that is waited for CONTACT_S, unless CKPT_RETRY_S says something else than its
+    default. From then on a failing operation is tried again as long as in a run. Errors: StorageError."""
     from ckpt import storage
+    from ckpt.settings import read
+    from ckpt.store import keys
 
-    backend = storage.open(url)
+    settings = read()
+    if settings.retry_s == read({}).retry_s and storage.canonical(url).count("://"):
+        with closing(storage.open(url, settings=replace(settings, retry_s=CONTACT_S))) as asked:
+            try:
+                next(iter(asked.list(keys.EPOCHS)), None)
+            except TransientError as exc:
+                raise TransientError(
+                    f"{exc}; is the address right (AWS_ENDPOINT_URL and the like)? CKPT_RETRY_S=60 waits for 60 s"
+                ) from exc
+    backend = storage.open(url, settings=settings)
     try:
         yield backend
     finally:
@@ -41,7 +58,7 @@ def choose(url: str, run: RunView, which: str | None) -> CommitRef:
     line = run.line
     if which is None:
         if not line:
-            raise NoCheckpoint(f"{url}: the run has no checkpoint yet{_branches(run)}")
+            raise none_yet(url, run)
         return line[-1]
     for ref in reversed([*run.branches, *line]):
         if which == str(ref.identity):
@@ -54,6 +71,10 @@ def choose(url: str, run: RunView, which: str | None) -> CommitRef:
             return ref
     near = ", ".join(name_of(ref) for ref in line[-8:]) or "none"
     raise NoCheckpoint(f"{url}: no checkpoint {which!r} on the line of the run; the newest are {near}{_branches(run)}")
+
+
+def none_yet(url: str, run: RunView) -> NoCheckpoint:
+    return NoCheckpoint(f"{url}: the run has no checkpoint yet{_branches(run)}")
 
 
 def name_of(ref: CommitRef) -> str:

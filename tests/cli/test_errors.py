@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from ckpt import errors
 from ckpt.cli.exits import MEANING, Exit, exit_of
-from tests.cli.stores import ckpt
+from tests.cli.stores import begin, ckpt
 
 COMMANDS = Path(__file__).parents[2] / "docs/commands.md"
 
@@ -54,6 +55,24 @@ def test_every_command_is_documented_with_its_options() -> None:
             assert option in section, f"ckpt {command} {option} is not in docs/commands.md"
 
 
+def test_a_run_without_checkpoints_is_no_checkpoint_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path)
+    for words in (["ls"], ["ls", "--all"], ["verify"], ["show"], ["diff", "1"]):
+        assert ckpt(monkeypatch, words[0], tmp_path, *words[1:]).code == Exit.NO_CHECKPOINT, words
+
+
+def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.cli.target.CONTACT_S", 0.5)
+    with socket.socket() as taken:  # bound, never listening: whoever connects is refused
+        taken.bind(("127.0.0.1", 0))
+        where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}", "AWS_REGION": "us-east-1"}
+        for name, value in {**where, "AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}.items():
+            monkeypatch.setenv(name, value)
+        said = ckpt(monkeypatch, "ls", "s3://bucket/run")
+    assert said.code == Exit.STORAGE
+    assert "CKPT_RETRY_S" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -64,6 +83,7 @@ def test_every_command_is_documented_with_its_options() -> None:
         (["watch", "/nowhere/run", "--once"], Exit.AGENT),
         (["preempt", "/nowhere/run"], Exit.AGENT),
         (["ls"], Exit.USAGE),
+        (["verify", "x", "--newest", "--step", "1"], Exit.USAGE),
         (["ls", "--no-such-option", "x"], Exit.USAGE),
         (["prune", "/nowhere/run", "--best", "val_loss"], Exit.USAGE),
         (["prune", "/nowhere/run", "--last", "0"], Exit.USAGE),
@@ -75,6 +95,7 @@ def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit, monkey
     assert "Traceback" not in said.err
     assert said.out == ""
     assert "rror" in said.err or "Usage" in said.err
+    assert ckpt(monkeypatch, *words, "--json").json["error"]["message"]
 
 
 def test_no_permission_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
