@@ -104,7 +104,9 @@ def show(
         return
     for name, value in body.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{key} {each}" for key, each in value.items()) or "none"
+            # What is no word or number is for programs, which have --json.
+            short = {key: each for key, each in value.items() if not isinstance(each, dict | list)}
+            value = ", ".join(f"{key} {each}" for key, each in short.items()) or "none"
         if isinstance(value, list):
             value = ", ".join(map(str, value))
         out.say(f"{name:<12} {out.size(value) if name in ('bytes', 'stored', 'referred') else value}")
