@@ -6,14 +6,14 @@ Guarantees, for every copier:
 - The bytes are in the targets when `Ticket.wait` returned, not before.
 
 Bytes are moved outside the GIL: large pieces by memmove (one call a piece, so that the training loop is asked for the
-GIL rarely), small ones in groups by one foreach call.
+GIL rarely), small ones in groups by one foreach call, tiny ones by one concatenation of those that follow one another.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import groupby
 from typing import Protocol
@@ -32,6 +32,8 @@ SMALL_BYTES = 512 << 10  # smaller pieces are copied in groups, as elements of 1
 NARROW_BYTES = 16 << 10  # ... else as single bytes, up to here: torch would use its own threads for many more elements
 WIDE = torch.complex128
 GROUP_PIECES = 4096
+TINY_BYTES = 4 << 10  # what is smaller still and lies end to end in the target is concatenated into it
+RUN_BYTES = 32 << 10  # ... so much at once: torch concatenates fewer elements in one plain loop, at half the cost
 THREADS_MAX = 8  # a few threads fill the memory's bandwidth
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -198,7 +200,7 @@ class CpuTicket:
 
 
 def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
-    """Runs of small pieces become one foreach call each, the rest one memmove each; in order of target."""
+    """Groups of small pieces become one unit each, the rest one memmove each; in order of target."""
     units: list[tuple[int, Unit]] = []
     for grouped, run in groupby(pieces, key=_is_grouped):
         if not grouped:
@@ -210,10 +212,10 @@ def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
             group.append(piece)
             group_bytes += piece.nbytes
             if group_bytes >= UNIT_BYTES or len(group) == GROUP_PIECES:
-                units.append((group_bytes, _foreach(group)))
+                units.append((group_bytes, _group(group)))
                 group, group_bytes = [], 0
         if group:
-            units.append((group_bytes, _foreach(group)))
+            units.append((group_bytes, _group(group)))
     return units
 
 
@@ -231,6 +233,52 @@ def _is_wide(piece: Piece) -> bool:
 
 def _is_grouped(piece: Piece) -> bool:
     return not _is_flat(piece) or piece.nbytes <= NARROW_BYTES or (piece.nbytes < SMALL_BYTES and _is_wide(piece))
+
+
+def _group(pieces: Sequence[Piece]) -> Unit:
+    """Small pieces as one unit of work."""
+    units: list[Unit] = []
+    others: list[Piece] = []
+    for run in _runs(pieces):
+        if len(run) > 1:
+            units.append(_concatenate(run))
+        else:
+            others += run
+    if others:
+        units.append(_foreach(others))
+
+    def unit() -> None:
+        for each in units:
+            each()
+
+    return unit
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Tiny pieces together whose targets lie end to end, RUN_BYTES at most; every other piece alone."""
+    run: list[Piece] = []
+    end = run_bytes = 0
+    for piece in pieces:
+        is_tiny = piece.nbytes <= TINY_BYTES and _is_flat(piece)
+        if run and not (is_tiny and piece.target.data_ptr() == end and run_bytes + piece.nbytes < RUN_BYTES):
+            yield run
+            run, run_bytes = [], 0
+        run.append(piece)
+        run_bytes += piece.nbytes
+        end = piece.target.data_ptr() + piece.nbytes if is_tiny else -1
+    if run:
+        yield run
+
+
+def _concatenate(run: Sequence[Piece]) -> Unit:
+    sources = [piece.source for piece in run]
+    first = run[0].target
+    target = first.as_strided((sum(piece.nbytes for piece in run),), (1,), first.storage_offset())
+
+    def unit() -> None:
+        torch.cat(sources, out=target)
+
+    return unit
 
 
 def _foreach(pieces: Sequence[Piece]) -> Unit:

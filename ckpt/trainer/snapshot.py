@@ -103,6 +103,8 @@ class Snapshotter:
             if not moved and old is not None and old.walk is walk and old.staging is staging:
                 return
             binding = _Binding(walk, staging, cut(walk, staging, data))
+            if self._copier.blocking:  # else it makes buffers on a device, which belong to the training thread's stream
+                binding.plan(self._trust, self._copier)  # now, and not while training stands still for a first snapshot
             if moved:
                 self._unpin(slot)
                 self._regions[slot] = data

@@ -6,7 +6,7 @@ import mmap
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from ckpt.plan.division import undivided
 from ckpt.plan.layout import Part
 from ckpt.plan.staging import stage
 from ckpt.trainer.copier import CpuCopier, CpuJob, is_same
-from ckpt.trainer.pieces import blocks, cut
+from ckpt.trainer.pieces import Piece, blocks, cut
 from ckpt.trainer.pinned import make_copier
 from ckpt.trainer.snapshot import Snapshotter
 from ckpt.types import DTYPES
-from tests.trainer.snapshots import FRAME_BYTES, raw, rig, walk_of
+from tests.trainer.snapshots import FRAME_BYTES, LARGE, raw, rig, walk_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -163,6 +163,22 @@ def test_binding_the_same_again_builds_nothing() -> None:
         assert it.snapshotter._bound[0] is before
         it.snapshotter.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
         assert it.snapshotter._bound[0] is not before
+
+
+def test_binding_prepares_the_copies_so_that_the_first_snapshot_does_not() -> None:
+    prepared: list[int] = []
+
+    class Counting(CpuCopier):
+        def prepare(self, pieces: Sequence[Piece]) -> CpuJob:
+            prepared.append(len(pieces))
+            return super().prepare(pieces)
+
+    with rig(lambda: ({"w": torch.zeros(300), "v": torch.zeros(LARGE)}, ("v",)), copier=Counting(1)) as it:
+        assert prepared
+        prepared.clear()
+        it.take()
+        it.take()
+        assert prepared == []
 
 
 def test_an_unbound_arena_can_be_unmapped() -> None:
