@@ -32,7 +32,6 @@ from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options, StoreSide
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
-from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
 
@@ -210,14 +209,13 @@ class Carrier:
             self.emit("memory.plan", f"memory: {plan}", plan.slots < memory.SLOTS, plan.table())
         self.plan, self._division = plan, division
         for rank in self._members:
-            blobs = [encode_layout(division.layouts[rank]), encode_share(division.shares[rank])]
             fields = {
                 "t": "plan",
                 "division": division.id,
                 "frame_bytes": division.frame_bytes,
                 "arena_bytes": division.arena_bytes[rank],
             }
-            self.ranks.send(rank, fields, blobs)
+            self.ranks.send(rank, fields, division.plans[rank])
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         self.ranks.close_arenas(slot)

@@ -3,6 +3,8 @@ enough (about a second for large states) to run on a thread."""
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from ckpt.agent.arena import arena_bytes
 from ckpt.errors import DamagedData
-from ckpt.format.declaration import encode
+from ckpt.format.declaration import decode_layout, encode, encode_layout, encode_share
 from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned
 from ckpt.plan.layout import Declaration, Layout, Share
 from ckpt.plan.staging import frame_bytes_for, stage
@@ -30,8 +32,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """`layouts`, `shares`, `arena_bytes`: by rank; the layouts with owners where ranks disagreed. `agreed`,
-    `differing`: what the last hashes of one tick said; they hold until all ranks have hashed the same tick again."""
+    """`layouts`, `shares`, `arena_bytes`: by rank; the layouts with owners where ranks disagreed. `plans`: layout and
+    share of each rank, encoded for it. `agreed`, `differing`: what the last hashes of one tick said; they hold until
+    all ranks have hashed the same tick again."""
 
     id: str
     frame_bytes: int
@@ -40,6 +43,20 @@ class Division:
     arena_bytes: tuple[int, ...]
     agreed: frozenset[Key]
     differing: frozenset[str]
+    plans: tuple[tuple[bytes, bytes], ...]
+
+
+_LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
+
+
+def layout_from(blob: bytes | memoryview) -> Layout:
+    """Decodes it; to the object that exists already where equal bytes were decoded before, as replicated ranks send
+    them. Errors: DamagedData."""
+    key = hashlib.blake2b(blob, digest_size=32).digest()
+    found = _LAYOUTS.get(key)
+    if found is None:
+        found = _LAYOUTS[key] = decode_layout(blob)
+    return found
 
 
 def make_division(
@@ -66,8 +83,16 @@ def make_division(
         staging = stage(layout, share, frame_bytes)
         declared = encode(Declaration(number, len(ranks), rank.coordinate, name, layout, staging))
         sizes.append(arena_bytes(staging.data_bytes, len(staging.frames), len(declared), rank.values_bytes))
+    blobs = {key: encode_layout(layout) for key, layout in {id(layout): layout for layout in layouts}.items()}
     return Division(
-        name, frame_bytes, tuple(layouts), tuple(shares), tuple(sizes), frozenset(agreed), frozenset(differing)
+        name,
+        frame_bytes,
+        tuple(layouts),
+        tuple(shares),
+        tuple(sizes),
+        frozenset(agreed),
+        frozenset(differing),
+        tuple((blobs[id(layout)], encode_share(share)) for layout, share in zip(layouts, shares, strict=True)),
     )
 
 

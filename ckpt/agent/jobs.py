@@ -14,7 +14,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.carrier import Carrier, Member, Services
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.agent.divide import Held, hashes_from
+from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import Presence, State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.learning import Learning
@@ -25,7 +25,6 @@ from ckpt.agent.server import Peer
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
-from ckpt.format.declaration import decode_layout
 from ckpt.notices.notice import Notice, Withdrawn, Word
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every
@@ -414,7 +413,7 @@ class Job(Carrier):
         fields = message.fields
         if len(message.blobs) != 2:
             raise AgentError(f"{message.kind!r} comes with a layout and hashes")
-        layout, hashes = decode_layout(message.blobs[0]), hashes_from(message.blobs[1])
+        layout, hashes = layout_from(message.blobs[0]), hashes_from(message.blobs[1])
         values_bytes = int(fields["values_bytes"])
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")

@@ -48,7 +48,15 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
     parts: list[list[tuple[int, int, int, int]]] = [[] for _ in layouts]
     loads = [0] * len(layouts)
     common: dict[Key, _Item] = {}
+    seen: dict[int, _Sorted] = {}
     for rank, layout in enumerate(layouts):
+        if (known := seen.get(id(layout))) is not None:  # what this loop would find again, without its look-ups
+            for divided, e, b in known.shared:
+                divided.holders.append((rank, e, b))
+            parts[rank] += known.alone
+            loads[rank] += known.alone_bytes
+            continue
+        found = seen[id(layout)] = _Sorted([], parts[rank])
         for e, b, size in _boxes(layout):
             entry = layout.entries[e]
             key = (entry.name, entry.owner, entry.boxes[b])
@@ -57,13 +65,17 @@ def divide(layouts: Sequence[Layout], agreed: Collection[Key], frame_bytes: int)
                 if not size:
                     continue
                 if key in agreed:
-                    common[key] = _Item(entry, size, [(rank, e, b)])
+                    item = common[key] = _Item(entry, size, [(rank, e, b)])
+                    found.shared.append((item, e, b))
                     continue
             elif item.entry.dtype == entry.dtype and item.entry.shape == entry.shape:
                 item.holders.append((rank, e, b))
+                found.shared.append((item, e, b))
                 continue
-            parts[rank].append((e, b, 0, size))
-            loads[rank] += size
+            found.alone.append((e, b, 0, size))
+            found.alone_bytes += size
+        found.alone = list(found.alone)  # the rank's own list grows with its part of what is shared
+        loads[rank] += found.alone_bytes
 
     groups: dict[tuple[int, ...], list[_Item]] = defaultdict(list)
     for item in common.values():  # those of one group come from its lowest rank's layout, hence in canonical order
@@ -88,12 +100,21 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
     first: dict[Key, list[int]] = {}
     equal: dict[Key, bool] = {}
     differing: set[tuple[str, str]] = set()
+    said: list[tuple[Layout, Hashes]] = []
+    again: set[int] = set()
     for rank, (layout, array) in enumerate(zip(layouts, hashes, strict=True)):
         count = sum(len(entry.boxes) for entry in layout.entries)
         if array.size and array.shape != (count, 2):
             raise UsageError(
                 f"rank {rank} declares {count} boxes and sent hashes of shape {array.shape}, not ({count}, 2)"
             )
+        same = next((n for n, (one, its) in enumerate(said) if one is layout and np.array_equal(its, array)), None)
+        if same in again:
+            continue  # a third rank that says the same adds nothing
+        if same is not None:
+            again.add(same)
+        else:
+            said.append((layout, array))
         rows: Iterator[list[int]] = iter(array.tolist() if array.size else itertools.repeat([0, 0]))
         for entry in layout.entries:
             tensor = (entry.name, entry.owner)
@@ -118,7 +139,10 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
 
 
 def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
-    """The layout with the job's tensors of these names made the rank's own. Entries keep their places."""
+    """The layout with the job's tensors of these names made the rank's own: itself where there are none. Entries keep
+    their places."""
+    if not names:
+        return layout
     return Layout(
         tuple(
             replace(entry, owner=coordinate) if entry.owner == "" and entry.name in names else entry
@@ -130,20 +154,29 @@ def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:
 def division_id(layouts: Sequence[Layout], shares: Sequence[Share]) -> str:
     """16 hex digits that name a division: other layouts or shares have another one."""
     digest = hashlib.blake2b(digest_size=8)
+    told: dict[int, tuple[bytes, bytes]] = {}
     for layout, share in zip(layouts, shares, strict=True):
-        words: list[str] = []
-        numbers: list[int] = [len(layout.entries), len(share)]
-        for entry in layout.entries:
-            words += (entry.name, entry.owner, entry.dtype)
-            numbers += (len(entry.shape), len(entry.boxes), *entry.shape)
-            for box in entry.boxes:
-                numbers += box.offset
-                numbers += box.shape
-        for part in share:
-            numbers += (part.entry, part.box, part.start, part.stop)
-        digest.update(json.dumps(words).encode())
-        digest.update(np.array(numbers, "<u8").tobytes())
+        if id(layout) not in told:
+            told[id(layout)] = _told(layout)
+        words, numbers = told[id(layout)]
+        digest.update(words)
+        digest.update(np.array([len(layout.entries), len(share)], "<u8").tobytes())
+        digest.update(numbers)
+        digest.update(np.array([(part.entry, part.box, part.start, part.stop) for part in share], "<u8").tobytes())
     return digest.hexdigest()
+
+
+def _told(layout: Layout) -> tuple[bytes, bytes]:
+    """All that a layout says, as words and as numbers."""
+    words: list[str] = []
+    numbers: list[int] = []
+    for entry in layout.entries:
+        words += (entry.name, entry.owner, entry.dtype)
+        numbers += (len(entry.shape), len(entry.boxes), *entry.shape)
+        for box in entry.boxes:
+            numbers += box.offset
+            numbers += box.shape
+    return json.dumps(words).encode(), np.array(numbers, "<u8").tobytes()
 
 
 @dataclass(slots=True)
@@ -153,6 +186,15 @@ class _Item:
     entry: Entry
     size: int
     holders: list[tuple[int, int, int]]  # rank, entry, box
+
+
+@dataclass(slots=True)
+class _Sorted:
+    """One layout's boxes: those that are divided among their holders, and what each rank that holds it stages alone."""
+
+    shared: list[tuple[_Item, int, int]]  # item, entry, box
+    alone: list[tuple[int, int, int, int]]
+    alone_bytes: int = 0
 
 
 def _boxes(layout: Layout) -> Iterator[tuple[int, int, int]]:

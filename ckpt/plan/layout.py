@@ -32,9 +32,10 @@ class Entry:
     owner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layout:
-    """All entries of one rank, sorted by (name, owner), each pair once."""
+    """All entries of one rank, sorted by (name, owner), each pair once. Ranks whose layouts are equal may share one:
+    what is derived from several layouts is then derived once for each object."""
 
     entries: tuple[Entry, ...]
 

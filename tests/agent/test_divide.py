@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt.agent.divide import Division, Held, make_division
+from ckpt.agent.divide import Division, Held, layout_from, make_division
+from ckpt.format.declaration import decode_layout, decode_share, encode_layout
 from ckpt.plan.layout import Entry, Layout
 from ckpt.types import Box
 
@@ -40,3 +41,16 @@ def test_a_rank_that_holds_newly_what_others_agreed_on_is_not_trusted() -> None:
     assert sum(staged_bytes(kept)) == whole
     after = make_division([held(0, "1", 7), held(1, "1", 7), held(2, "2", 9)], before)
     assert staged_bytes(after) == [whole] * 3
+
+
+def test_equal_layouts_are_one_object_and_what_each_rank_is_told_is_its_own() -> None:
+    blob = encode_layout(held(0, "1", 7).layout)
+    one, again = layout_from(blob), layout_from(memoryview(bytes(bytearray(blob))))
+    assert one is again
+    assert one == decode_layout(blob)
+    ranks = [Held(f"rank={rank}", one, np.full((1, 2), 7, np.uint64), "1", 100) for rank in range(3)]
+    made = make_division(ranks, None)
+    assert made == make_division([held(rank, "1", 7) for rank in range(3)], None)
+    told = [(decode_layout(layout), decode_share(share)) for layout, share in made.plans]
+    assert told == list(zip(made.layouts, made.shares, strict=True))
+    assert made.shares.count(()) == 2  # a frame is not cut in two

@@ -230,3 +230,22 @@ def test_a_division_is_named_by_all_that_it_was_made_from():
         division_id([each, layout(entry("a", 8), Entry("b", "uint8", (9,), box))], [share, share]),
     ]
     assert max(Counter([base, *others]).values()) == 1
+
+
+def test_ranks_that_share_a_layout_get_what_equal_layouts_get(seed):
+    rng = random.Random(seed)
+    one, other = random_layout(rng, 60), random_layout(rng, 60)
+    other = layout(*other.entries, entry("z", 700, owner="rank=1"))
+    pattern = [one, other, one, one, other]
+    copies = [Layout(tuple(each.entries)) for each in pattern]
+    rows = {
+        id(each): np.array([[rng.randrange(2), i] for i in range(len(each.entries))], np.uint64) for each in pattern
+    }
+    told = [rows[id(each)].copy() for each in pattern]
+    told[3][5] += 1  # the same layout, other bytes
+    agreed, differing = agree(pattern, told)
+    assert (agreed, differing) == agree(copies, told)
+    assert differing
+    shares = divide(pattern, agreed, FRAME)
+    assert shares == divide(copies, agreed, FRAME)
+    assert division_id(pattern, shares) == division_id(copies, shares)
