@@ -8,37 +8,51 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from ckpt.cli import checking, doctor, listing, live, managing, rehearse, restoring
 from ckpt.cli.exits import MEANING, Exit, exit_of
 from ckpt.errors import CkptError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
 
-app = typer.Typer(
-    name="ckpt",
-    help="Look at, check, move and mend the checkpoints of a training run.",
-    epilog=EXITS,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+# Each command and the module of this package that has the function of its name.
+MODULE = {
+    "ls": "listing",
+    "show": "listing",
+    "verify": "checking",
+    "diff": "checking",
+    "restore": "restoring",
+    "branch": "managing",
+    "prune": "managing",
+    "rehearse": "rehearse",
+    "watch": "live",
+    "preempt": "live",
+    "doctor": "doctor",
+}
 
-app.command("ls")(listing.ls)
-app.command("show")(listing.show)
-app.command("verify")(checking.verify)
-app.command("diff")(checking.diff)
-app.command("restore")(restoring.restore)
-app.command("branch")(managing.branch)
-app.command("prune")(managing.prune)
-app.command("rehearse", context_settings={"ignore_unknown_options": True})(rehearse.rehearse)
-app.command("watch")(live.watch)
-app.command("preempt")(live.preempt)
-app.command("doctor")(doctor.doctor)
+
+def make_app(words: Sequence[str]) -> typer.Typer:
+    """The command line for these words: one command where they begin with its name, else all (the help lists them).
+    Importing and describing those that nobody asked for would take longer than most of them run."""
+    app = typer.Typer(
+        name="ckpt",
+        help="Look at, check, move and mend the checkpoints of a training run.",
+        epilog=EXITS,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_options)
+    for name in words[:1] if words and words[0] in MODULE else MODULE:
+        settings = {"ignore_unknown_options": True} if name == "rehearse" else None
+        work = getattr(import_module(f"ckpt.cli.{MODULE[name]}"), name)
+        app.command(name, context_settings=settings)(work)
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -49,7 +63,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -64,6 +77,7 @@ _WRONG_CALL = next(each for each in typer.BadParameter.__mro__ if each.__name__ 
 
 def main() -> None:
     try:
+        app = make_app(sys.argv[1:])
         sys.exit(app(standalone_mode=False))  # it returns the status that a command ends with, or None
     except CkptError as error:
         print(f"error: {error}", file=sys.stderr)
