@@ -12,9 +12,9 @@ import numpy as np
 
 from ckpt.agent.arena import arena_bytes
 from ckpt.errors import DamagedData
-from ckpt.format.declaration import decode_layout, encode, encode_layout, encode_share
+from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
 from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned
-from ckpt.plan.layout import Declaration, Layout, Share
+from ckpt.plan.layout import Layout, Share
 from ckpt.plan.staging import frame_bytes_for, stage
 from ckpt.types import ITEMSIZE
 
@@ -74,16 +74,17 @@ def make_division(
         differing = before.differing if before is not None else frozenset()
     differing |= frozenset(distrusted)
     layouts = [owned(rank.layout, differing, rank.coordinate) for rank in ranks]
-    total = sum(box.size * ITEMSIZE[e.dtype] for layout in layouts for e in layout.entries for box in e.boxes)
-    frame_bytes = frame_bytes_for(total)
+    distinct = {id(layout): layout for layout in layouts}  # equal ones are one object, and are worked on once
+    held = {key: sum(b.size * ITEMSIZE[e.dtype] for e in one.entries for b in e.boxes) for key, one in distinct.items()}
+    frame_bytes = frame_bytes_for(sum(held[id(layout)] for layout in layouts))
     shares = divide(layouts, agreed, frame_bytes)
     name = division_id(layouts, shares)
+    blobs = {key: encode_layout(layout) for key, layout in distinct.items()}
     sizes = []
-    for number, (rank, layout, share) in enumerate(zip(ranks, layouts, shares, strict=True)):
+    for rank, layout, share in zip(ranks, layouts, shares, strict=True):
         staging = stage(layout, share, frame_bytes)
-        declared = encode(Declaration(number, len(ranks), rank.coordinate, name, layout, staging))
-        sizes.append(arena_bytes(staging.data_bytes, len(staging.frames), len(declared), rank.values_bytes))
-    blobs = {key: encode_layout(layout) for key, layout in {id(layout): layout for layout in layouts}.items()}
+        declared_bytes = bytes_max(len(blobs[id(layout)]), rank.coordinate, staging)
+        sizes.append(arena_bytes(staging.data_bytes, len(staging.frames), declared_bytes, rank.values_bytes))
     return Division(
         name,
         frame_bytes,

@@ -62,6 +62,21 @@ def test_an_empty_declaration_comes_back_equal() -> None:
     assert_equal(declaration.decode(declaration.encode(empty)), empty)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_the_size_of_a_declaration_is_bounded_before_it_is_encoded(count: int) -> None:
+    """Of noise, which does not compress."""
+    rng = np.random.default_rng(count)
+    noise = Staging(
+        np.frombuffer(rng.bytes(count * SEGMENT.itemsize), SEGMENT),
+        np.frombuffer(rng.bytes(count * STAGED_FRAME.itemsize), STAGED_FRAME),
+        1 << 50,
+    )
+    for coordinate in ("rank=1", "dp=1," * 200):
+        each = replace(sample(), staging=noise, coordinate=coordinate)
+        bound = declaration.bytes_max(len(declaration.encode_layout(each.layout)), coordinate, noise)
+        assert len(declaration.encode(each)) <= bound
+
+
 def test_a_layout_comes_back_equal() -> None:
     layout = sample().layout
     assert declaration.decode_layout(declaration.encode_layout(layout)) == layout
