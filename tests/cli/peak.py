@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckpt.cli.main import app
+from ckpt.cli.main import make_app
 from ckpt.tasks import Tasks
 from tests.cli.stores import a_run
 
@@ -23,6 +23,7 @@ def main() -> None:
     url, to, *options = sys.argv[1:]
     warm = Path(to).with_name("warm")
     a_run(warm / "run")
+    app = make_app(["restore"])
     app(["restore", str(warm / "run"), "--to", str(warm / Path(to).name), *options], standalone_mode=False)  # imports
     before = peak = anonymous_bytes()
     with Tasks("peak") as tasks:

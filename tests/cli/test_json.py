@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.cli.exits import Exit
-from ckpt.cli.main import app
+from ckpt.cli.main import make_app
 from tests.cli.stores import Said, a_run, ckpt
 from tests.cli.test_live import an_agent
 
@@ -57,7 +57,7 @@ def say(monkeypatch: pytest.MonkeyPatch, command: str, words: list[str], places:
 
 
 def test_every_command_is_tried_here() -> None:
-    commands = {command.name for command in app.registered_commands}
+    commands = {command.name for command in make_app([]).registered_commands}
     assert commands == set(SUCCESS) == set(FAILURE)
 
 
