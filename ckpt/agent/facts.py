@@ -156,6 +156,7 @@ class Facts:
         self._retry_commit_s = math.inf
         self._commit_failures = 0
         self._leave_round = 0  # the round whose verdict was: leave
+        self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the deadline then
         self._ended = False  # the ranks were told to end where they are
         self._end_why = ""

@@ -154,7 +154,7 @@ class Leaving(Facts):
                 times.append(each.deadline_s)
                 if name not in self._due:
                     times.append(max(now_s, each.deadline_s - self.need_s))
-        if self._attempts(now_s) and not self._ended and not self._leave_round:
+        if self._attempts(now_s) and not self._ended and not self._all_leave:
             times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
         if self._report is not None and self._report.deadline_s > now_s:
             times.append(self._report.deadline_s)
@@ -233,7 +233,7 @@ class Leaving(Facts):
     def _end_attempts(self, now_s: float) -> None:
         """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
         signals = self._attempts(now_s)
-        if not signals or self._ended or self._leave_round or self.superseded_by:
+        if not signals or self._ended or self._all_leave or self.superseded_by:
             return
         gone = next((m for m in self.members if m.presence is Presence.DEAD or m.broke), None)
         boundary_s, last_s = self._attempt_ends_s(now_s)
@@ -257,6 +257,7 @@ class Leaving(Facts):
         """The verdict on a hold: once, for all ranks and for ever."""
         round_.verdict = leave
         if leave:
+            self._all_leave = len(round_.held) == self.world
             self._leave_round = round_.number
             self._out.append(SetVerdict(round_.number))
             names = [(each.source, each.key) for each in self.notices.values() if each.certain]
