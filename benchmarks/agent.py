@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 
@@ -15,7 +16,7 @@ from ckpt.settings import read
 from ckpt.tasks import Tasks
 
 
-def main() -> None:
+def main() -> int:
     args = parser(__doc__).parse_args()
     rounds, idle_s = (2, 1.0) if args.small else (7, 10.0)
     starts, resident, idle = [], [], []
@@ -41,8 +42,8 @@ def main() -> None:
         Row("resident, without shared pages", mib, "MiB", "at most 80 MiB", mib <= 80),
         Row("CPU when idle", share, "%", "0 %", share < 0.1),
     ]
-    report("agent", rows, args)
+    return report("agent", rows, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

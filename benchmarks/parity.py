@@ -111,8 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__).parse_args(argv)
     member_bytes, rounds, frame_bytes = (1 << 20, 1, 1 << 18) if args.small else (128 << 20, 5, FRAME_BYTES)
     rows = [row for members in MEMBERS for row in measure(members, member_bytes, rounds, frame_bytes)]
-    report("parity", rows, args)
-    return 0
+    return report("parity", rows, args)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import multiprocessing
 import resource
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +36,7 @@ PIECE_BYTES = 1 << 20
 NAME = "benchmark"
 
 
-def main() -> None:
+def main() -> int:
     args = parser(__doc__).parse_args()
     nbytes, rounds = (32 << 20, 2) if args.small else (1 << 30, 9)
     ours, plain, costs, plain_costs = [], [], [], []
@@ -77,7 +78,7 @@ def main() -> None:
         Row("staging to a peer", speed, "GB/s", f"at least {SPEED_BAR} x", ratio >= SPEED_BAR, ceiling, ratio),
         Row("CPU of both sides", cost, "s/GB", f"at most {CPU_BAR} s/GB", cost <= CPU_BAR, plain_cost),
     ]
-    report("peer", rows, args)
+    return report("peer", rows, args)
 
 
 def _measured(there: Connection, work: Callable[[], object]) -> tuple[float, float]:
@@ -173,4 +174,4 @@ def _send(sock: socket.socket, source: memoryview) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -270,8 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     made.add_argument("--seed", type=int, default=1000, help="the first of the seeds")
     args = made.parse_args(argv)
     seeds = range(args.seed, args.seed + (1 if args.small else 200))
-    report("policy", [*one_level(seeds), *two_levels(seeds), *far_off(seeds), asking()], args)
-    return 0
+    return report("policy", [*one_level(seeds), *two_levels(seeds), *far_off(seeds), asking()], args)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def machine() -> dict[str, object]:
     }
 
 
-def report(benchmark: str, rows: Sequence[Row], args: argparse.Namespace) -> None:
+def report(benchmark: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
+    """The exit code: 1 where a bar is not met, 0 else; with --small always 0, since small sizes say nothing."""
     about = machine()
     print(f"{benchmark} on {about['name']}: {about['cpu']}, {about['cores']} cores, Linux {about['kernel']}")
     width = max(len(row.question) for row in rows)
@@ -63,6 +64,31 @@ def report(benchmark: str, rows: Sequence[Row], args: argparse.Namespace) -> Non
         body = {"benchmark": benchmark, "machine": about, "small": args.small, "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(body, indent=1) + "\n")
     sys.stdout.flush()
+    return int(not args.small and any(row.met is False for row in rows))
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The largest resident memory of a process so far, shared pages that it touched among it."""
+    return _status_bytes(pid, "VmHWM")
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    return _status_bytes(pid, "VmRSS")
+
+
+def shared_bytes(pid: int | str = "self") -> int:
+    """Of what is resident: shared memory."""
+    return _status_bytes(pid, "RssShmem")
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """The peak begins anew at what is resident now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _status_bytes(pid: int | str, field: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -78,7 +78,7 @@ def once(use_ckpt: bool) -> float:
         return float(Path(folder, "again").read_text()) - float(Path(folder, "failed").read_text())
 
 
-def main() -> None:
+def main() -> int:
     args = parser(__doc__).parse_args()
     rounds = 1 if args.small else 5
     with_s, without_s = zip(*((once(True), once(False)) for _ in range(rounds)), strict=True)
@@ -88,8 +88,8 @@ def main() -> None:
         Row("restart without", statistics.median(without_s), "s", "printed", None),
         Row("longer with ckpt", more, "s", "at most 1 s", more <= 1),
     ]
-    report("restart", rows, args)
+    return report("restart", rows, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ matrix products (a fixed number, on all cores) loses to it altogether. Figures a
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -144,14 +145,14 @@ def lazy(total_bytes: int, threads: int, rounds: int, eager_s: float) -> list[Ro
     ]
 
 
-def main() -> None:
+def main() -> int:
     args = parser(__doc__).parse_args()
     total_bytes, count, rounds = (64 << 20, 2000, 3) if args.small else (1 << 30, 20_000, 15)
     threads = min(torch.get_num_threads(), 8)
     eager_rows, eager_s = eager(total_bytes, threads, rounds)
     rows = [*eager_rows, many_small(count, threads, rounds), *lazy(total_bytes, threads, rounds, eager_s)]
-    report("snapshot", rows, args)
+    return report("snapshot", rows, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

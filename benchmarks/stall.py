@@ -8,6 +8,7 @@ shared memory, on the same cores) among it. Figures are medians, taken in turns 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 
 import torch
@@ -114,12 +115,12 @@ def lazy(total_bytes: int, rounds: int, eager_s: float) -> list[Row]:
     ]
 
 
-def main() -> None:
+def main() -> int:
     args = parser(__doc__).parse_args()
     total, rounds = (64 << 20, 3) if args.small else (1 << 30, 9)
     rows, eager_s = eager(total, min(torch.get_num_threads(), 8), rounds)
-    report("stall", [*rows, *lazy(total, rounds, eager_s)], args)
+    return report("stall", [*rows, *lazy(total, rounds, eager_s)], args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """How fast is an object put and got through our backend, against obstore's own calls on the same bytes?
 
-    python benchmarks/store.py [--small] [--server sink|rclone|ceph ...] [--json FILE]
+    python -m benchmarks.store [--small] [--server sink|rclone|ceph ...] [--json FILE]
 
 Each round does all of it in turn: several threads put one object each, as one buffer ("put") and as the 4 MiB frames
 of a pack ("frames"), then get it back in ranges. "ours" is Backend.put and Backend.get_range with the retries around
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -27,14 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import obstore
 from obstore.store import S3Store
 
+from benchmarks.report import Row, forget_peak, parser, peak_bytes, report
 from ckpt import storage
 from tests import ceph, servers
 from tests.servers import Server
@@ -62,40 +59,21 @@ class Cost:
     extra_bytes: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """Medians over the rounds; GB/s and CPU-seconds per GB. `ratio`: our rate by obstore's in the same round."""
-
-    server: str
-    what: str
-    ours_gb_s: float
-    obstore_gb_s: float
-    ratio: float
-    ours_cpu_s_gb: float
-    obstore_cpu_s_gb: float
-    ours_extra_mib: float
-    obstore_extra_mib: float
-    bar: float
-    is_met: bool
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="a few MiB, to see that it runs")
-    parser.add_argument("--server", action="append", choices=SERVERS, help="by default all that can be started here")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--serve-sink", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve_sink is not None:
-        serve_sink(options.serve_sink)
+    made = parser(__doc__)
+    made.add_argument("--server", action="append", choices=SERVERS, help="by default all that can be started here")
+    made.add_argument("--serve-sink", type=int, help=argparse.SUPPRESS)
+    args = made.parse_args()
+    if args.serve_sink is not None:
+        serve_sink(args.serve_sink)
         return 0
-    size = SMALL if options.small else FULL
+    size = SMALL if args.small else FULL
     rows: list[Row] = []
-    for name in options.server or [name for name in SERVERS if name != "ceph" or ceph.why_not() is None]:
+    for name in args.server or [name for name in SERVERS if name != "ceph" or ceph.why_not() is None]:
         with SERVERS[name]() as server:
             rows += measure(server, size)
-    report(rows, size, options.json)
-    return 0
+    print(f"{size.objects} x {size.object_bytes >> 20} MiB at once, medians of {size.rounds}")
+    return report("store", rows, args)
 
 
 def measure(server: Server, size: Size) -> list[Row]:
@@ -142,72 +120,50 @@ def measure(server: Server, size: Size) -> list[Row]:
                 if number:  # the first round warms up
                     found[name].append(cost)
     ours.close()
+    rows: list[Row] = []
+    for what, by, bar in (("put", "put", PUT_BAR), ("frames", "put", PUT_BAR), ("get", "get", GET_BAR)):
+        label, ceiling = f"{server.name}: {what}", found[f"{by} obstore"]
+        rows += _rows(label, bar, what != "get", found[f"{what} ours"], ceiling, size)
+    return rows
+
+
+def _rows(label: str, bar: float, keeps: bool, ours: list[Cost], theirs: list[Cost], size: Size) -> list[Row]:
+    """`keeps`: whether what is moved lies in buffers already, so that no further memory is needed."""
     total = size.objects * size.object_bytes
-    pairs = (("put", "put", PUT_BAR), ("frames", "put", PUT_BAR), ("get", "get", GET_BAR))
+    ratio = statistics.median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
+    speed, ceiling = (total / 1e9 / statistics.median(each.seconds for each in costs) for costs in (ours, theirs))
+    cpu, their_cpu = (statistics.median(each.cpu_s for each in costs) / (total / 1e9) for costs in (ours, theirs))
+    extra, their_extra = (statistics.median(each.extra_bytes for each in costs) / 2**20 for costs in (ours, theirs))
+    times = cpu / their_cpu if their_cpu else 0.0
+    if label.startswith("sink"):  # no server: it shows what the client could do
+        return [
+            Row(label, speed, "GB/s", "printed", None, ceiling, ratio),
+            Row(f"{label}, CPU", cpu, "s/GB", "printed", None, their_cpu, times),
+            Row(f"{label}, memory besides", extra, "MiB", "printed", None, their_extra),
+        ]
+    room = size.object_bytes / 2**20
+    words, met = (f"at most {room:g} MiB", extra <= room) if keeps else ("printed", None)
     return [
-        _row(server.name, what, bar, found[f"{what} ours"], found[f"{by} obstore"], total) for what, by, bar in pairs
+        Row(label, speed, "GB/s", f"at least {bar:g} x", ratio >= bar, ceiling, ratio),
+        Row(f"{label}, CPU", cpu, "s/GB", f"at most {CPU_BAR:g} x", times <= CPU_BAR, their_cpu, times),
+        Row(f"{label}, memory besides", extra, "MiB", words, met, their_extra),
     ]
 
 
-def _row(server: str, what: str, bar: float, ours: list[Cost], theirs: list[Cost], total: int) -> Row:
-    ratio = statistics.median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
-    cpu, their_cpu = (statistics.median(each.cpu_s for each in costs) / (total / 1e9) for costs in (ours, theirs))
-    extra, their_extra = (statistics.median(each.extra_bytes for each in costs) / 2**20 for costs in (ours, theirs))
-    return Row(
-        server=server,
-        what=what,
-        ours_gb_s=round(total / 1e9 / statistics.median(each.seconds for each in ours), 3),
-        obstore_gb_s=round(total / 1e9 / statistics.median(each.seconds for each in theirs), 3),
-        ratio=round(ratio, 3),
-        ours_cpu_s_gb=round(cpu, 3),
-        obstore_cpu_s_gb=round(their_cpu, 3),
-        ours_extra_mib=round(extra, 1),
-        obstore_extra_mib=round(their_extra, 1),
-        bar=bar,
-        is_met=ratio >= bar and cpu <= CPU_BAR * their_cpu,
-    )
-
-
 def _cost(call: Callable[[], object]) -> Cost:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is resident now
-    before_bytes, cpu_s, began_s = _peak_bytes(), time.process_time(), time.perf_counter()
+    forget_peak()
+    before_bytes, cpu_s, began_s = peak_bytes(), time.process_time(), time.perf_counter()
     call()
     seconds = time.perf_counter() - began_s
-    return Cost(seconds, time.process_time() - cpu_s, _peak_bytes() - before_bytes)
-
-
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-
-
-def report(rows: list[Row], size: Size, path: Path | None) -> None:
-    machine = {"name": platform.node(), "cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release()}
-    body = {"benchmark": "store", "machine": machine, "size": asdict(size), "rows": [asdict(row) for row in rows]}
-    print(f"{machine['name']}: {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}")
-    print(f"{size.objects} x {size.object_bytes >> 20} MiB at once, medians of {size.rounds}")
-    print(f"{'server':8} {'':6} {'ours':>6} {'obstore':>8} {'ratio':>6} {'bar':>5}   CPU-s/GB     extra MiB")
-    for row in rows:
-        print(
-            f"{row.server:8} {row.what:6} {row.ours_gb_s:6.2f} {row.obstore_gb_s:8.2f} {row.ratio:6.2f} {row.bar:5.2f}"
-            f"   {row.ours_cpu_s_gb:.2f} / {row.obstore_cpu_s_gb:.2f}"
-            f"  {row.ours_extra_mib:5.0f} / {row.obstore_extra_mib:.0f}"
-            f"{'' if row.is_met else '   below the bar'}"
-        )
-    print(json.dumps(body))
-    if path is not None:
-        path.write_text(json.dumps(body, indent=2))
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return Cost(seconds, time.process_time() - cpu_s, peak_bytes() - before_bytes)
 
 
 @contextlib.contextmanager
 def sink() -> Iterator[Server]:
     port = servers.free_port()
-    process = subprocess.Popen([sys.executable, __file__, "--serve-sink", str(port)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.store", "--serve-sink", str(port)], cwd=Path(__file__).parents[1]
+    )
     try:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

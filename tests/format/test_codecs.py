@@ -234,8 +234,9 @@ def test_a_scratch_is_usable_after_a_damaged_frame() -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "codecs.py"
-    subprocess.run([sys.executable, script, "--small", "--json", tmp_path / "x.json"], check=True, capture_output=True)
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert {(row["state"], row["codec"]) for row in rows} >= {("bf16 weights", "planes"), ("exp_avg_sq", "memcpy")}
-    assert all(row["ratio"] >= 1 and row["encode_gb_s"] > 0 for row in rows)
+    words = ["-m", "benchmarks.codecs", "--small", "--json", tmp_path / "x.json"]
+    subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    rows = {row["question"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
+    assert rows["bf16 weights, planes: ratio"]["met"] is not None
+    assert rows["exp_avg_sq, zstd 3: decode"]["figure"] > 0
+    assert all(row["figure"] > 0 for row in rows.values())

@@ -13,5 +13,5 @@ def test_the_planning_benchmark_runs_and_names_its_machine(tmp_path, capsys):
     found = json.loads(results.read_text())
     assert found["machine"]["name"] in capsys.readouterr().out
     assert [row["question"] for row in found["rows"] if row["met"] is not None] == [
-        "200 tensors x 8 ranks: planning in all"
+        "200 tensors x 8 ranks, replicated: planning in all"
     ]

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import Row, parser, report
 from tests.session.scripts import ROOT
 
 
-@pytest.mark.parametrize("name", ["step", "stall", "agent", "restore", "restart", "peer"])
+@pytest.mark.parametrize(
+    "name", ["step", "stall", "many", "agent", "restore", "peak", "restart", "peer", "startup", "walk"]
+)
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(out)]
@@ -22,3 +25,21 @@ def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> 
     assert found["benchmark"] == name
     assert found["machine"]["cpu"]
     assert all(row["figure"] is not None for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("met", "words", "code"), [(False, [], 1), (False, ["--small"], 0), (True, [], 0), (None, [], 0)]
+)
+def test_a_bar_that_is_not_met_fails_the_benchmark_but_for_a_small_one(
+    met: bool | None, words: list[str], code: int
+) -> None:
+    rows = [Row("met", 1.0, "s", "at most 1 s", True), Row("this one", 1.0, "s", "at most 1 s", met)]
+    assert report("any", rows, parser("Any.").parse_args(words)) == code
+
+
+def test_every_benchmark_is_run_by_a_test_and_is_on_the_page() -> None:
+    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert [n for n in sorted(names) if not any(f in tests for f in (f'"{n}"', f"benchmarks.{n}", f"import {n}"))] == []
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

@@ -7,17 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "store.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_store_benchmark_runs_small(tmp_path: Path) -> None:
-    words = ["--small", "--server", "sink", "--server", "rclone", "--json", tmp_path / "found.json"]
-    done = subprocess.run([sys.executable, BENCHMARK, *words], capture_output=True, text=True, timeout=120)
+    words = ["-m", "benchmarks.store", "--small", "--server", "sink", "--server", "rclone"]
+    words += ["--json", str(tmp_path / "found.json")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["machine"]["name"]
     assert found["machine"]["cores"]
-    rows = [(row["server"], row["what"]) for row in found["rows"]]
-    assert rows == [(server, what) for server in ("sink", "rclone") for what in ("put", "frames", "get")]
-    assert all(row["ours_gb_s"] > 0 and row["obstore_gb_s"] > 0 for row in found["rows"])
-    assert done.stdout.splitlines()[0].startswith(found["machine"]["name"])
+    assert [row["question"] for row in found["rows"]] == [
+        f"{server}: {what}{figure}"
+        for server in ("sink", "rclone")
+        for what in ("put", "frames", "get")
+        for figure in ("", ", CPU", ", memory besides")
+    ]
+    assert all(row["figure"] > 0 for row in found["rows"] if row["unit"] == "GB/s")
+    assert f"store on {found['machine']['name']}" in done.stdout

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "commit.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_benchmark_of_commit_and_restore_runs_small(tmp_path: Path) -> None:
-    words = ["--small", "--server", "rclone", "--json", tmp_path / "found.json"]
-    done = subprocess.run([sys.executable, BENCHMARK, *words], capture_output=True, text=True, timeout=120)
+    words = ["-m", "benchmarks.commit", "--small", "--server", "rclone", "--json", tmp_path / "found.json"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["machine"]["name"]
