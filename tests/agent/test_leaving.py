@@ -289,6 +289,18 @@ def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
     assert [body["how"] for body in driver.outcomes()] == ["ended"]
 
 
+def test_a_rank_that_never_came_to_the_hold_is_ended_though_its_verdict_is_there() -> None:
+    driver = Warned(world=3)
+    driver.warn(30.0)  # another notice made the appointment
+    driver.take(range(1))
+    assert driver.hold(driver.word(), range(1)) == {}
+    driver.group.died(2)  # the held one leaves; rank 1 sits in a collective with the dead one
+    driver.decide()
+    assert driver.answers("held")[0]["leave"]
+    driver.warn(30.0, source=SIGNAL, at_once=True)  # the launcher restarts
+    assert len(driver.ends()) == 1
+
+
 def test_they_end_at_once_too_when_one_left_by_an_exception_and_not_when_it_came_to_its_end() -> None:
     for in_order in (True, False):
         driver = Warned()
