@@ -139,7 +139,8 @@ class Starts:
         newer = self.current is not None and self.current.group.newest is not None
         for job in list(self.former):
             group = job.group
-            idle = group.all_gone and not group.at_work and not any(slot.leases for slot in group.slots)
+            awaited = any(member.leave is not None for member in group.members)  # a rank waits for its answer
+            idle = group.all_gone and not group.at_work and not awaited and not any(s.leases for s in group.slots)
             if idle and (newer or (not job.checkpoints and group.closed_in_store)):
                 self.former.remove(job)
                 job.drop()
