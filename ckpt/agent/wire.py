@@ -102,7 +102,7 @@ def receive(sock: socket.socket) -> Message | None:
             return None
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MESSAGE_BYTES_MAX:
             raise AgentError("a message on the agent's socket is larger than allowed")
-        message.fields = _unpack(data)
+        message.fields = unpack(data)
         count = message.fields.pop("_blobs", 0)
         if not isinstance(count, int) or not 0 <= count <= len(message.fds):
             raise AgentError("a message on the agent's socket names blobs that did not come with it")
@@ -141,13 +141,14 @@ def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int], int]:
     return data, fds.tolist(), flags
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def unpack(data: bytes, what: str = "a message on the agent's socket") -> dict[str, Any]:
+    """The fields of a message, of bounded lengths, with a type. Errors: AgentError that begins with `what`."""
     try:
         fields = msgpack.unpackb(data, strict_map_key=True, max_array_len=1 << 15, max_map_len=1 << 12, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as exc:
-        raise AgentError("a message on the agent's socket does not parse") from exc
+        raise AgentError(f"{what} does not parse") from exc
     if not isinstance(fields, dict) or not isinstance(fields.get("t"), str):
-        raise AgentError("a message on the agent's socket has no type")
+        raise AgentError(f"{what} has no type")
     return fields
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 from ckpt.agent.peers.auth import PAYLOAD_BYTES_MAX
-from ckpt.agent.wire import Message
+from ckpt.agent.wire import Message, unpack
 from ckpt.errors import AgentError
 
 MESSAGE_BYTES_MAX = 64 << 10
@@ -80,12 +80,7 @@ class Assembler:
 def _fields(data: bytes) -> dict[str, Any]:
     if len(data) > MESSAGE_BYTES_MAX:
         raise AgentError(f"a peer's message of {len(data)} bytes; at most {MESSAGE_BYTES_MAX}")
-    try:
-        fields = msgpack.unpackb(data, strict_map_key=True, max_array_len=1 << 15, max_map_len=1 << 12, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException) as exc:
-        raise AgentError("a peer's message does not parse") from exc
-    if not isinstance(fields, dict) or not isinstance(fields.get("t"), str):
-        raise AgentError("a peer's message has no type")
+    fields = unpack(data, "a peer's message")
     if _deeper(fields, DEPTH_MAX):
         raise AgentError(f"a peer's message is nested deeper than {DEPTH_MAX}")
     return fields
