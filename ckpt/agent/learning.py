@@ -67,7 +67,7 @@ class Learning:
 
     def decide(self, now_s: float) -> Decision:
         """Anew, with all that is known. The same object as before where the intervals stay."""
-        if self._ran_s is not None:
+        if self._ran_s is not None and now_s > self._ran_s:  # a commit may have been counted past the end of its ranks
             self.known = self.known.ran(now_s - self._ran_s)
             self._ran_s = now_s
         before = self.decision

@@ -62,6 +62,16 @@ def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> 
     assert (again.local_s, again.snapshots) == (learned.local_s, learned.snapshots)
 
 
+def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:
+    learning = Learning(Adaptive())
+    learning.started(0.0, 0)
+    learning.decide(100.0)
+    learning.decide(99.5)  # when the ranks were seen gone
+    assert learning.known.process.ever_s == 100.0
+    learning.decide(101.0)
+    assert learning.known.process.ever_s == 101.0
+
+
 def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> None:
     learning = Learning(Adaptive())
     now_s = trained(learning, 8)
