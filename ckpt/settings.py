@@ -33,6 +33,8 @@ class Settings:
     `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
     job left; None: a file in runtime_dir. Both are absolute.
     `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
+    `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
+    `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
     `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
 
     runtime_dir: Path
@@ -48,6 +50,8 @@ class Settings:
     outcome_file: Path | None = None
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
+    listen: str = ""
+    secret_file: Path | None = None
     slurm_job: str = ""
     slurm_end_s: float | None = None
 
@@ -123,6 +127,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or f"pid-{os.getpid()}"
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
+    secret_file = env.get("CKPT_SECRET_FILE")
     notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
@@ -138,6 +143,8 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         outcome_file=_absolute(outcome_file) if outcome_file else None,
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
+        listen=env.get("CKPT_LISTEN", ""),
+        secret_file=_absolute(secret_file) if secret_file else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),
         slurm_end_s=int(end) if (end := env.get("SLURM_JOB_END_TIME", "")).isascii() and end.isdigit() else None,
     )

@@ -6,17 +6,20 @@ the agent's main thread; what takes long goes to a lane of `Bulk` and comes back
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from ckpt.agent import actions as do
 from ckpt.agent import memory
@@ -27,8 +30,10 @@ from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
+from ckpt.agent.nodes import Nodes
 from ckpt.agent.ranks import Ranks
-from ckpt.agent.server import Peer, Server
+from ckpt.agent.remote import AnyPeer, RemoteRanks, Wanted
+from ckpt.agent.server import Server
 from ckpt.agent.storeside import Options, StoreSide
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
@@ -36,8 +41,9 @@ from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
-    from ckpt.store.commit import Committed
+    from ckpt.store.commit import Committed, Elsewhere
     from ckpt.store.lineage import Claim
+    from ckpt.store.packs import Indices, Written
 
 T = TypeVar("T")
 
@@ -65,12 +71,12 @@ class Services:
 class Member:
     """One rank as this agent knows it. `peer`: its newest connection."""
 
-    peer: Peer
+    peer: AnyPeer
     pid: int
     held: Held
 
 
-def tell(peer: Peer, event: Event) -> None:
+def tell(peer: AnyPeer, event: Event) -> None:
     """Sends an event to a trainer."""
     text = event.message[:4000].encode(errors="replace").decode()
     fields = {"t": "event", "name": event.name, "message": text, "loud": event.loud, "data": event.data}
@@ -82,11 +88,16 @@ def tell(peer: Peer, event: Event) -> None:
 
 class Carrier:
     """A job's hands. `epoch`: of this start. `claim`: what the store is told of it, once it is known what it goes on
-    from. `checkpoints`: by slot, what is complete. `ranks`: those of this node. `failed`: what nobody foresaw and
-    went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as nothing did."""
+    from. `checkpoints`: by slot, what is complete. `ranks`: all of them; `own`: those of this node. `failed`: what
+    nobody foresaw and went wrong here: nothing more is decided for this job, and its ranks are let go; "" as long as
+    nothing did."""
 
-    def __init__(self, services: Services, epoch: Epoch, world: int, launch: str) -> None:
-        self.ranks = Ranks(world, services.bulk)  # first: it says whether there can be so many of them
+    def __init__(
+        self, services: Services, epoch: Epoch, world: int, launch: str, others: Sequence[RemoteRanks] = ()
+    ) -> None:
+        """`others`: the shares on other nodes."""
+        self.own = Ranks(world, services.bulk, lambda: services.kept_bytes(self))  # first: there may be too many
+        self.ranks: Ranks | Nodes = Nodes(self.own, others) if others else self.own
         self.epoch = epoch
         self.world = world
         self.launch = launch
@@ -125,7 +136,7 @@ class Carrier:
             log.exception("epoch %s failed in the agent", self.epoch)
             self.emit("job.failed", f"the agent made a mistake and cannot go on with this job: {self.failed}", True)
             for member in self._members.values():
-                self._services.server.lose(member.peer)
+                member.peer.lose()
 
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         self._services.bulk.run(lane, work, lambda done: self._guard(lambda: then(done)))
@@ -196,9 +207,17 @@ class Carrier:
             self.group.unplannable(version, error)
             return
         division = done.result()
-        limit = self.options.limits.memory
-        kept = self._services.kept_bytes(self)
-        plan = memory.plan(sum(division.arena_bytes), kept, self.ranks.arena_bytes, limit, memory.free_bytes())
+        sizes = dict(enumerate(division.arena_bytes))
+
+        def measured(plan: memory.MemoryPlan | None, error: str) -> None:
+            self._measured(version, division, plan, error)
+
+        self.ranks.measure(sizes, self.options.limits.memory, self._guarded(measured))
+
+    def _measured(self, version: int, division: Division, plan: memory.MemoryPlan | None, error: str) -> None:
+        if plan is None:
+            self.group.unplannable(version, f"the memory for it cannot be planned: {error}")
+            return
         if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
             return
         if division.differing and (self._division is None or division.differing != self._division.differing):
@@ -218,12 +237,6 @@ class Carrier:
             self.ranks.send(rank, fields, division.plans[rank])
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
-        self.ranks.close_arenas(slot)
-        short = sum(sizes) - memory.free_bytes()
-        if short > 0:
-            self._fewer(slot, f"{short >> 20} MiB of memory are missing for it")
-            return
-
         def made(sizes_made: dict[int, int], error: str) -> None:
             if error:
                 self._fewer(slot, error)
@@ -281,13 +294,35 @@ class Carrier:
             "disagreed": list(checkpoint.disagreed[:100]),
         }
         if self.learning is not None:
-            self.learning.commit_began(time.monotonic(), min(self.ranks.steps()))
+            self.learning.commit_began(time.monotonic(), self.ranks.hindmost())
             about[ABOUT] = self.learning.about()
+        ranks = self.ranks
+        elsewhere = self._elsewhere(slot, checkpoint, ranks) if isinstance(ranks, Nodes) else None
         self._run(
             Lane.COMMIT,
-            lambda: store.commit(claim, checkpoint, options, about),
+            lambda: store.commit(claim, checkpoint, options, about, elsewhere),
             lambda done: self._committed(slot, checkpoint.identity, done),
         )
+
+    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Elsewhere:
+        """On the thread that commits: each other node writes the frames that lie there."""
+        codec, bandwidth = self.options.codec, self.options.limits.bandwidth
+
+        def ask(todo: Indices) -> list[tuple[Indices, Future[Written]]]:
+            found: list[tuple[Indices, Future[Written]]] = []
+            for name, ranks in nodes.ranks_elsewhere.items():
+                numbers = todo[np.isin(checkpoint.ranks[todo], list(ranks))]
+                if not len(numbers):
+                    continue
+                frames = checkpoint.manifest.frames[numbers]
+                at = checkpoint.ranks[numbers], checkpoint.offsets[numbers]
+                wanted = Wanted(checkpoint.identity, frames, *at, codec, bandwidth)
+                future: Future[Written] = Future()
+                self._services.server.post(functools.partial(nodes.write, name, slot, wanted, future))
+                found.append((numbers, future))
+            return found
+
+        return ask
 
     def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
         error = failure(done)
@@ -297,7 +332,7 @@ class Carrier:
         self.group.committed(slot, error, now_s)
         if self.learning is not None:
             took = None if error else (done.result().seconds, done.result().stored_bytes)
-            self.learning.commit_ended(now_s, min(self.ranks.steps()), took)
+            self.learning.commit_ended(now_s, self.ranks.hindmost(), took)
             self.follow_learning()
         if error:
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)

@@ -75,6 +75,11 @@ class Reader:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
             return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
+    def declared(self) -> dict[int, bytes]:
+        """By rank: its declaration, encoded, as it was read last."""
+        with self._lock:
+            return {rank: data for rank, (data, _) in self._declared.items()}
+
     def _part(self, rank: int, arena: Arena, header: Header, keep_hashes: bool) -> Part:
         declaration = self._declaration(rank, arena, header)
         hashes = hash_frames(arena.data(0, header.data_bytes), declaration.staging.frames, HASH_THREADS)

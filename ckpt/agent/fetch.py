@@ -92,14 +92,14 @@ class Window:
 
 
 class Restore:
-    """One candidate on its way to all ranks. `memory`: the checkpoint, where this node holds it. `open_record`: reads
+    """One candidate on its way to the `count` ranks of this node. `memory`: the checkpoint, where this node holds it. `open_record`: reads
     its record from the store; None where it is not there. `later(delay_s, what)`: a timer of the main thread."""
 
     def __init__(
         self,
         identity: Identity,
         manifest: Manifest,
-        world: int,
+        count: int,
         memory: Checkpoint | None,
         open_record: Callable[[], FrameReader] | None,
         bulk: Bulk,
@@ -110,7 +110,7 @@ class Restore:
         self.identity = identity
         self.manifest = manifest
         self.memory = memory
-        self.world = world
+        self._count = count
         self.record: Record | None = None  # once it was opened
         self._lengths = manifest.frames["length"].astype(np.int64)
         self._open_record = open_record
@@ -132,7 +132,7 @@ class Restore:
             raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
         self.drop(receiver)
         self._waiting.append(Asked(receiver, wanted))
-        if len(self._waiting) == self.world:
+        if len(self._waiting) == self._count:
             self._begin()
         elif len(self._waiting) == 1:
             first = self._waiting[0]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,9 @@ from ckpt.agent.fetch import Restore
 from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
+from ckpt.agent.nodes import Nodes
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
-from ckpt.agent.server import Peer
+from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
@@ -32,6 +34,7 @@ from ckpt.policy.known import NOTHING
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
+    from ckpt.agent.network import NodeAt
     from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
@@ -42,11 +45,21 @@ Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and sha
 
 
 class Job(Carrier):
-    """`first`: the connection that began it, rank 0's. `restore`: the candidate that the ranks are fetching.
-    `gone_s`: since when all trainers are gone."""
+    """`first`: the connection that began it, rank 0's. `nodes`: where its ranks are, if on several. `restore`: the
+    candidate that the ranks are fetching. `gone_s`: since when all trainers are gone."""
 
-    def __init__(self, services: Services, epoch: Epoch, world: int, launch: str, first: Peer) -> None:
-        super().__init__(services, epoch, world, launch)
+    def __init__(
+        self,
+        services: Services,
+        epoch: Epoch,
+        world: int,
+        launch: str,
+        first: AnyPeer,
+        nodes: tuple[NodeAt, ...] = (),
+        others: Sequence[RemoteRanks] = (),
+    ) -> None:
+        super().__init__(services, epoch, world, launch, others)
+        self.nodes = nodes
         self.first = first
         self.restore: Restore | None = None
         self.gone_s: float | None = None
@@ -90,10 +103,21 @@ class Job(Carrier):
         """The slot and the checkpoint; whoever uses it takes a lease on the slot."""
         return next(((slot, c) for slot, c in self.checkpoints.items() if c.identity == identity), None)
 
-    def rank_of(self, peer: Peer) -> int | None:
+    def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, member in self._members.items() if member.peer is peer), None)
 
-    def involves(self, peer: Peer) -> bool:
+    def find_share(self, node: str) -> RemoteRanks | None:
+        """What another node has of it."""
+        return self.ranks.others.get(node) if isinstance(self.ranks, Nodes) else None
+
+    def share_of(self, node: str) -> RemoteRanks:
+        """Errors: AgentError where that node has no rank of it."""
+        found = self.find_share(node)
+        if found is None:
+            raise AgentError(f"agent {node} has no rank of {self.epoch}")
+        return found
+
+    def involves(self, peer: AnyPeer) -> bool:
         return self.first is peer or self.rank_of(peer) is not None
 
     def status(self) -> dict[str, Any]:
@@ -127,7 +151,7 @@ class Job(Carrier):
 
     # -- messages
 
-    def join(self, peer: Peer, message: Message) -> None:
+    def join(self, peer: AnyPeer, message: Message) -> None:
         """A rank enters, or comes back: to this agent after its connection broke, or with its arenas to a new one."""
         fields = message.fields
         rank, resume = int(fields["rank"]), bool(fields["resume"])
@@ -137,7 +161,7 @@ class Job(Carrier):
             raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
         if self.failed:  # not one connection stays: the agent ends where it has no other job, and another takes over
             peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
-            self._services.server.lose(peer)
+            peer.lose()
             return
         if self.group.members[rank].presence is not Presence.HERE or self.group.closed_in_store:
             raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
@@ -149,14 +173,14 @@ class Job(Carrier):
         policy = _policy_from(fields["options"])
         options = options_from(fields["options"])
         sources = Sources.parse(fields.get("notices"))
-        self._services.server.watch_death(peer)
+        peer.watch_death()
         if resume:
             self._take_arenas(rank, [int(slot) for slot in fields["arenas"]], message)
         if known is not None and known.peer is not peer:
-            self._services.server.forget(known.peer)
-            self._services.server.lose(known.peer)
+            known.peer.forget()
+            known.peer.lose()
         self._members[rank] = Member(peer, peer.pid, held)
-        self.ranks.peers[rank] = peer
+        fds = self.ranks.welcome(rank, peer)
         if rank == 0:
             if self._services.listening is not None:
                 self._services.listening.follow(sources)
@@ -165,11 +189,11 @@ class Job(Carrier):
             self._follow(policy)
         self.group.joined(rank)
         self.group.layout(rank)
-        peer.reply(request_id, {}, [self.ranks.page.fd])
+        peer.reply(request_id, {}, fds)
         if self._recovery is not None and len(self._members) == self.world:
             self._recover(self._recovery)
 
-    def message(self, rank: int, peer: Peer, message: Message) -> None:
+    def message(self, rank: int, peer: AnyPeer, message: Message) -> None:
         fields, group = message.fields, self.group
         match message.kind:
             case "layout":
@@ -228,7 +252,7 @@ class Job(Carrier):
         text = f"{name} was the same on all ranks and is not any more: from now on each rank saves its own"
         self.emit("replica.differs", text, True, {"tensor": name})
 
-    def ended(self, peer: Peer) -> None:
+    def ended(self, peer: AnyPeer) -> None:
         """A connection of this job is gone."""
         rank = self.rank_of(peer)
         if rank is not None:
@@ -238,7 +262,7 @@ class Job(Carrier):
         if self.restore is not None:
             self.restore.drop(peer)
 
-    def died(self, peer: Peer) -> None:
+    def died(self, peer: AnyPeer) -> None:
         """The process of one of its ranks is dead, or that of the one that began it before it joined."""
         rank = self.rank_of(peer)
         if rank is None:
@@ -257,7 +281,7 @@ class Job(Carrier):
         self.learning = Learning(policy, known)
         self.group.follow(Every(seconds=policy.seconds), now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
-            self.learning.started(now_s, min(self.ranks.steps()))
+            self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
@@ -347,8 +371,8 @@ class Job(Carrier):
         self.checkpoints.clear()
         self.ranks.drop()
         for member in self._members.values():
-            self._services.server.forget(member.peer)
-        self._services.server.forget(self.first)
+            member.peer.forget()
+        self.first.forget()
 
     # -- after a restart of the agent
 
@@ -374,7 +398,7 @@ class Job(Carrier):
         store = self._services.store
         self._run(
             Lane.MEMORY,
-            lambda: look_for(self.epoch, whole, self.ranks.reader, store),
+            lambda: look_for(self.epoch, whole, self.own.reader, store),
             lambda done: self._recovered(whole, done),
         )
 
@@ -387,7 +411,7 @@ class Job(Carrier):
                 for arena in by_rank.values():
                     arena.close()
                 continue
-            self.ranks.adopt(slot, by_rank)
+            self.own.adopt(slot, by_rank)
             self.group.made(slot, tuple(arena.bytes for arena in by_rank.values()))
             if slot in found.checkpoints:
                 checkpoint = found.checkpoints[slot]

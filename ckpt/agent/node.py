@@ -12,8 +12,10 @@ from typing import Any
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
 from ckpt.agent.jobs import finite
+from ckpt.agent.others import Others
+from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
-from ckpt.agent.starts import LISTED_MAX, Starts
+from ckpt.agent.starts import LISTED_MAX
 from ckpt.agent.storeside import keep_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
@@ -29,7 +31,7 @@ RETRY_S = 30.0
 END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
 
 
-class Node(Starts):
+class Node(Others):
     """Handles the messages. Everything runs on the agent's main thread."""
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
@@ -44,46 +46,61 @@ class Node(Starts):
         self._listening.close()
         for job in self._jobs():
             job.drop()
+        for following in self.followings:
+            following.drop()
+        if self.network is not None:
+            self.network.close()
         self._bulk.close()
         self._store.close()
 
     # -- the server's side
 
-    def message(self, peer: Peer, message: Message) -> None:
+    def message(self, peer: AnyPeer, message: Message) -> None:
         kind = message.kind
         if kind == "hello":
-            self._hello(peer, message)
+            self._hello(_local(peer), message)
         elif not peer.role:
             raise ValueError("the first message on a connection is hello")
         elif kind in ("status", "preempt", "prune"):
-            self._tool(peer, message)
+            self._tool(_local(peer), message)
         elif kind == "begin":
-            self._begin(peer, message)
+            self._begin(_local(peer), message)
         elif kind == "next":
-            self._next(peer, message)
+            self._next(_local(peer), message)
+        elif kind == "listen":
+            self._listen(_local(peer), message)
+        elif kind == "join" and self._is_led_elsewhere(message):
+            self._follow(_local(peer), message)
         elif kind == "join":
             self._join(peer, message)
+        elif (following := self._following(peer)) is not None:
+            following[0].message(following[1], _local(peer), message)
         elif kind == "fetch":
-            self._fetch(peer, message)
+            self._fetch(_local(peer), message)
         elif kind == "restored":
-            self._restored(peer, message)
+            self._restored(_local(peer), message)
         else:
             job, rank = self._member(peer)
             job.message(rank, peer, message)
 
-    def ended(self, peer: Peer) -> None:
+    def ended(self, peer: AnyPeer) -> None:
         for job in self._jobs():
             job.ended(peer)
+        for following in self.followings:
+            following.ended(peer)
         self._give_up_start(peer)
 
-    def died(self, peer: Peer) -> None:
+    def died(self, peer: AnyPeer) -> None:
         for job in self._jobs():
             job.died(peer)
+        for following in self.followings:
+            following.died(peer)
         self._give_up_start(peer)
 
     def settle(self) -> float | None:
         now_s = time.monotonic()
         self._tend_notices()
+        self._tend_followings()
         times = [self._tend_orphans(now_s)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
@@ -93,7 +110,8 @@ class Node(Starts):
 
     def finished(self) -> bool:
         end_s = self._end_s(time.monotonic())
-        return end_s is not None and time.monotonic() >= end_s
+        waiting = self.network is not None and self.network.waiting
+        return end_s is not None and time.monotonic() >= end_s and not waiting
 
     # -- small messages
 
@@ -149,6 +167,7 @@ class Node(Starts):
             "pid": os.getpid(),
             "incarnation": self.incarnation,
             "job": self.current.status() if self.current is not None else None,
+            "following": [each.status() for each in self.followings],
             "former": [job.status() for job in self.former[-4:]],
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }
@@ -191,9 +210,12 @@ class Node(Starts):
         """When the agent may end; None: not before something happens."""
         waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
         jobs = self._jobs()
-        if self._start is not None or waiting or any(job.needed for job in jobs):
+        busy = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
+        if self._start is not None or waiting or busy:
             self._idle_since_s = now_s
             return None
+        if self.followings and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
+            return self._idle_since_s + self._settings.linger_s
         if not jobs:
             return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s
         crashed = jobs[-1].group.is_lost_cause  # what came before the newest is superseded by it
@@ -201,5 +223,12 @@ class Node(Starts):
             return now_s
         return self._idle_since_s + self._settings.linger_s
 
-    def _involved(self, peer: Peer) -> bool:
-        return any(job.involves(peer) for job in self._jobs())
+    def _involved(self, peer: AnyPeer) -> bool:
+        return self._following(peer) is not None or any(job.involves(peer) for job in self._jobs())
+
+
+def _local(peer: AnyPeer) -> Peer:
+    """Errors: AgentError for a rank that is not on this node."""
+    if not isinstance(peer, Peer):
+        raise AgentError("only a rank of this node can ask for that")
+    return peer

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ckpt.agent import memory
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
@@ -25,8 +26,9 @@ class Ranks:
     Where something takes time, `then` is called with its result and "", or with an empty one and what went wrong; not
     at all after `drop`."""
 
-    def __init__(self, world: int, bulk: Bulk) -> None:
-        """`world`: of the whole job. Errors: AgentError where there cannot be so many ranks."""
+    def __init__(self, world: int, bulk: Bulk, kept_bytes: Callable[[], int]) -> None:
+        """`world`: of the whole job. `kept_bytes`: of arenas that this node keeps for others.
+        Errors: AgentError where there cannot be so many ranks."""
         self.page = ControlPage.create(world)
         self.world = world
         self.peers: dict[int, Peer] = {}
@@ -34,7 +36,13 @@ class Ranks:
         self.dropped = False
         self.reader = Reader()
         self._bulk = bulk
+        self._kept_bytes = kept_bytes
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
+
+    @property
+    def count(self) -> int:
+        """Of the ranks that may come here."""
+        return self.world
 
     @property
     def arena_bytes(self) -> int:
@@ -48,6 +56,16 @@ class Ranks:
         """By rank: how often it polled or saved since the last ended step."""
         return [self.page.polled(rank) for rank in range(self.world)]
 
+    def hindmost(self) -> int:
+        """The step that all of these ranks have entered."""
+        return min((self.page.entered(rank) for rank in self.peers), default=0)
+
+    def welcome(self, rank: int, peer: object) -> list[int]:
+        """This is the rank's connection now; what its answer comes with."""
+        assert isinstance(peer, Peer)
+        self.peers[rank] = peer
+        return [self.page.fd]
+
     def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.peers[rank].send(fields, blobs=blobs)
 
@@ -58,10 +76,21 @@ class Ranks:
         """The verdict on a round at which they hold: leave."""
         self.page.leave(round_)
 
+    def measure(
+        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[memory.MemoryPlan | None, str], None]
+    ) -> None:
+        """How many slots of arenas of so many bytes by rank there can be."""
+        free_bytes = memory.free_bytes()
+        then(memory.plan(sum(sizes.values()), self._kept_bytes(), self.arena_bytes, limit_bytes, free_bytes), "")
+
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
         that they have. Where that fails the slot has none."""
         self.close_arenas(slot)
+        short = sum(sizes.values()) - memory.free_bytes()
+        if short > 0:
+            then({}, f"{short >> 20} MiB of memory are missing for it")
+            return
 
         def made(done: Future[dict[int, Arena]]) -> None:
             if error := failure(done):

@@ -115,6 +115,18 @@ class Peer:
         except OSError:
             self.server.lose(self)
 
+    def watch_death(self) -> None:
+        """From here on the end of its process is told. A socket's end would not do: forked children hold it."""
+        self.server.watch_death(self)
+
+    def forget(self) -> None:
+        """Its process' end is of no interest any more."""
+        self.server.forget(self)
+
+    def lose(self) -> None:
+        """The connection is of no more use; the handler hears of it at the end of the round."""
+        self.server.lose(self)
+
     def close(self) -> None:
         self.open = False
         self.sock.close()
@@ -172,8 +184,19 @@ class Server:
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._numbers), what))
 
+    def watch(self, sock: socket.socket, events: int, what: Callable[[int], None]) -> None:
+        """Calls `what(events)` whenever the socket is ready for some of `events`; a second call for it replaces the
+        first."""
+        try:
+            self._selector.modify(sock, events, what)
+        except KeyError:
+            self._selector.register(sock, events, what)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(sock)
+
     def watch_death(self, peer: Peer) -> None:
-        """From here on the end of the peer's process is told. A socket's end would not do: forked children hold it."""
         if peer.pidfd is not None:
             return
         try:
@@ -183,14 +206,12 @@ class Server:
         self._selector.register(peer.pidfd, selectors.EVENT_READ, functools.partial(self._on_death, peer))
 
     def forget(self, peer: Peer) -> None:
-        """Its process' end is of no interest any more."""
         if peer.pidfd is not None:
             self._selector.unregister(peer.pidfd)
             os.close(peer.pidfd)
             peer.pidfd = None
 
     def lose(self, peer: Peer) -> None:
-        """The connection is of no more use; the handler hears of it at the end of the round."""
         if peer.open:
             self._selector.unregister(peer.sock)
             self.peers.discard(peer)
@@ -249,8 +270,7 @@ class Server:
         self.later(AGAIN_S, again)
 
     def _deafen(self) -> None:
-        with contextlib.suppress(KeyError):  # it rests
-            self._selector.unregister(self._listener)
+        self.unwatch(self._listener)  # unless it rests
 
     def _end(self) -> bool:
         """Takes the socket away, unless somebody is just connecting or has not got all of its messages."""

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -28,11 +28,13 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
+from ckpt.agent.following import Following
 from ckpt.agent.jobs import Job
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.recovery import claim_told
-from ckpt.agent.server import Peer, Server
+from ckpt.agent.remote import AnyPeer, RemoteRanks
+from ckpt.agent.server import Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
@@ -45,6 +47,7 @@ from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.network import Network, NodeAt
     from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
@@ -59,14 +62,19 @@ LISTED_MAX = 200  # names of one kind in an answer
 @dataclass(slots=True)
 class Start:
     """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
+    `nodes`: where the ranks are, if on several; `silent`: those that have not said yet what they know; `heard`: the
+    epochs that they do.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun."""
 
-    peer: Peer
+    peer: AnyPeer
     request_id: int | None
     launch: str
     world: int
     take_over: bool
+    nodes: tuple[NodeAt, ...] = ()
+    silent: set[str] = field(default_factory=set)
+    heard: set[Epoch] = field(default_factory=set)
     listed: bool = False
     view: RunView | None = None
     job: Job | None = None
@@ -93,6 +101,8 @@ class Starts:
         self.incarnation = secrets.token_hex(8)
         self.current: Job | None = None
         self.former: list[Job] = []
+        self.followings: list[Following] = []
+        self.network: Network | None = None  # in a job of several nodes
         self._settings = settings
         self._server = server
         self._bulk = Bulk(server.post)
@@ -131,8 +141,10 @@ class Starts:
         found = self._slot_of(identity)
         return found[2] if found is not None else None
 
-    def _kept_bytes(self, job: Carrier) -> int:
-        return sum(each.ranks.arena_bytes for each in self._jobs() if each is not job)
+    def _kept_bytes(self, job: Carrier | None) -> int:
+        """Of arenas that are not this job's."""
+        others = [each.ranks.arena_bytes for each in self._jobs() if each is not job]
+        return sum(others) + sum(each.ranks.arena_bytes for each in self.followings)
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
@@ -157,28 +169,63 @@ class Starts:
 
     # -- a start
 
-    def _begin(self, peer: Peer, message: Message) -> None:
+    def _begin(self, peer: AnyPeer, message: Message) -> None:
         fields = message.fields
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])
         if not 0 < world <= WORLD_MAX:
             raise UsageError(f"world is {world}: one node has 1 to {WORLD_MAX} ranks")
+        nodes: tuple[NodeAt, ...] = ()
+        if fields.get("nodes"):
+            from ckpt.agent.network import nodes_from
+
+            nodes = nodes_from(fields["nodes"], world)
+        if nodes and (self.network is None or nodes[0].name != self.network.me):
+            raise AgentError("rank 0 is on another node than this agent, or has not told it to listen")
+        self._refuse_superseded(launch, take_over)
+        if self._start is not None:
+            self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
+        self._end_restore()
+        peer.watch_death()
+        if adopt_store_environment(dict(fields.get("store_env") or {})):
+            self._store.reopen()
+        if self.current is not None:
+            self._move_aside(self.current, launch)
+        start = self._start = Start(peer, request_id, launch, world, take_over, nodes)
+        for node in nodes[1:]:
+            self._call(start, node)
+        memory = bool(self._remembered())
+        self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _refuse_superseded(self, launch: str, take_over: bool) -> None:
         if launch in self._refused and not take_over:
             raise Superseded(
                 f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
                 "with take_over=True"
             )
-        if self._start is not None:
-            self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
-        self._end_restore()
-        self._server.watch_death(peer)
-        if adopt_store_environment(dict(fields.get("store_env") or {})):
-            self._store.reopen()
-        if self.current is not None:
-            self._move_aside(self.current, launch)
-        start = self._start = Start(peer, request_id, launch, world, take_over)
-        memory = bool(self._remembered())
-        self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _call(self, start: Start, node: NodeAt) -> None:
+        """Each node is told of the start, and says what it knows of the run."""
+        network = self.network
+        assert network is not None
+        start.silent.add(node.name)
+
+        def connected(error: str) -> None:
+            if error:
+                raise AgentError(
+                    f"the agent of ranks {list(node.ranks)[:8]} cannot be reached from the node of rank 0 ({error}): "
+                    "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
+                )
+            fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
+            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(*found)))
+
+        def answered(answer: Message | None, error: str) -> None:
+            if answer is None:
+                raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
+            start.heard.update(Epoch.parse(str(epoch)) for epoch in answer.fields["epochs"])
+            start.silent.discard(node.name)
+
+        network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
 
     def _for(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` on a thread and `then` after it, while that start is still the one under way."""
@@ -225,7 +272,7 @@ class Starts:
     def _answer_start(self) -> None:
         """Once the store is listed and what was staged last is put together, the epoch begins."""
         start = self._start
-        if start is None or not start.listed or start.resolving or start.request_id is None:
+        if start is None or not start.listed or start.silent or start.resolving or start.request_id is None:
             return
         if any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots):
             return
@@ -272,10 +319,16 @@ class Starts:
         self._offer_candidate(start, start.job, chosen, damaged)
 
     def _new_job(self, start: Start) -> Job:
-        epoch = candidates.begin(start.view, self._remembered(), self._store.begun)
+        epoch = candidates.begin(start.view, self._remembered(), {*self._store.begun, *start.heard})
         self._store.begun.add(epoch)
-        self.current = Job(self._services, epoch, start.world, start.launch, start.peer)
+        others = self._remote_ranks(epoch, start.world, start.nodes)
+        self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
         return self.current
+
+    def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteRanks]:
+        """The shares of all nodes but the first, which is this one."""
+        network = self.network
+        return [RemoteRanks(network, each.name, epoch, world, each.ranks) for each in nodes[1:] if network is not None]
 
     def _offer_candidate(self, start: Start, job: Job, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
         assert start.request_id is not None
@@ -301,7 +354,7 @@ class Starts:
         job.restore = Restore(
             identity,
             chosen.manifest,
-            job.world,
+            job.ranks.count,
             self._in_memory(identity),
             (lambda: self._store.reader(records)) if records else None,
             self._bulk,
@@ -328,7 +381,7 @@ class Starts:
         start.peer.reply(start.request_id, body, blobs=blobs)
         start.request_id = None  # only now: until it is sent, whoever waits can still be told of an error
 
-    def _next(self, peer: Peer, message: Message) -> None:
+    def _next(self, peer: AnyPeer, message: Message) -> None:
         """The candidate failed on some rank: it is struck out for all, and remembered."""
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
@@ -337,7 +390,7 @@ class Starts:
         self._end_restore()
         start.request_id = request_id
 
-    def _restored(self, peer: Peer, message: Message) -> None:
+    def _restored(self, peer: AnyPeer, message: Message) -> None:
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
         job = start.job
@@ -373,7 +426,7 @@ class Starts:
             if view is not None and parent.epoch not in view.closed:  # nobody is left who could have closed it
                 learning.failed(Failure.NODE)
 
-    def _started(self, peer: Peer, epoch: str) -> Start:
+    def _started(self, peer: AnyPeer, epoch: str) -> Start:
         start = self._start
         if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
             raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
@@ -412,7 +465,7 @@ class Starts:
         host = socket.gethostname()[:200]
         return Claim(job.epoch, parent, tuple(ancestors[:ANCESTORS_MAX]), launch, host, time.time())
 
-    def _give_up_start(self, peer: Peer) -> None:
+    def _give_up_start(self, peer: AnyPeer) -> None:
         """Who began it is gone: entering has failed there, and so for all."""
         if self._start is not None and self._start.peer is peer:
             self._end_restore()
@@ -420,7 +473,7 @@ class Starts:
 
     # -- joining and fetching
 
-    def _join(self, peer: Peer, message: Message) -> None:
+    def _join(self, peer: AnyPeer, message: Message) -> None:
         fields = message.fields
         epoch = Epoch.parse(str(fields["epoch"]))
         job = next((each for each in self._jobs() if each.epoch == epoch), None)
@@ -430,19 +483,19 @@ class Starts:
             job = self._resume(peer, epoch, message)
         job.join(peer, message)
 
-    def _resume(self, peer: Peer, epoch: Epoch, message: Message) -> Job:
+    def _resume(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
         """A trainer whose agent died brings its arenas."""
         if self._start is not None or self.current is not None:
             raise Superseded(f"a newer start owns {self.url}; {epoch} was superseded")
         claim = claim_told(epoch, message.fields)
-        self._server.watch_death(peer)  # if it comes no further than this, the job ends with it
+        peer.watch_death()  # if it comes no further than this, the job ends with it
         job = self.current = Job(self._services, epoch, int(message.fields["world"]), claim.launch, peer)
         self._store.begun.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
         return job
 
-    def _fetch(self, peer: Peer, message: Message) -> None:
+    def _fetch(self, peer: AnyPeer, message: Message) -> None:
         job, _ = self._member(peer)
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
@@ -453,7 +506,7 @@ class Starts:
         peer.reply(int(message.fields["id"]), {})
         job.restore.request(peer, frames)
 
-    def _member(self, peer: Peer) -> tuple[Job, int]:
+    def _member(self, peer: AnyPeer) -> tuple[Job, int]:
         for job in self._jobs():
             rank = job.rank_of(peer)
             if rank is not None:

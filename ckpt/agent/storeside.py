@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,11 @@ from ckpt.types import Epoch, Identity
 if TYPE_CHECKING:
     from ckpt.format.codecs import CodecOption
     from ckpt.format.manifest import Record
+    from ckpt.plan.layout import Array
     from ckpt.storage.contract import Backend
-    from ckpt.store.commit import Committed, Committer
+    from ckpt.store.commit import Committed, Committer, Elsewhere
     from ckpt.store.lineage import Claim, CommitRef
+    from ckpt.store.packs import Written
     from ckpt.store.prune import Pruner
     from ckpt.store.reader import FrameReader
     from ckpt.store.run import Run
@@ -146,19 +148,21 @@ class StoreSide:
         if record is not None or self._base is None or self._base.identity != parent:
             self._base = record
 
-    def commit(self, claim: Claim, checkpoint: Checkpoint, options: Options, about: dict[str, Any]) -> Committed:
-        """Errors: SaveFailed; Superseded when another agent's newer epoch owns the run; StorageError."""
-        from ckpt.store.commit import Committer
-        from ckpt.store.keys import new_writer
-
+    def commit(
+        self,
+        claim: Claim,
+        checkpoint: Checkpoint,
+        options: Options,
+        about: dict[str, Any],
+        elsewhere: Elsewhere | None = None,
+    ) -> Committed:
+        """`elsewhere`: see Committer.commit.
+        Errors: SaveFailed; Superseded when another agent's newer epoch owns the run; StorageError."""
         epoch = claim.epoch
         with contextlib.suppress(LostStore):
             self.check(epoch)
         self.claim(claim)
-        kind = (options.codec, options.limits.bandwidth)
-        if kind not in self._committers:
-            self._committers[kind] = Committer(self.backend, new_writer(), options.codec, options.limits.bandwidth)
-        done = self._committers[kind].commit(
+        done = self._committer(options.codec, options.limits.bandwidth).commit(
             checkpoint.identity,
             checkpoint.manifest,
             checkpoint.frame,
@@ -167,9 +171,34 @@ class StoreSide:
             owner=self._owner,
             metrics=checkpoint.metrics,
             about=about,
+            elsewhere=elsewhere,
         )
         self._base = done.record
         return done
+
+    def write(
+        self,
+        identity: Identity,
+        frames: Array,
+        frame: Callable[[int], memoryview],
+        codec: CodecOption,
+        bandwidth: float | None,
+    ) -> Written:
+        """This node's part of a commit that another agent makes: the packs without the record. Each call is a writing
+        incarnation of its own. Errors: SaveFailed; StorageError."""
+        from ckpt.store.keys import new_writer
+
+        committer = self._committer(codec, bandwidth)
+        numbers = range(len(frames))
+        return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), threading.Event())
+
+    def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
+        from ckpt.store.commit import Committer
+        from ckpt.store.keys import new_writer
+
+        if (codec, bandwidth) not in self._committers:
+            self._committers[codec, bandwidth] = Committer(self.backend, new_writer(), codec, bandwidth)
+        return self._committers[codec, bandwidth]
 
     def check(self, epoch: Epoch) -> None:
         """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore

@@ -12,23 +12,33 @@ Must-invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AlreadyExists, NotFound, SaveFailed, Superseded, TransientError, Unsettled, UsageError
 from ckpt.format import record
 from ckpt.format.codecs import CodecOption
 from ckpt.format.manifest import Manifest, Record
+from ckpt.plan.layout import Array
 from ckpt.storage.contract import Backend, PutMode
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
-from ckpt.store.packs import PACK_BYTES, Pace, Packs, pack_keys
+from ckpt.store.packs import PACK_BYTES, Indices, Pace, Packs, Written, pack_keys
 from ckpt.store.placing import Placing
 from ckpt.types import Identity
+
+CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
+
+# The numbers of frames that are to be written; in parts, which of them somebody else writes, and when that is done.
+Elsewhere = Callable[[Indices], "list[tuple[Indices, Future[Written]]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +93,16 @@ class Committer:
         metrics: Mapping[str, float] | None = None,
         about: Mapping[str, Any] | None = None,
         cancel: threading.Event | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Committed:
         """Puts the packs, then the record; blocks until it is there or has failed.
 
         `frame(i)`: the raw bytes of frame i, contiguous, unchanged until the return; called from several threads.
         `check`: raises Superseded; called right before the record. `base`: the newest record of the line, to whose
         packs unchanged frames may refer; None for whoever is not the coordinator. `owner`: whose data it is, part of
-        the packs' keys. `cancel`: set it to give up.
+        the packs' keys. `cancel`: set it to give up. `elsewhere`: where other writers hold some of the frames: has them
+        write theirs of the frames with these numbers, and says which those are and when they are written; `frame` is
+        asked for the others only.
 
         Errors: SaveFailed (no record was put, or nobody knows and it is harmless); Superseded from `check`."""
         if not self._busy.acquire(blocking=False):
@@ -100,18 +113,14 @@ class Committer:
             cancel = cancel or threading.Event()
             try:
                 placing = Placing(manifest.frames, base)
-                todo = placing.todo.tolist()
-                written = Packs(
-                    self.backend,
-                    manifest.frames[placing.todo],
-                    lambda i: frame(todo[i]),
-                    pack_keys(identity, owner, writer),
-                    self.codec,
-                    self.pack_bytes,
-                    self._pace,
-                    cancel,
-                ).write()
-                placing.add(placing.todo, written)
+                theirs = elsewhere(placing.todo) if elsewhere is not None else []
+                own = np.setdiff1d(placing.todo, [n for numbers, _ in theirs for n in numbers], assume_unique=True)
+                written = [
+                    (own, self.write(identity, manifest.frames[own], own.tolist(), frame, owner, writer, cancel))
+                ]
+                written += [(numbers, _result(future, cancel)) for numbers, future in theirs]
+                for numbers, each in written:
+                    placing.add(numbers, each)
                 packs, places = tuple(placing.packs), placing.places
                 made = Record(identity, writer, manifest, packs, places, dict(metrics or {}), dict(about or {}))
                 body = record.encode(made)
@@ -128,13 +137,29 @@ class Committer:
                 record=made,
                 ref=CommitRef(identity, writer, len(body)),
                 raw_bytes=placing.raw_bytes,
-                stored_bytes=written.stored_bytes,
+                stored_bytes=sum(each.stored_bytes for _, each in written),
                 referred_bytes=placing.referred_bytes,
-                packs=len(written.packs),
+                packs=sum(len(each.packs) for _, each in written),
                 seconds=self._clock.now_s() - began_s,
             )
         finally:
             self._busy.release()
+
+    def write(
+        self,
+        identity: Identity,
+        frames: Array,
+        numbers: Sequence[int],
+        frame: Callable[[int], memoryview],
+        owner: str,
+        writer: str,
+        cancel: threading.Event,
+    ) -> Written:
+        """Puts frames into packs, and no record. `frames`: array of FRAME; `frame(numbers[i])`: the bytes of the i-th.
+        Errors: as those of Packs.write."""
+        keys_of = pack_keys(identity, owner, writer)
+        at = lambda i: frame(numbers[i])  # noqa: E731
+        return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
 
     def _writer_for(self, identity: Identity) -> str:
         """The first attempt's puts may still land, so a second one must not share its keys."""
@@ -169,6 +194,14 @@ class Committer:
             except NotFound:
                 continue
             raise SaveFailed(f"{identity} was retired meanwhile")
+
+
+def _result(future: Future[Written], cancel: threading.Event) -> Written:
+    """Errors: SaveFailed where it was cancelled; whatever went wrong there."""
+    while not cancel.is_set():
+        with contextlib.suppress(TimeoutError):
+            return future.result(CANCEL_S)
+    raise SaveFailed("it was cancelled")
 
 
 def _let_go(exc: BaseException | None) -> None:

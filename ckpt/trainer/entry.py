@@ -6,6 +6,7 @@ outcome. Once a candidate was tried, entering ends in a restored checkpoint or i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
+from ckpt.agent.peers import secret
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, DamagedData, NoCheckpoint, StateMismatch, UsageError
+from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
@@ -98,8 +100,10 @@ def enter(
     saver = collective.together(
         group, lambda: _prepare(asked, settings, tasks, events, receipt, stack, coordinate, group.world > 1)
     )
-    facts = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
-    _check_facts([msgpack.unpackb(said) for said in group.gather(facts)])
+    mine = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
+    facts = [msgpack.unpackb(said) for said in group.gather(mine)]
+    _check_facts(facts)
+    nodes = _nodes(group, settings, saver, facts)
     launch = group.gather(settings.launch.encode())[0].decode()
     begin = {
         "launch": launch,
@@ -107,10 +111,11 @@ def enter(
         "take_over": asked.take_over,
         "strict": asked.strict,
         "store_env": store_environment(),
+        "nodes": nodes,
     }
     decision = _ask(group, saver, "begin", begin)
     try:
-        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision)
+        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, nodes)
     except BaseException:
         saver.link.give_up()
         raise
@@ -128,6 +133,7 @@ def _join_and_restore(
     coordinate: Coordinate,
     launch: str,
     decision: Decision,
+    nodes: list[dict[str, Any]],
 ) -> Found:
     terms = Terms(
         decision.epoch,
@@ -138,6 +144,7 @@ def _join_and_restore(
         launch,
         decision.fields.get("parent"),
         list(decision.fields.get("ancestors") or []),
+        nodes,
     )
     offer = saver.make_offer(Tick(0), positions=False)
     collective.together(group, lambda: saver.link.join(terms, offer))
@@ -173,10 +180,11 @@ def _prepare(
 
 def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = os.stat("/proc/self/ns/net").st_ino  # hosts of their own on one machine
     packed: bytes = msgpack.packb(
         {
             "url": asked.url,
-            "host": boot,
+            "host": f"{boot}-{network}",
             "agent": saver.link.agent,
             "coordinate": coordinate.text,
             "options": repr(asked.options),
@@ -197,15 +205,6 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
                     f"all ranks must construct the Checkpointer alike: {name} is {first[name]!r} on rank 0 and "
                     f"{said[name]!r} on rank {rank}"
                 )
-        if said["host"] != first["host"]:
-            raise UsageError(
-                f"rank {rank} runs on another machine than rank 0; this version saves jobs of one machine only"
-            )
-        if said["agent"] != first["agent"]:
-            raise AgentError(
-                f"rank {rank} found another agent than rank 0: give all ranks of a machine the same "
-                "CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user"
-            )
     seen: dict[str, int] = {}
     for rank, said in enumerate(facts):
         other = seen.setdefault(said["coordinate"], rank)
@@ -214,6 +213,30 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
                 f"ranks {other} and {rank} have the same mesh coordinate {said['coordinate']!r}: give mesh= one that "
                 "names every rank of the job"
             )
+
+
+def _nodes(
+    group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Where the ranks are: none where one agent serves all. Else the agents are told to listen, and their names,
+    addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
+    if len({said["agent"] for said in facts}) == 1:
+        return []
+    hosts = {said["agent"]: said["host"] for said in facts}
+    if group.rank == 0 and len(set(hosts.values())) < len(hosts):
+        saver.events.emit(
+            "nodes.one_host",
+            "ckpt: ranks of one machine found different agents, and count as nodes of their own: give all ranks of a "
+            "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
+            loud=True,
+        )
+    known = collective.from_first(group, lambda: secret.for_run(settings))
+    node = collective.together(group, lambda: saver.link.listen(known))
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank, said in enumerate(group.gather(msgpack.packb(node))):
+        told = msgpack.unpackb(said)
+        nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
+    return list(nodes.values())
 
 
 def _ask(group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any]) -> Decision:

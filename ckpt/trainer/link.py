@@ -42,7 +42,8 @@ _NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What this rank says of itself whenever it joins an agent."""
+    """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
+    one."""
 
     epoch: str
     rank: int
@@ -52,6 +53,7 @@ class Terms:
     launch: str
     parent: str | None
     ancestors: list[Any]
+    nodes: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Link:
     restarts: int = 0
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
+    _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
     _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
     _offer: Offer | None = None
@@ -143,6 +146,15 @@ class Link:
     @property
     def agent(self) -> str:
         return self.connection.incarnation
+
+    def listen(self, secret: bytes) -> dict[str, Any]:
+        """Has the agent take part in a job of several nodes: its name and addresses. Errors: AgentError, UsageError."""
+        wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
+        answer = self.connection.request("listen", wanted).fields
+        node = {"name": str(answer["name"]), "addresses": [str(each) for each in answer["addresses"]]}
+        port = node["addresses"][0].rpartition(":")[2]
+        self._listening = {**wanted, "at": self.settings.listen or f"0.0.0.0:{port}", "name": node["name"]}
+        return node
 
     def join(self, terms: Terms, offer: Offer) -> None:
         """Makes this rank a member of the epoch. Errors: AgentError."""
@@ -360,6 +372,8 @@ class Link:
                 break
             try:
                 self.connect()
+                if self._listening is not None:  # where and as whom the other nodes know it
+                    self.connection.request("listen", self._listening)
                 self._join(resume=True)
             except (CkptError, OSError) as exc:
                 self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ckpt.errors import UsageError
+from ckpt.settings import Settings
 
 SECRET_BYTES = 32
 _TEXT_MAX = 256  # of what is read: nobody's log file is mistaken for a secret and read whole
@@ -22,6 +23,11 @@ _MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 def make() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def for_run(settings: Settings) -> bytes:
+    """That of the file which the settings name, or a new one. Errors: as those of `read_file`."""
+    return read_file(settings.secret_file) if settings.secret_file is not None else make()
 
 
 def read_file(path: Path) -> bytes:

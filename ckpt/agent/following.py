@@ -1,0 +1,367 @@
+"""A job that another node's agent coordinates, as this node has it: its ranks here, their memory, and the way between
+them and the coordinator.
+
+What the ranks say goes on to the coordinator as it is, and what it answers comes back, but for what cannot leave this
+host: descriptors, arenas, the control page, the death of a process. Where the connection breaks, the ranks' connections
+are closed too: they come back and join again, as they do when an agent has died, so there is one way to recover.
+
+Everything runs on the agent's main thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.checkpoint import Part
+from ckpt.agent.control import Word
+from ckpt.agent.fetch import Restore
+from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.ranks import Ranks
+from ckpt.agent.remote import AnyPeer, Wanted, encode_parts
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.storeside import StoreSide, options_from
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, CkptError
+from ckpt.types import FRAMES_MAX, Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.packs import Written
+
+log = logging.getLogger("ckpt")
+
+STEPS_S = 1.0  # how often the coordinator hears which steps the ranks are in, if they have changed
+
+
+@dataclass(slots=True)
+class Here:
+    """A rank on this node. `number`: of its connection. `joining`: the id of its request to join, until it is
+    answered. `left`: it was told that it may leave, or its process is dead."""
+
+    peer: Peer
+    number: int
+    joining: int | None
+    left: bool = False
+
+
+class Following:
+    """One epoch. `leader`: the node that coordinates it. `ranks`: those here. `over`: it may be let go of."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        world: int,
+        nodes: tuple[NodeAt, ...],
+        network: Network,
+        server: Server,
+        bulk: Bulk,
+        store: StoreSide,
+        kept_bytes: Callable[[], int],
+    ) -> None:
+        self.epoch, self.world = epoch, world
+        self.leader = nodes[0]
+        self.over = False
+        self.alone_s: float | None = None  # since when there has been nobody here to serve, and no coordinator
+        self.ranks = Ranks(world, bulk, kept_bytes)
+        self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
+        self._network, self._server, self._bulk, self._store = network, server, bulk, store
+        self._here: dict[int, Here] = {}
+        self._numbers = itertools.count(1)
+        self._said: list[list[int]] = []
+        self._restore: Restore | None = None
+        self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
+        self._tell_steps()
+
+    # -- what the node asks
+
+    @property
+    def needed(self) -> bool:
+        """Whether somebody here or the coordinator has to do with it."""
+        return not self.over and (self._is_led or any(each.peer.open and not each.left for each in self._here.values()))
+
+    def rank_of(self, peer: AnyPeer) -> int | None:
+        return next((rank for rank, each in self._here.items() if each.peer is peer), None)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "epoch": str(self.epoch),
+            "coordinator": self.leader.name,
+            "connected": self._is_led,
+            "ranks": sorted(self._here),
+            "steps": {str(rank): self.ranks.page.entered(rank) for rank in sorted(self._here)},
+            "arena_bytes": self.ranks.arena_bytes,
+        }
+
+    def drop(self) -> None:
+        """Lets go of the memory, and of the ranks' processes."""
+        self.over = True
+        self._end_restore()
+        self.ranks.drop()
+        for each in self._here.values():
+            each.peer.forget()
+
+    # -- what the ranks say
+
+    def join(self, peer: Peer, message: Message) -> None:
+        """Errors: AgentError where the coordinator cannot be told."""
+        fields = message.fields
+        rank, resume = int(fields["rank"]), bool(fields["resume"])
+        if rank not in self._mine:
+            raise AgentError(f"rank {rank} is not one of this node's in {self.epoch}")
+        if not self._is_led:
+            raise AgentError(f"the coordinator of {self.epoch} is not connected to this node now")
+        peer.watch_death()
+        known = self._here.get(rank)
+        if known is not None and known.peer is not peer:
+            known.peer.forget()
+            known.peer.lose()
+        if resume:
+            self.ranks.has(rank, [int(slot) for slot in fields["arenas"]], message.fds)
+        here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
+        self._forward(rank, here, message)
+
+    def message(self, rank: int, peer: Peer, message: Message) -> None:
+        if message.kind == "fetch":
+            self._fetch(peer, message)
+        elif message.kind == "got":
+            if self._restore is not None:
+                ok, bad = ([int(n) for n in message.fields[name]] for name in ("ok", "bad"))
+                self._restore.got(peer, ok, bad)
+        else:
+            self._forward(rank, self._here[rank], message)
+
+    def ended(self, peer: AnyPeer) -> None:
+        self._gone(peer, "ended")
+
+    def died(self, peer: AnyPeer) -> None:
+        self._gone(peer, "died")
+
+    def _gone(self, peer: AnyPeer, how: str) -> None:
+        rank = self.rank_of(peer)
+        if rank is None:
+            return
+        here = self._here[rank]
+        here.left = here.left or how == "died"
+        if self._restore is not None:
+            self._restore.drop(peer)
+        self._tell({"t": "gone", "rank": rank, "number": here.number, "how": how})
+
+    def _forward(self, rank: int, here: Here, message: Message) -> None:
+        head = {"t": "rank", "rank": rank, "number": here.number, "pid": here.peer.pid}
+        self._tell({**head, "m": message.fields}, message.blobs)
+
+    # -- what the coordinator says
+
+    def closed(self) -> None:
+        """Its connection is gone: nothing is appointed, and what is under way is missed."""
+        self.ranks.announce(None)
+        for here in self._here.values():
+            if not here.left:
+                here.peer.lose()
+
+    def led(self, channel: Channel, message: Message) -> None:
+        """Errors: AgentError, and whatever a malformed message leads to; both are told to the coordinator."""
+        fields = message.fields
+        match message.kind:
+            case "to":
+                self._pass_on(fields, message.blobs)
+            case "lose":
+                here = self._here.get(int(fields["rank"]))
+                if here is not None and here.number == fields["number"]:
+                    here.peer.lose()
+            case "word":
+                self.ranks.announce(Word.unpack(int(fields["word"])))
+            case "verdict":
+                self.ranks.leave(int(fields["round"]))
+            case "offer":
+                self.ranks.offer(int(fields["slot"]), str(fields["division"]))
+            case "close-arenas":
+                self.ranks.close_arenas(int(fields["slot"]))
+            case "drop":
+                self.over = True
+            case "measure":
+                self._measure(channel, fields)
+            case "make":
+                self._make(channel, fields)
+            case "read":
+                self._read(channel, fields)
+            case "write":
+                self._write(channel, message)
+            case _:
+                raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
+
+    def _pass_on(self, fields: dict[str, Any], blobs: list[bytes]) -> None:
+        rank, body = int(fields["rank"]), dict(fields["m"])
+        here = self._here.get(rank)
+        if here is None or here.number != fields["number"]:
+            return  # for a connection that is gone
+        fds: list[int] = []
+        if body.get("t") in ("reply", "error") and body.get("id") == here.joining:
+            here.joining = None
+            if body["t"] == "reply":
+                fds = self.ranks.welcome(rank, here.peer)
+        elif body.get("t") == "end":
+            body["by_s"] = float(body["by_s"]) + time.monotonic()
+        here.peer.send(body, fds, blobs)
+
+    def _measure(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id = int(fields["id"])
+
+        def measured(plan: MemoryPlan | None, error: str) -> None:
+            _answer(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
+
+        limit = fields["limit"]
+        self.ranks.measure(self._sizes(fields), int(limit) if limit is not None else None, measured)
+
+    def _make(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id = int(fields["id"])
+
+        def made(sizes: dict[int, int], error: str) -> None:
+            _answer(channel, request_id, {"sizes": list(sizes.items())}, error)
+
+        self.ranks.make(int(fields["slot"]), self._sizes(fields), made)
+
+    def _read(self, channel: Channel, fields: dict[str, Any]) -> None:
+        request_id = int(fields["id"])
+        known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
+
+        def read(parts: list[Part], error: str) -> None:
+            blobs = [] if error else [encode_parts(parts, known, self.ranks.reader.declared())]
+            _answer(channel, request_id, {}, error, blobs)
+
+        self.ranks.read(int(fields["slot"]), Identity.parse(str(fields["identity"])), read)
+
+    def _write(self, channel: Channel, message: Message) -> None:
+        """Our part of a commit. The coordinator keeps the slot as it is until we have answered."""
+        fields = message.fields
+        request_id, arenas = int(fields["id"]), dict(self.ranks.arenas.get(int(fields["slot"]), {}))
+        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
+        codec, bandwidth = options.codec, options.limits.bandwidth
+        wanted = Wanted.decode(Identity.parse(str(fields["identity"])), message.blobs[0], codec, bandwidth)
+        lengths = wanted.frames["length"].astype(np.int64)
+        for rank in np.unique(wanted.ranks).tolist():
+            ours = wanted.ranks == rank
+            if rank not in arenas:
+                raise AgentError(f"there is no arena of rank {rank} here to be written")
+            offsets, ends = wanted.offsets[ours], wanted.offsets[ours] + lengths[ours]
+            if len(offsets) and (offsets.min() < 0 or ends.max() > arenas[rank].bytes):
+                raise AgentError(f"a frame lies outside the arena of rank {rank}")
+
+        def frame(i: int) -> memoryview:
+            return arenas[int(wanted.ranks[i])].part((int(wanted.offsets[i]), int(lengths[i])))
+
+        def written(done: Future[Written]) -> None:
+            error = failure(done)
+            if error:
+                channel.refuse(request_id, AgentError(error))
+            else:
+                packs: bytes = msgpack.packb(done.result().packs)
+                channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
+
+        work = lambda: self._store.write(wanted.identity, wanted.frames, frame, codec, bandwidth)  # noqa: E731
+        self._bulk.run(Lane.COMMIT, work, written)
+
+    def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
+        sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
+        if not sizes.keys() <= self._mine or any(size < 0 for size in sizes.values()):
+            raise AgentError("the coordinator speaks of arenas that this node has not")
+        return sizes
+
+    # -- restoring: each node reads what its ranks want
+
+    def _fetch(self, peer: Peer, message: Message) -> None:
+        identity = Identity.parse(str(message.fields["identity"]))
+        if len(message.blobs) != 1 or len(message.blobs[0]) % 4 or len(message.blobs[0]) > 4 * FRAMES_MAX:
+            raise AgentError("fetch comes with the numbers of frames")
+        frames = np.frombuffer(message.blobs[0], dtype="<u4").tolist()
+        peer.reply(int(message.fields["id"]), {})
+        if self._restore is not None and self._restore.identity == identity:
+            self._restore.request(peer, frames)
+            return
+        self._fetching.append((peer, identity, frames))
+        if len(self._fetching) == 1:
+            self._ask_where(identity)
+
+    def _ask_where(self, identity: Identity) -> None:
+        fields = {"t": "candidate", "epoch": str(self.epoch), "identity": str(identity)}
+        self._network.ask(self.leader.name, fields, (), lambda answer, error: self._found(identity, answer, error))
+
+    def _found(self, identity: Identity, answer: Message | None, error: str) -> None:
+        if self.over:
+            return
+        waiting, self._fetching = self._fetching, []
+        self._end_restore()
+        if answer is not None:
+            try:
+                self._restore = self._restore_from(identity, answer)
+            except (CkptError, LookupError, TypeError, ValueError) as exc:
+                error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
+        for peer, wanted, frames in waiting:
+            if wanted != identity:
+                self._fetching.append((peer, wanted, frames))
+            elif self._restore is not None:
+                self._restore.request(peer, frames)
+            else:
+                text = f"where {identity} is to be had is not known: {error}"
+                peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": "damaged"})
+        if self._fetching:
+            self._ask_where(self._fetching[0][1])
+
+    def _restore_from(self, identity: Identity, answer: Message) -> Restore:
+        from ckpt.format.record import decode_manifest
+        from ckpt.store.lineage import CommitRef
+
+        manifest = decode_manifest(answer.blobs[0])
+        refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
+        return Restore(
+            identity,
+            manifest,
+            len(self._mine),
+            None,
+            (lambda: self._store.reader(refs)) if refs else None,
+            self._bulk,
+            self._server.later,
+            self._server.post,
+        )
+
+    def _end_restore(self) -> None:
+        if self._restore is not None:
+            self._restore.close()
+            self._restore = None
+
+    # -- small steps
+
+    @property
+    def _is_led(self) -> bool:
+        return self._network.channel(self.leader.name) is not None
+
+    def _tell(self, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+        self._network.tell(self.leader.name, {**fields, "epoch": str(self.epoch)}, blobs or ())
+
+    def _tell_steps(self) -> None:
+        if self.over:
+            return
+        page = self.ranks.page
+        steps = [[rank, page.entered(rank), page.polled(rank)] for rank in sorted(self._here)]
+        if steps != self._said:
+            self._said = steps
+            self._tell({"t": "steps", "steps": steps})
+        self._server.later(STEPS_S, self._tell_steps)
+
+
+def _answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:
+    if error:
+        channel.refuse(request_id, AgentError(error))
+    else:
+        channel.reply(request_id, body, blobs)

@@ -1,0 +1,275 @@
+"""This agent among the others of its run: where it listens, whom it is connected to, and what is asked and answered.
+
+Nothing of it exists in a job of one node. Everything runs on the agent's main thread; names are looked up on another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.peers.auth import Answerer, Dialler, Role, Session
+from ckpt.agent.peers.bulk import TcpTransport
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.greeting import Greeting, Listener, Loop, dial
+from ckpt.agent.peers.secret import SECRET_BYTES
+from ckpt.agent.peers.sockets import Address, Place, resolve
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, UsageError
+
+log = logging.getLogger("ckpt")
+
+ANSWER_S = 600.0  # the longest that is asked for is a node's part of a commit; a dead peer is noticed much earlier
+SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
+ADDRESSES_MAX = 32
+NODES_MAX = 4096
+ANYWHERE = Address("0.0.0.0", 0)
+
+Then = Callable[[Message | None, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it."""
+
+    name: str
+    addresses: tuple[Address, ...]
+    ranks: tuple[int, ...]
+
+
+def nodes_from(given: Any, world: int) -> tuple[NodeAt, ...]:
+    """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
+    if not isinstance(given, list) or not 0 < len(given) <= NODES_MAX:
+        raise UsageError("nodes is no list of nodes")
+    nodes = []
+    for each in given:
+        name, addresses, ranks = each["name"], each["addresses"], each["ranks"]
+        nodes.append(
+            NodeAt(
+                str(name)[:100],
+                tuple(Address.parse(str(text)) for text in addresses[:ADDRESSES_MAX]),
+                tuple(int(rank) for rank in ranks),
+            )
+        )
+    if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
+        raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
+    if len({node.name for node in nodes}) < len(nodes):
+        raise UsageError("nodes names a node twice")
+    return tuple(nodes)
+
+
+class Receiver(Protocol):
+    """Who is told of what other agents say."""
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        """Errors: CkptError is answered where the message has an id; any other closes the connection."""
+        ...
+
+    def peer_closed(self, channel: Channel) -> None: ...
+
+
+class Network:
+    """Owns the listener, the channels and the transport. `me`: this agent's name."""
+
+    def __init__(self, loop: Loop, bulk: Bulk, me: str, receiver: Receiver) -> None:
+        self.me = me
+        self.transport = TcpTransport(self._greet)
+        self._loop, self._bulk, self._receiver = loop, bulk, receiver
+        self._secrets: dict[str, bytes] = {}  # newest last
+        self._listener: Listener | None = None
+        self._channels: dict[str, Channel] = {}
+        self._dialling: dict[str, _Dialling] = {}
+        self._asked: dict[int, tuple[Channel, Then]] = {}
+        self._numbers = itertools.count(1)
+
+    def listen(self, secret: bytes, at: str) -> list[Address]:
+        """Who knows the secret may connect from here on; where to. `at`: where to listen, unless we do already; "":
+        anywhere. Errors: AgentError; UsageError."""
+        if len(secret) != SECRET_BYTES:
+            raise UsageError(f"the run's secret has {len(secret)} bytes instead of {SECRET_BYTES}")
+        run = run_of(secret)
+        self._secrets.pop(run, None)
+        self._secrets[run] = secret
+        while len(self._secrets) > SECRETS_MAX:
+            del self._secrets[next(iter(self._secrets))]
+        if self._listener is None:
+            address = Address.parse(at) if at else ANYWHERE
+            self._listener = Listener(self._loop, address, lambda: Answerer(self._secrets.get, self.me), self._greeted)
+        return addresses_of(self._listener.address)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be sent."""
+        return any(channel.waiting_bytes for channel in self._channels.values())
+
+    def channel(self, name: str) -> Channel | None:
+        """The connection to that agent, if there is one."""
+        return self._channels.get(name)
+
+    def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
+        """Until there is a connection to that agent: `then("")`, later than this call; or with why there is none."""
+        if node.name in self._channels:
+            self._loop.post(lambda: then(""))
+        elif node.name in self._dialling:
+            self._dialling[node.name].then.append(then)
+        else:
+            dialling = self._dialling[node.name] = _Dialling(node, [then])
+            self._bulk.run(
+                Lane.FRONT, lambda: _look_up(node.addresses), lambda done: self._dial(dialling, done.result())
+            )
+
+    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """A hint: lost where there is no connection."""
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.send(fields, blobs)
+
+    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        """`then` hears the answer and "", or None and what went wrong; later than this call."""
+        channel = self._channels.get(name)
+        if channel is None:
+            self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
+            return
+        number = next(self._numbers)
+        self._asked[number] = channel, then
+        channel.send({**fields, "id": number}, blobs)
+        self._loop.later(ANSWER_S, lambda: self._answered(number, None, f"agent {name} has not answered in time"))
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for dialling in self._dialling.values():
+            dialling.cancel()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._asked.clear()
+        self.transport.close()
+
+    # -- what the channels tell
+
+    def message(self, channel: Channel, message: Message) -> None:
+        if message.kind == "reply":
+            self._answered(int(message.fields["id"]), message, "")
+        elif message.kind == "error":
+            self._answered(int(message.fields["id"]), None, str(message.fields.get("message", ""))[:2000])
+        else:
+            self._receiver.peer_message(channel, message)
+
+    def closed(self, channel: Channel, why: AgentError) -> None:
+        log.info("%s", why)
+        if self._channels.get(channel.peer) is channel:
+            del self._channels[channel.peer]
+        for number in [number for number, (asked, _) in self._asked.items() if asked is channel]:
+            self._answered(number, None, str(why))
+        self._receiver.peer_closed(channel)
+
+    # -- inside
+
+    def _answered(self, number: int, message: Message | None, error: str) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked[1](message, error or ("" if message is not None else "refused"))
+
+    def _greet(self, about: str, peer: str) -> Dialler:
+        """For a transfer."""
+        run, secret = next(reversed(self._secrets.items()))
+        return Dialler(secret, run, Role.DATA, self.me, about, peer)
+
+    def _greeted(self, sock: socket.socket, session: Session) -> None:
+        if session.role is Role.DATA:
+            self.transport.accept(sock, session)
+        else:
+            self._add(sock, session)
+
+    def _add(self, sock: socket.socket, session: Session) -> None:
+        """A second connection to the same agent takes the place of the first, whose end may not have been noticed."""
+        old = self._channels.get(session.peer)
+        self._channels[session.peer] = Channel(self._loop, sock, session, self)
+        if old is not None:
+            old.close()
+            self.closed(old, AgentError(f"agent {session.peer} has connected anew"))
+
+    def _dial(self, dialling: _Dialling, places: list[Place]) -> None:
+        """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
+        node = dialling.node
+        run, secret = next(reversed(self._secrets.items()))
+
+        def done(sock: socket.socket, session: Session) -> None:
+            if self._dialling.pop(node.name, None) is dialling:
+                dialling.cancel()
+                self._add(sock, session)
+                dialling.end("")
+            else:
+                sock.close()
+
+        def failed(error: AgentError) -> None:
+            dialling.errors.append(str(error))
+            if len(dialling.errors) >= len(places) and self._dialling.get(node.name) is dialling:
+                del self._dialling[node.name]
+                dialling.end("; ".join(dialling.errors[:3]) or "it has no address that can be looked up")
+
+        if not places:
+            failed(AgentError(f"none of {', '.join(map(str, node.addresses))} can be looked up"))
+        for place in places:
+            try:
+                handshake = Dialler(secret, run, Role.CONTROL, self.me, "", node.name)
+                dialling.greetings.append(dial(self._loop, place, handshake, done, failed))
+            except AgentError as exc:
+                failed(exc)
+
+
+class _Dialling:
+    """Attempts at one agent, under way. `then`: who waits for one to succeed."""
+
+    def __init__(self, node: NodeAt, then: list[Callable[[str], None]]) -> None:
+        self.node = node
+        self.then = then
+        self.greetings: list[Greeting] = []
+        self.errors: list[str] = []
+
+    def cancel(self) -> None:
+        for greeting in self.greetings:
+            greeting.cancel()
+
+    def end(self, error: str) -> None:
+        for each in self.then:
+            each(error)
+
+
+def run_of(secret: bytes) -> str:
+    """The name under which a handshake speaks of that secret; it says nothing of it."""
+    return hashlib.blake2b(secret, digest_size=8, person=b"ckpt-run").hexdigest()
+
+
+def addresses_of(at: Address) -> list[Address]:
+    """Where others may find who listens there: on all interfaces, those that lead out of this host first."""
+    if at.host not in ("", "0.0.0.0", "::"):
+        return [at]
+    found: list[tuple[int, Address]] = []
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET or (each.family == socket.AF_INET6 and at.host == "::"):
+                ip = ipaddress.ip_address(each.address.split("%")[0])
+                if not ip.is_link_local:
+                    found.append((int(ip.is_loopback), Address(str(ip), at.port)))
+    return [address for _, address in sorted(found)][:ADDRESSES_MAX]
+
+
+def _look_up(addresses: Sequence[Address]) -> list[Place]:
+    places = []
+    for address in addresses:
+        try:
+            places += resolve(address)
+        except AgentError as exc:
+            log.info("%s", exc)
+    return places

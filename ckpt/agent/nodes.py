@@ -1,0 +1,198 @@
+"""The shares of a job of several nodes, as one: what its coordinator does with the ranks, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.checkpoint import Part
+from ckpt.agent.control import Word
+from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.ranks import Ranks
+from ckpt.agent.remote import RemotePeer, RemoteRanks, Wanted
+from ckpt.errors import AgentError
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.packs import Written
+
+T = TypeVar("T")
+
+
+class Share(Protocol):
+    """What the coordinator may ask of a node's share; see Ranks, of whose methods these are."""
+
+    def announce(self, word: Word | None) -> None: ...
+
+    def leave(self, round_: int) -> None: ...
+
+    def measure(
+        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[MemoryPlan | None, str], None]
+    ) -> None: ...
+
+    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None: ...
+
+    def offer(self, slot: int, division: str) -> None: ...
+
+    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None: ...
+
+    def close_arenas(self, slot: int) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Nodes:
+    """As `Ranks`, of several nodes. `own`: the share of this one. `others`: by their agents' names."""
+
+    def __init__(self, own: Ranks, others: Sequence[RemoteRanks]) -> None:
+        self.own = own
+        self.world = own.world
+        self.others = {each.name: each for each in others}
+        self._shares: dict[str, Share] = {"": own, **self.others}
+        self._remote = {rank: each for each in others for rank in each.ranks}
+
+    @property
+    def count(self) -> int:
+        """Of this node's ranks."""
+        return self.world - len(self._remote)
+
+    @property
+    def arena_bytes(self) -> int:
+        """On this node."""
+        return self.own.arena_bytes
+
+    @property
+    def arenas(self) -> dict[int, dict[int, Arena]]:
+        """On this node."""
+        return self.own.arenas
+
+    @property
+    def ranks_elsewhere(self) -> dict[str, frozenset[int]]:
+        """By their agents' names."""
+        return {name: each.ranks for name, each in self.others.items()}
+
+    def write(self, name: str, slot: int, wanted: Wanted, future: Future[Written]) -> None:
+        """Has that node write its frames; `future` hears when it has, or of an AgentError."""
+
+        def written(result: Written | None, error: str) -> None:
+            if result is None:
+                future.set_exception(AgentError(f"the node of agent {name} has not written its part: {error}"))
+            else:
+                future.set_result(result)
+
+        self.others[name].write(slot, wanted, written)
+
+    def node_of(self, rank: int) -> str:
+        """The name of the agent there; "": this one."""
+        remote = self._remote.get(rank)
+        return remote.name if remote is not None else ""
+
+    def steps(self) -> list[int]:
+        own = self.own.steps()
+        return [self._remote[r].step(r) if r in self._remote else own[r] for r in range(self.world)]
+
+    def polls(self) -> list[int]:
+        own = self.own.polls()
+        return [self._remote[r].polls(r) if r in self._remote else own[r] for r in range(self.world)]
+
+    def hindmost(self) -> int:
+        """Of this node's ranks: what others are in is known a little later, and they keep step."""
+        return self.own.hindmost()
+
+    def welcome(self, rank: int, peer: object) -> list[int]:
+        remote = self._remote.get(rank)
+        if remote is None:
+            return self.own.welcome(rank, peer)
+        assert isinstance(peer, RemotePeer)
+        remote.peers[rank] = peer
+        return []
+
+    def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        remote = self._remote.get(rank)
+        if remote is None:
+            self.own.send(rank, fields, blobs)
+        else:
+            remote.peers[rank].send(fields, blobs=blobs)
+
+    def announce(self, word: Word | None) -> None:
+        for remote in self.others.values():  # first: their way is the longest
+            remote.announce(word)
+        self.own.announce(word)
+
+    def leave(self, round_: int) -> None:
+        for share in self._shares.values():
+            share.leave(round_)
+
+    def measure(
+        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[MemoryPlan | None, str], None]
+    ) -> None:
+        """The plan of the node where there is least room: all have as many slots."""
+
+        def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
+            known = [plan for plan in plans.values() if plan is not None]
+            then(None if error else min(known, key=lambda plan: plan.slots), error)
+
+        answers = _Answers[MemoryPlan | None](self._shares, measured)
+        for name, share in self._shares.items():
+            share.measure(self._part(name, sizes), limit_bytes, answers.of(name))
+
+    def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
+        def made(found: dict[str, dict[int, int]], error: str) -> None:
+            if error:
+                self.close_arenas(slot)
+                then({}, error)
+            else:
+                then({rank: size for by_rank in found.values() for rank, size in by_rank.items()}, "")
+
+        answers = _Answers[dict[int, int]](self._shares, made)
+        for name, share in self._shares.items():
+            share.make(slot, self._part(name, sizes), answers.of(name))
+
+    def offer(self, slot: int, division: str) -> None:
+        for share in self._shares.values():
+            share.offer(slot, division)
+
+    def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
+        def read(found: dict[str, list[Part]], error: str) -> None:
+            then([] if error else [part for parts in found.values() for part in parts], error)
+
+        answers = _Answers[list[Part]](self._shares, read)
+        for name, share in self._shares.items():
+            share.read(slot, identity, answers.of(name))
+
+    def has(self, rank: int, slots: Sequence[int], fds: Sequence[int]) -> None:
+        if rank not in self._remote:  # else its agent knows
+            self.own.has(rank, slots, fds)
+
+    def close_arenas(self, slot: int) -> None:
+        for share in self._shares.values():
+            share.close_arenas(slot)
+
+    def drop(self) -> None:
+        for share in self._shares.values():
+            share.drop()
+
+    def _part(self, name: str, sizes: Mapping[int, int]) -> dict[int, int]:
+        return {rank: size for rank, size in sizes.items() if self.node_of(rank) == name}
+
+
+class _Answers(Generic[T]):
+    """Waits for one from each share. `then` hears all of them and "", or what the first that failed said."""
+
+    def __init__(self, names: Mapping[str, object], then: Callable[[dict[str, T], str], None]) -> None:
+        self._left = set(names)
+        self._then = then
+        self._found: dict[str, T] = {}
+        self._errors: list[str] = []
+
+    def of(self, name: str) -> Callable[[T, str], None]:
+        def answered(result: T, error: str) -> None:
+            self._left.discard(name)
+            self._found[name] = result
+            self._errors += [error] if error else []
+            if not self._left:
+                self._then(self._found, self._errors[0] if self._errors else "")
+
+        return answered
