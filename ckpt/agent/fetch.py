@@ -92,8 +92,9 @@ class Window:
 
 
 class Restore:
-    """One candidate on its way to the `count` ranks of this node. `memory`: the checkpoint, where this node holds it. `open_record`: reads
-    its record from the store; None where it is not there. `later(delay_s, what)`: a timer of the main thread."""
+    """One candidate on its way to the `count` ranks of this node. `memory`: the checkpoint, where this node holds it.
+    `open_record`: reads its record from the store; None where it is not there. `later(delay_s, what)`: a timer of the
+    main thread."""
 
     def __init__(
         self,
