@@ -54,7 +54,7 @@ def main() -> int:
         arena.warm()
         for turn in range(rounds + 1):
             both = [
-                (ours, costs, lambda: node.transport.fetch("sender", address, NAME, target, frames).done.result(300)),
+                (ours, costs, lambda: node.transport.fetch("sender", [address], NAME, target, frames).done.result(300)),
                 (plain, plain_costs, lambda: _in_threads(target, address.host, port)),
             ]
             for seconds, cpu, work in both if turn % 2 else both[::-1]:

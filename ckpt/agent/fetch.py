@@ -1,33 +1,35 @@
 """Handing a checkpoint's frames to the ranks of a starting job, each from the nearest source that has it.
 
-A frame that lies in this node's memory is only named: the rank maps the arena. One from the store passes through a
-window of shared memory, whose cells are given again when every rank that wanted the frame has acknowledged it; it is
-read once for all ranks. The ranks verify what they copied: what they find bad comes from the next source, and a fetch
-whose frame no source has ends with an error.
+A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has is brought
+into memory of the same shape first. One from the store passes through a window of shared memory, whose cells are given
+again when every rank that wanted the frame has acknowledged it; it is read once for all ranks. The ranks verify what
+they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, which the reading threads wait in.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
-from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.errors import AgentError, CkptError, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.peerframes import PeerFrames
     from ckpt.format.manifest import Record
     from ckpt.store.reader import FrameReader
 
@@ -38,6 +40,7 @@ AT_ONCE = 1024  # frames named in one message
 CELLS_MAX = 64
 _CELL_ALIGN = 4096
 _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
+_FAR = 1 << 19  # and to this those of memory that was filled from other nodes are added
 
 
 class Receiver(Protocol):
@@ -54,6 +57,29 @@ class Asked:
     left: set[int]
     regions: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
+
+
+class Memory(Protocol):
+    """What of a checkpoint this node's memory has: arenas by rank, and for each frame the rank and where in its arena
+    it lies, in bytes of the memfd."""
+
+    @property
+    def arenas(self) -> Mapping[int, Arena]: ...
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """See Memory."""
+
+    arenas: Mapping[int, Arena]
+    ranks: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
 
 
 class Window:
@@ -92,21 +118,22 @@ class Window:
 
 
 class Restore:
-    """One candidate on its way to the `count` ranks of this node. `memory`: the checkpoint, where this node holds it.
-    `open_record`: reads its record from the store; None where it is not there. `later(delay_s, what)`: a timer of the
-    main thread."""
+    """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
+    `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there.
+    `later(delay_s, what)`: a timer of the main thread."""
 
     def __init__(
         self,
         identity: Identity,
         manifest: Manifest,
         count: int,
-        memory: Checkpoint | None,
+        memory: Memory | None,
         open_record: Callable[[], FrameReader] | None,
         bulk: Bulk,
         later: Callable[[float, Callable[[], None]], None],
         post: Callable[[Callable[[], None]], None],
         window_bytes: int = WINDOW_BYTES,
+        peers: PeerFrames | None = None,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -118,9 +145,14 @@ class Restore:
         self._bulk, self._later, self._post = bulk, later, post
         self._waiting: list[Asked] = []
         self._asked: dict[int, Asked] = {}  # by id of the receiver
+        self._peers = peers
+        if peers is not None:
+            peers.arrived, peers.lacking = self._came, self._lacks
+        self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
         self._in_window: dict[int, tuple[int, set[int]]] = {}  # frame -> (its cell's offset, who has not acknowledged)
-        self._bad: set[int] = set()  # frames that memory does not have right
+        self._bad: set[int] = set()  # frames that this node's memory does not have right
+        self._bad_far: set[int] = set()  # and those that no other node's does
         self._window: Window | None = None
         self._window_bytes = window_bytes
         self._reading = False
@@ -150,16 +182,15 @@ class Restore:
             from_window = self._release(frame, id(receiver))
             if good:
                 asked.left.discard(frame)
-                level = "store" if from_window else "local"
+                level = "store" if from_window else "local" if self._is_near(frame) else "peer"
                 asked.sources[level] = asked.sources.get(level, 0) + int(self._lengths[frame])
-            elif from_window or self.memory is None:
+            elif from_window:
                 self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
                 return
             else:
-                self._bad.add(frame)
+                (self._bad if self._is_near(frame) else self._bad_far).add(frame)
                 again.add(frame)
-        if again:
-            self._from_store(asked, again)
+        self._send(asked, again)
         self._finish(asked)
 
     def drop(self, receiver: Receiver) -> None:
@@ -171,15 +202,20 @@ class Restore:
             self._release(frame, id(receiver))
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
+        for receivers in self._coming.values():
+            receivers.discard(id(receiver))
 
     def close(self) -> None:
         self._closed = True
         self._asked.clear()
         self._waiting.clear()
         self._wanted.clear()
+        self._coming.clear()
         if self._window is not None:
             self._window.close()
             self._window = None
+        if self._peers is not None:
+            self._peers.close()
 
     # -- inside
 
@@ -204,30 +240,75 @@ class Restore:
         for asked in batch:
             self._asked[id(asked.receiver)] = asked
         for asked in batch:
-            near = asked.left - self._bad if self.memory is not None else set()
-            self._from_memory(asked, near)
-            self._from_store(asked, asked.left - near)
+            self._send(asked, set(asked.left))
             self._finish(asked)
 
-    def _from_memory(self, asked: Asked, frames: set[int]) -> None:
-        if self.memory is None:
-            return
+    def _send(self, asked: Asked, frames: set[int]) -> None:
+        """Each from the nearest source that may have it right."""
+        near = {frame for frame in frames if self._is_near(frame)}
+        if near and self.memory is not None:
+            self._name_frames(asked, near, self.memory)
+        far: set[int] = set()
+        if self._peers is not None:
+            far = {frame for frame in frames - near - self._bad_far if self._peers.can_have(frame)}
+        self._from_store(asked, frames - near - far)
+        self._from_peers(asked, far)
+
+    def _is_near(self, frame: int) -> bool:
+        memory = self.memory
+        return memory is not None and frame not in self._bad and int(memory.ranks[frame]) in memory.arenas
+
+    def _name_frames(self, asked: Asked, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
+        """Tells the rank where they lie."""
         at: list[list[int]] = []
         for frame in sorted(frames):
-            rank = int(self.memory.ranks[frame])
-            if rank not in asked.regions:
-                asked.regions.add(rank)
-                arena = self.memory.arenas[rank]
-                asked.receiver.send({"t": "region", "region": rank, "bytes": arena.bytes}, [arena.fd])
-            at.append([frame, rank, int(self.memory.offsets[frame]), int(self._lengths[frame])])
+            rank = int(memory.ranks[frame])
+            region = first_region + rank
+            if region not in asked.regions:
+                asked.regions.add(region)
+                arena = memory.arenas[rank]
+                asked.receiver.send({"t": "region", "region": region, "bytes": arena.bytes}, [arena.fd])
+            at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
         for first in range(0, len(at), AT_ONCE):
             asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
+
+    def _from_peers(self, asked: Asked, frames: set[int]) -> None:
+        peers = self._peers
+        if peers is None or not frames:
+            return
+        here = frames & peers.here
+        self._name_frames(asked, here, Near(peers.arenas, peers.places.ranks, peers.places.offsets), _FAR)
+        for frame in frames - here:
+            self._coming.setdefault(frame, set()).add(id(asked.receiver))
+        peers.want(frames - here)
+
+    def _came(self, frame: int) -> None:
+        """A peer has given it."""
+        peers = self._peers
+        assert peers is not None
+        near = Near(peers.arenas, peers.places.ranks, peers.places.offsets)
+        for who in self._coming.pop(frame, set()):
+            if who in self._asked:
+                self._guard(functools.partial(self._name_frames, self._asked[who], [frame], near, _FAR))
+
+    def _lacks(self, frames: list[int], why: str) -> None:
+        """No peer gives them."""
+        log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
+        self._bad_far.update(frames)
+        for who in {who for frame in frames for who in self._coming.get(frame, ())}:
+            asked = self._asked.get(who)
+            if asked is not None:
+                mine = {frame for frame in frames if who in self._coming.get(frame, ())}
+                self._guard(functools.partial(self._from_store, asked, mine))
+        for frame in frames:
+            self._coming.pop(frame, None)
 
     def _from_store(self, asked: Asked, frames: set[int]) -> None:
         if not frames:
             return
         if self._open_record is None:
-            self._fail(asked, f"frame {min(frames)} of {self.identity} is damaged in memory and not in the store")
+            what = f"frame {min(frames)} of {self.identity}"
+            self._fail(asked, f"{what} is not to be had from memory and not in the store")
             return
         for frame in frames:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,18 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
+from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
-from ckpt.agent.fetch import Restore
+from ckpt.agent.fetch import Near, Restore
+from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.ranks import Ranks
+from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, Wanted, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide, options_from
@@ -37,6 +41,7 @@ from ckpt.errors import AgentError, CkptError
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
     from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
@@ -68,9 +73,12 @@ class Following:
         bulk: Bulk,
         store: StoreSide,
         kept_bytes: Callable[[], int],
+        arenas_of: Callable[[Identity], Mapping[int, Arena]],
     ) -> None:
+        """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank."""
         self.epoch, self.world = epoch, world
         self.leader = nodes[0]
+        self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
         self.over = False
         self.alone_s: float | None = None  # since when there has been nobody here to serve, and no coordinator
         self.ranks = Ranks(world, bulk, kept_bytes)
@@ -79,6 +87,7 @@ class Following:
         self._here: dict[int, Here] = {}
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
+        self._nodes, self._arenas_of = nodes, arenas_of
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._tell_steps()
@@ -89,6 +98,10 @@ class Following:
     def needed(self) -> bool:
         """Whether somebody here or the coordinator has to do with it."""
         return not self.over and (self._is_led or any(each.peer.open and not each.left for each in self._here.values()))
+
+    @property
+    def newest_step(self) -> int:
+        return max(self.ranks.steps())
 
     def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, each in self._here.items() if each.peer is peer), None)
@@ -188,6 +201,8 @@ class Following:
                 self.ranks.offer(int(fields["slot"]), str(fields["division"]))
             case "close-arenas":
                 self.ranks.close_arenas(int(fields["slot"]))
+            case "claimed":
+                self.claim = claim_told(self.epoch, fields)
             case "drop":
                 self.over = True
             case "measure":
@@ -323,16 +338,25 @@ class Following:
         from ckpt.store.lineage import CommitRef
 
         manifest = decode_manifest(answer.blobs[0])
+        near: Near | None = None
+        peers: PeerFrames | None = None
+        if "holders" in answer.fields:  # it is in memory, here or on other nodes
+            places = Places.parse(identity, answer.fields, answer.blobs[1:], manifest).seen_by(
+                self._network.me, self.leader.name
+            )
+            near = Near(self._arenas_of(identity), places.ranks, places.offsets)
+            peers = PeerFrames(places, manifest, self._network, self._nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         return Restore(
             identity,
             manifest,
             len(self._mine),
-            None,
+            near,
             (lambda: self._store.reader(refs)) if refs else None,
             self._bulk,
             self._server.later,
             self._server.post,
+            peers=peers,
         )
 
     def _end_restore(self) -> None:

@@ -60,6 +60,7 @@ class Job(Carrier):
     ) -> None:
         super().__init__(services, epoch, world, launch, others)
         self.nodes = nodes
+        self.told_newer = False  # whether the other nodes know that a checkpoint of it is complete
         self.first = first
         self.restore: Restore | None = None
         self.gone_s: float | None = None

@@ -87,6 +87,7 @@ class Network:
         self._secrets: dict[str, bytes] = {}  # newest last
         self._listener: Listener | None = None
         self._channels: dict[str, Channel] = {}
+        self._hosts: dict[str, str] = {}
         self._dialling: dict[str, _Dialling] = {}
         self._asked: dict[int, tuple[Channel, Then]] = {}
         self._numbers = itertools.count(1)
@@ -126,6 +127,11 @@ class Network:
             self._bulk.run(
                 Lane.FRONT, lambda: _look_up(node.addresses), lambda done: self._dial(dialling, done.result())
             )
+
+    def addresses(self, node: NodeAt) -> list[Address]:
+        """Where that agent may be found, first those of the host that we are connected to."""
+        host = self._hosts.get(node.name)
+        return sorted(node.addresses, key=lambda address: address.host != host)
 
     def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """A hint: lost where there is no connection."""
@@ -194,6 +200,7 @@ class Network:
     def _add(self, sock: socket.socket, session: Session) -> None:
         """A second connection to the same agent takes the place of the first, whose end may not have been noticed."""
         old = self._channels.get(session.peer)
+        self._hosts[session.peer] = str(sock.getpeername()[0])
         self._channels[session.peer] = Channel(self._loop, sock, session, self)
         if old is not None:
             old.close()

@@ -4,20 +4,31 @@ is coordinated here. Nothing of it happens in a job of one node."""
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
+from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.following import Following
+from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
+from ckpt.agent.holdings import Inventory, texts
 from ckpt.agent.jobs import Job
+from ckpt.agent.peerframes import PeerFrames, name_of
+from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import AnyPeer, RemotePeer
-from ckpt.agent.server import Peer
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.start import Start
 from ckpt.agent.starts import Starts
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, Superseded
+from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peers.channel import Channel
+    from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
 
@@ -26,6 +37,10 @@ CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
 
 class Others(Starts):
     """See Starts. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._offered: set[str] = set()  # names of the transfers that others may make from here
 
     # -- what this node's ranks say
 
@@ -63,7 +78,7 @@ class Others(Starts):
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = nodes_from(fields["nodes"], world)
             services = self._server, self._bulk, self._store
-            found = Following(epoch, world, nodes, network, *services, lambda: self._kept_bytes(None))
+            found = Following(epoch, world, nodes, network, *services, lambda: self._kept_bytes(None), self._arenas_of)
             self.followings.append(found)
         found.join(peer, message)
 
@@ -80,13 +95,128 @@ class Others(Starts):
                 self.followings.remove(each)
                 each.drop()
 
+    # -- a start that is coordinated here
+
+    def _call_others(self, start: Start) -> None:
+        for node in start.nodes[1:]:
+            self._call(start, node)
+
+    def _call(self, start: Start, node: NodeAt) -> None:
+        network = self.network
+        assert network is not None
+        start.silent.add(node.name)
+
+        def connected(error: str) -> None:
+            if error:
+                raise AgentError(
+                    f"the agent of ranks {list(node.ranks)[:8]} cannot be reached from the node of rank 0 ({error}): "
+                    "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
+                )
+            fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
+            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(*found)))
+
+        def answered(answer: Message | None, error: str) -> None:
+            if answer is None:
+                raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
+            start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
+            start.silent.discard(node.name)
+
+        network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
+
+    def _gather(self, start: Start, identity: Identity) -> None:
+        def gathered(found: Gathered | None, error: str) -> None:
+            start.resolving = False
+            if found is not None:
+                start.gathered[identity] = found
+            else:
+                log.warning("%s cannot be had from memory: %s", identity, error)
+                start.inventory.forget(identity)
+
+        def then(found: Gathered | None, error: str) -> None:
+            self._guard_start(start, lambda: gathered(found, error))
+
+        holders, arenas = start.inventory.by_rank(identity), self._arenas_of(identity)
+        Gathering(self.network, self._bulk, identity, holders, arenas, then).begin()
+
+    def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
+        places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
+        if network is None or not start.nodes:
+            return None
+        for rank, names in places.holders.items():
+            frames = places.frames(rank, manifest)
+            for name in names:
+                if not name:
+                    self._serve(places.identity, rank, frames)
+                    continue
+                fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
+                network.tell(name, fields, [frames.encode()])
+        return PeerFrames(places, manifest, network, start.nodes, self._server.post)
+
+    def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
+        """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
+        arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
+        if arena is None or self.network is None:
+            raise AgentError(f"rank {rank} of {identity} is not held here")
+        if name not in self._offered:
+            self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes))
+            self._offered.add(name)
+
+    def _end_serving(self, identity: Identity) -> None:
+        if self.network is None:
+            return
+        for name in [name for name in self._offered if name.startswith(f"{identity}/")]:
+            self.network.transport.withdraw(name)
+            self._offered.discard(name)
+        job = self.current
+        for node in job.nodes[1:] if job is not None else ():
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+
+    def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
+        fields = {
+            "t": "claimed",
+            "epoch": str(job.epoch),
+            "parent": str(claim.parent) if claim.parent is not None else None,
+            "ancestors": texts(claim),
+            "launch": claim.launch,
+        }
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, fields)
+
+    def _tell_others_to_forget(self, job: Job) -> None:
+        self._forget(job.epoch)
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
+
+    def _forget(self, before: Epoch) -> None:
+        """A newer checkpoint is complete than what former epochs left here."""
+        self.newest_elsewhere = max(self.newest_elsewhere, before)
+        for each in self.followings:
+            each.over = each.over or each.epoch < before
+
     # -- what other agents say
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         fields = message.fields
-        if message.kind == "start":
-            self._start_elsewhere(channel, fields)
-            return
+        match message.kind:
+            case "start":
+                self._start_elsewhere(channel, fields)
+                return
+            case "parts":
+                self._give_parts(channel, fields)
+                return
+            case "serve":
+                rank, identity = int(fields["rank"]), Identity.parse(str(fields["identity"]))
+                arena = self._arenas_of(identity).get(rank)
+                self._serve(identity, rank, Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0))
+                return
+            case "unserve":
+                self._end_serving(Identity.parse(str(fields["identity"])))
+                return
+            case "forget":
+                self._forget(Epoch.parse(str(fields["epoch"])))
+                return
         epoch = Epoch.parse(str(fields["epoch"]))
         if message.kind in ("rank", "gone", "steps", "candidate"):
             job = next((each for each in self._jobs() if each.epoch == epoch), None)
@@ -140,8 +270,26 @@ class Others(Starts):
             self._start = None
         if self.current is not None:
             self._move_aside(self.current, launch)
-        epochs = {*self._store.begun, *(each.epoch for each in self.followings)}
-        channel.reply(int(fields["id"]), {"epochs": [str(epoch) for epoch in sorted(epochs)[-8:]]})
+        packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
+        channel.reply(int(fields["id"]), {}, [packed])
+
+    def _give_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
+        """What another node needs to know of the snapshots that lie here, but for their bytes."""
+        request_id, world = int(fields["id"]), int(fields["world"])
+        identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
+        held = self._arenas_of(identity)
+        if not set(ranks) <= held.keys():
+            raise AgentError(f"not all of the ranks {ranks[:8]} of {identity} are held here")
+        arenas = {rank: held[rank] for rank in ranks}
+
+        def read(done: Future[bytes]) -> None:
+            if error := failure(done):
+                channel.refuse(request_id, AgentError(error))
+            else:
+                sizes = [[rank, arena.bytes] for rank, arena in arenas.items()]
+                channel.reply(request_id, {"sizes": sizes}, [done.result()])
+
+        self._bulk.run(Lane.FRONT, lambda: encoded_parts(identity, world, arenas), read)
 
     def _say_where(self, job: Job, channel: Channel, fields: dict[str, Any]) -> None:
         """Where the frames of the candidate are that the ranks are to fetch."""
@@ -152,7 +300,10 @@ class Others(Starts):
         from ckpt.format.record import encode_manifest
 
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
-        channel.reply(int(fields["id"]), {"records": records}, [encode_manifest(job.restore.manifest)])
+        gathered = start.gathered.get(identity)
+        where = gathered.places.fields() if gathered is not None else {}
+        blobs = [encode_manifest(job.restore.manifest), *(gathered.places.blobs() if gathered is not None else ())]
+        channel.reply(int(fields["id"]), {"records": records, **where}, blobs)
 
     def peer_closed(self, channel: Channel) -> None:
         for following in self.followings:

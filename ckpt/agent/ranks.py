@@ -48,6 +48,9 @@ class Ranks:
     def arena_bytes(self) -> int:
         return sum(arena.bytes for by_rank in self.arenas.values() for arena in by_rank.values())
 
+    def all_arenas(self) -> list[Arena]:
+        return [arena for by_rank in self.arenas.values() for arena in by_rank.values()]
+
     def steps(self) -> list[int]:
         """By rank: the step that it published as entered; 0: none yet."""
         return [self.page.entered(rank) for rank in range(self.world)]

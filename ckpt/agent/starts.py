@@ -15,12 +15,12 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ckpt.agent import candidates
+from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.candidates import Candidate, Remembered
 from ckpt.agent.carrier import Carrier, Services, tell
@@ -29,17 +29,18 @@ from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.following import Following
+from ckpt.agent.holdings import Inventory, sealed, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
-from ckpt.agent.server import Server
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.start import Resolved, Start
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
 from ckpt.events import Event, Events
-from ckpt.format.manifest import Manifest
 from ckpt.notices.notice import Word
 from ckpt.policy.failures import Failure
 from ckpt.policy.remembered import recall
@@ -47,7 +48,9 @@ from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.gathering import Gathered
     from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.peerframes import PeerFrames
     from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
@@ -56,41 +59,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
+STAGED_S = 5.0  # how long a start waits for what was staged last to be put together
 LISTED_MAX = 200  # names of one kind in an answer
-
-
-@dataclass(slots=True)
-class Start:
-    """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
-    `nodes`: where the ranks are, if on several; `silent`: those that have not said yet what they know; `heard`: the
-    epochs that they do.
-    `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
-    its epoch is begun."""
-
-    peer: AnyPeer
-    request_id: int | None
-    launch: str
-    world: int
-    take_over: bool
-    nodes: tuple[NodeAt, ...] = ()
-    silent: set[str] = field(default_factory=set)
-    heard: set[Epoch] = field(default_factory=set)
-    listed: bool = False
-    view: RunView | None = None
-    job: Job | None = None
-    resolving: bool = False
-    has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
-    chosen: Candidate | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A candidate that can be restored, and its manifest."""
-
-    candidate: Candidate
-    manifest: Manifest
-    encoded: bytes
-    metrics: dict[str, float]
 
 
 class Starts:
@@ -103,6 +73,7 @@ class Starts:
         self.former: list[Job] = []
         self.followings: list[Following] = []
         self.network: Network | None = None  # in a job of several nodes
+        self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
         self._settings = settings
         self._server = server
         self._bulk = Bulk(server.post)
@@ -126,13 +97,39 @@ class Starts:
     def _jobs(self) -> list[Job]:
         return [*self.former, *([self.current] if self.current is not None else [])]
 
-    def _remembered(self) -> list[Remembered]:
-        """Epochs that ran here and got beyond their start."""
-        return [Remembered(job.claim, job.held()) for job in self.former if job.claim is not None]
+    def _remembered(self, start: Start) -> list[Remembered]:
+        """Epochs that got beyond their start, here or on the nodes that take part in this one."""
+        alone = [] if start.nodes else [job for job in self.former if not job.nodes]
+        whole = [Remembered(job.claim, job.held()) for job in alone if job.claim is not None]
+        return whole + start.inventory.remembered()
+
+    def _inventory(self, whole: bool) -> Inventory:
+        """What this node's memory holds. whole=False: but for the checkpoints that lie here as a whole anyway."""
+        found = Inventory()
+        for job in self.former:
+            if whole or job.nodes:
+                found.add_epoch(job.claim, job.epoch, job.newest_step)
+                found.add_arenas(job.own.all_arenas())
+        for each in self.followings:
+            found.add_epoch(each.claim, each.epoch, each.newest_step)
+            found.add_arenas(each.ranks.all_arenas())
+        for epoch in self._store.begun:
+            found.add_epoch(None, epoch, 0)
+        return found
+
+    def _arenas_of(self, identity: Identity) -> dict[int, Arena]:
+        """Those on this node in which a rank's snapshot of it lies, by rank."""
+        found: dict[int, Arena] = {}
+        shares = [*(job.own for job in self._jobs()), *(each.ranks for each in self.followings)]
+        for arena in (arena for share in shares for arena in share.all_arenas()):
+            held = sealed(arena)
+            if held is not None and held[0][0] == identity:
+                found.setdefault(held[0][1], arena)
+        return found
 
     def _slot_of(self, identity: Identity) -> tuple[Job, int, Checkpoint] | None:
         for job in self.former:
-            found = job.checkpoint(identity)
+            found = job.checkpoint(identity) if not job.nodes else None
             if found is not None:
                 return job, found[0], found[1]
         return None
@@ -149,11 +146,15 @@ class Starts:
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
         newer = self.current is not None and self.current.group.newest is not None
+        if newer and self.current is not None and not self.current.told_newer:
+            self.current.told_newer = True
+            self._tell_others_to_forget(self.current)
         for job in list(self.former):
             group = job.group
             awaited = any(member.leave is not None for member in group.members)  # a rank waits for its answer
             idle = group.all_gone and not group.at_work and not awaited and not any(s.leases for s in group.slots)
-            if idle and (newer or (not job.checkpoints and group.closed_in_store)):
+            outdone = newer or job.epoch < self.newest_elsewhere
+            if idle and (outdone or (not job.checkpoints and group.closed_in_store)):
                 self.former.remove(job)
                 job.drop()
 
@@ -169,7 +170,7 @@ class Starts:
 
     # -- a start
 
-    def _begin(self, peer: AnyPeer, message: Message) -> None:
+    def _begin(self, peer: Peer, message: Message) -> None:
         fields = message.fields
         launch, world, take_over = str(fields["launch"])[:200], int(fields["world"]), bool(fields["take_over"])
         request_id = int(fields["id"])
@@ -192,9 +193,9 @@ class Starts:
         if self.current is not None:
             self._move_aside(self.current, launch)
         start = self._start = Start(peer, request_id, launch, world, take_over, nodes)
-        for node in nodes[1:]:
-            self._call(start, node)
-        memory = bool(self._remembered())
+        start.inventory = self._inventory(whole=bool(nodes))
+        self._call_others(start)
+        memory = bool(start.inventory.claims or self._remembered(start))
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
@@ -203,29 +204,6 @@ class Starts:
                 f"launch {launch!r} was superseded by {self._refused[launch]} on this machine; it begins again only "
                 "with take_over=True"
             )
-
-    def _call(self, start: Start, node: NodeAt) -> None:
-        """Each node is told of the start, and says what it knows of the run."""
-        network = self.network
-        assert network is not None
-        start.silent.add(node.name)
-
-        def connected(error: str) -> None:
-            if error:
-                raise AgentError(
-                    f"the agent of ranks {list(node.ranks)[:8]} cannot be reached from the node of rank 0 ({error}): "
-                    "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
-                )
-            fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
-            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(*found)))
-
-        def answered(answer: Message | None, error: str) -> None:
-            if answer is None:
-                raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
-            start.heard.update(Epoch.parse(str(epoch)) for epoch in answer.fields["epochs"])
-            start.silent.discard(node.name)
-
-        network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
 
     def _for(self, start: Start, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` on a thread and `then` after it, while that start is still the one under way."""
@@ -274,14 +252,27 @@ class Starts:
         start = self._start
         if start is None or not start.listed or start.silent or start.resolving or start.request_id is None:
             return
-        if any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots):
+        staged = any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots)
+        if staged and time.monotonic() < start.began_s + STAGED_S:
             return
         self._guard_start(start, lambda: self._choose(start))
 
     def _choose(self, start: Start) -> None:
-        found = candidates.candidates(start.view, self._remembered())
+        """The newest that is not struck out. One of which each rank is held by some node is put together first."""
+        found = candidates.candidates(start.view, self._remembered(start))
         start.has_any = bool(found)
-        held = [(each, self._in_memory(each.identity)) for each in found if each.identity not in self._struck]
+        held: list[tuple[Candidate, Checkpoint | None]] = []
+        for each in (each for each in found if each.identity not in self._struck):
+            checkpoint = self._in_memory(each.identity)
+            if each.in_memory and checkpoint is None:
+                if each.identity not in start.gathered:
+                    if held:
+                        break  # it is its turn when those before it have failed
+                    start.resolving = True
+                    self._gather(start, each.identity)
+                    return
+                checkpoint = start.gathered[each.identity].checkpoint
+            held.append((each, checkpoint))
         start.resolving = True
         self._for(start, lambda: self._resolve(held), lambda done: self._resolved(start, done))
 
@@ -310,6 +301,8 @@ class Starts:
             return
         chosen, damaged = done.result()
         self._struck.update(damaged)
+        if chosen is None and damaged:
+            return  # there may be others; they are looked at next
         if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
             text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(self._struck.items())[-3:])
             self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
@@ -319,7 +312,8 @@ class Starts:
         self._offer_candidate(start, start.job, chosen, damaged)
 
     def _new_job(self, start: Start) -> Job:
-        epoch = candidates.begin(start.view, self._remembered(), {*self._store.begun, *start.heard})
+        begun = {*self._store.begun, *start.inventory.steps}
+        epoch = candidates.begin(start.view, self._remembered(start), begun)
         self._store.begun.add(epoch)
         others = self._remote_ranks(epoch, start.world, start.nodes)
         self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
@@ -351,28 +345,31 @@ class Starts:
             where[0].group.lease(where[1])
             self._lease = where[0], where[1]
         records = chosen.candidate.records
+        gathered = start.gathered.get(identity)
         job.restore = Restore(
             identity,
             chosen.manifest,
             job.ranks.count,
-            self._in_memory(identity),
+            gathered.checkpoint if gathered is not None else self._in_memory(identity),
             (lambda: self._store.reader(records)) if records else None,
             self._bulk,
             self._server.later,
             self._server.post,
+            peers=self._serve_others(start, gathered) if gathered is not None else None,
         )
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
-        level = "local" if where is not None else "store"
+        lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
+        level = "local" if where is not None else "peer" if gathered is not None else "store"
         body |= {
             "parent": str(identity),
-            "ancestors": _texts(self._claim(job, identity, start.launch)),
+            "ancestors": texts(self._claim(job, identity, start)),
             "candidate": {
                 "identity": str(identity),
                 "level": level,
                 "step": identity.tick.step,
                 "metrics": chosen.metrics,
             },
-            "steps_lost": max(0, lost[0]) if lost else None,
+            "steps_lost": max(0, *lost) if lost else None,
         }
         self._answer(start, body, [chosen.encoded])
 
@@ -381,7 +378,7 @@ class Starts:
         start.peer.reply(start.request_id, body, blobs=blobs)
         start.request_id = None  # only now: until it is sent, whoever waits can still be told of an error
 
-    def _next(self, peer: AnyPeer, message: Message) -> None:
+    def _next(self, peer: Peer, message: Message) -> None:
         """The candidate failed on some rank: it is struck out for all, and remembered."""
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
@@ -390,7 +387,7 @@ class Starts:
         self._end_restore()
         start.request_id = request_id
 
-    def _restored(self, peer: AnyPeer, message: Message) -> None:
+    def _restored(self, peer: Peer, message: Message) -> None:
         fields = message.fields
         start = self._started(peer, str(fields["epoch"]))
         job = start.job
@@ -404,7 +401,9 @@ class Starts:
         self._start = None
         if job.learning is not None and parent is not None:
             self._inherit(job.learning, parent, record, start.view)
-        job.begin_training(self._claim(job, parent, start.launch), resumed=False)
+        claim = self._claim(job, parent, start)
+        job.begin_training(claim, resumed=False)
+        self._tell_others_of_claim(job, claim)
         peer.reply(int(fields["id"]), {})
 
     def _inherit(self, learning: Learning, parent: Identity, record: Record | None, view: RunView | None) -> None:
@@ -426,7 +425,7 @@ class Starts:
             if view is not None and parent.epoch not in view.closed:  # nobody is left who could have closed it
                 learning.failed(Failure.NODE)
 
-    def _started(self, peer: AnyPeer, epoch: str) -> Start:
+    def _started(self, peer: Peer, epoch: str) -> Start:
         start = self._start
         if start is None or start.job is None or start.peer is not peer or str(start.job.epoch) != epoch:
             raise Superseded(f"the start of {epoch} is not the one under way; a newer one began")
@@ -450,20 +449,21 @@ class Starts:
         for job in self._jobs():
             if job.restore is not None:
                 job.restore.close()
+                self._end_serving(job.restore.identity)
                 job.restore = None
 
-    def _claim(self, job: Job, parent: Identity | None, launch: str) -> Claim:
+    def _claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
         from ckpt.store.lineage import ANCESTORS_MAX, Ancestor, Claim
 
         ancestors: list[Ancestor] = []
-        known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None}
+        known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
         at = parent
         while at is not None and at.epoch in known and not self._store.is_claimed(at.epoch):
             claim = known[at.epoch]
             ancestors += [Ancestor(claim.epoch, claim.parent), *claim.ancestors]
             at = claim.ancestors[-1].parent if claim.ancestors else claim.parent
         host = socket.gethostname()[:200]
-        return Claim(job.epoch, parent, tuple(ancestors[:ANCESTORS_MAX]), launch, host, time.time())
+        return Claim(job.epoch, parent, tuple(ancestors[:ANCESTORS_MAX]), start.launch, host, time.time())
 
     def _give_up_start(self, peer: AnyPeer) -> None:
         """Who began it is gone: entering has failed there, and so for all."""
@@ -495,7 +495,7 @@ class Starts:
         job.begin_training(claim, resumed=True)
         return job
 
-    def _fetch(self, peer: AnyPeer, message: Message) -> None:
+    def _fetch(self, peer: Peer, message: Message) -> None:
         job, _ = self._member(peer)
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
@@ -513,11 +513,32 @@ class Starts:
                 return job, rank
         raise AgentError("this connection has joined no job")
 
+    # -- the other nodes' part: see Others
+
+    def _call_others(self, start: Start) -> None:
+        """Tells the other nodes of it; they say what they hold."""
+        raise NotImplementedError
+
+    def _gather(self, start: Start, identity: Identity) -> None:
+        """Puts a checkpoint together that lies on several nodes, and then chooses again."""
+        raise NotImplementedError
+
+    def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
+        """The nodes give each other what they hold of it; what this one gets."""
+        raise NotImplementedError
+
+    def _end_serving(self, identity: Identity) -> None:
+        """And do not any more."""
+        raise NotImplementedError
+
+    def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
+        raise NotImplementedError
+
+    def _tell_others_to_forget(self, job: Job) -> None:
+        """A checkpoint of it is complete: they need not keep those of former epochs."""
+        raise NotImplementedError
+
 
 def owner_of(host: str) -> str:
     """The host's name as it may stand in a key (types.PATH_NAME)."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:40].lstrip(".") or "node"
-
-
-def _texts(claim: Claim) -> list[list[str | None]]:
-    return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]

@@ -264,7 +264,7 @@ def _restore(
         bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest)
         if not bad:
             level = candidate["level"]
-            where = "this host's memory" if level == "local" else "the store"
+            where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.tick.step} from {where}"
             return Found(identity.tick, level, str(identity), source, sources), decision
         failures.append(f"step {identity.tick.step}: {bad}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -90,7 +90,7 @@ class TcpTransport:
     def fetch(
         self,
         peer: str,
-        address: Address,
+        addresses: Sequence[Address],
         name: str,
         target: memoryview,
         frames: Frames,
@@ -98,7 +98,7 @@ class TcpTransport:
         landed: Callable[[int], None] | None = None,
     ) -> TcpFetch:
         frames = frames.at(frames.offsets, target.nbytes)
-        fetch = TcpFetch(self._terms, peer, address, name, target, frames, Ledger(name, frames, only), landed)
+        fetch = TcpFetch(self._terms, peer, addresses, name, target, frames, Ledger(name, frames, only), landed)
         with self._lock:
             self._fetches = {each for each in self._fetches if not each.done.done()} | {fetch}
         fetch.start(self._tasks)

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class TcpFetch:
         self,
         terms: Terms,
         peer: str,
-        address: Address,
+        addresses: Sequence[Address],
         name: str,
         target: memoryview,
         frames: Frames,
@@ -74,7 +74,8 @@ class TcpFetch:
         landed: Callable[[int], None] | None,
     ) -> None:
         self.done = settled_by_us()
-        self._terms, self._peer, self._address, self._name = terms, peer, address, name
+        self._terms, self._peer, self._name = terms, peer, name
+        self._addresses = list(addresses)  # the one that led there last, first
         self._target, self._landed = target.cast("B"), landed
         self._places = frames.places()
         self._ledger = ledger
@@ -161,7 +162,7 @@ class TcpFetch:
             if idle_s < self._terms.patience_s and self._cuts < CUTS_MAX:
                 self._changed.wait_for(lambda: self._over, pause_s)
                 return
-        what = f"{self._name} could not be got from agent {self._peer} at {self._address}"
+        what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._addresses))}"
         how = f"{self._cuts} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
         self._fail(AgentError(f"{what}: {how}; the last: {error}"))
 
@@ -190,8 +191,20 @@ class TcpFetch:
                 sock.close()
 
     def _connect(self) -> tuple[socket.socket, Session]:
+        error: Exception | None = None
+        for address in self._addresses:
+            try:
+                made = self._connect_to(address)
+            except (OSError, EOFError, AgentError) as exc:
+                error = exc
+            else:
+                self._addresses = [address, *(each for each in self._addresses if each != address)]
+                return made
+        raise error or OSError("no address")
+
+    def _connect_to(self, address: Address) -> tuple[socket.socket, Session]:
         error: OSError | None = None
-        for place in resolve(self._address):
+        for place in resolve(address):
             sock = socket.socket(place.family, socket.SOCK_STREAM)
             try:
                 with self._changed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -170,14 +170,15 @@ class Transport(Protocol):
     def fetch(
         self,
         peer: str,
-        address: Address,
+        addresses: Sequence[Address],
         name: str,
         target: memoryview,
         frames: Frames,
         only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
     ) -> Fetch:
-        """Brings the frames (or `only` these) of the offer `name` of the agent `peer` into `target`. `landed`: told of
+        """Brings the frames (or `only` these) of the offer `name` of the agent `peer` into `target`. `addresses`: where
+        that listens, best first. `landed`: told of
         each that is in place and checked, on a thread of the transport. Cut connections are made anew as long as
         frames keep arriving. Errors: AgentError."""
         ...

@@ -124,7 +124,7 @@ def test_frames_may_lie_elsewhere_at_the_receiver(node: Made, loop: TurnedLoop) 
     sender.transport.offer(NAME, memoryview(data), frames)
     turned = frames.at(np.cumsum([0, *LENGTHS[:0:-1]]).astype(np.uint64)[::-1], sum(LENGTHS))
     target = bytearray(sum(LENGTHS))
-    finished(loop, receiver.transport.fetch("a", sender.address, NAME, memoryview(target), turned).done)
+    finished(loop, receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), turned).done)
     for (at, length), (there, _) in zip(frames.places(), turned.places(), strict=True):
         assert target[there : there + length] == data[at : at + length]
 
@@ -174,7 +174,7 @@ def test_bytes_that_change_under_an_offer_are_never_taken_for_right(node: Made) 
     source, frames = content()
     source[frames.places()[3][0]] ^= 1
     sender.transport.offer(NAME, memoryview(source), frames)
-    fetch = receiver.transport.fetch("a", sender.address, NAME, memoryview(bytearray(ROOM)), frames)
+    fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
     sender.loop.until(fetch.done.done)
     with pytest.raises(DamagedData, match="frame 3"):
         fetch.done.result()
@@ -199,7 +199,7 @@ def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Ma
     with socket.create_server(("127.0.0.1", 0)) as gone:
         nobody = Address("127.0.0.1", gone.getsockname()[1])
     for address, name, why in ((nobody, NAME, "refused"), (sender.address, "another", "closed the connection")):
-        fetch = receiver.transport.fetch("a", address, name, memoryview(bytearray(ROOM)), frames)
+        fetch = receiver.transport.fetch("a", [address], name, memoryview(bytearray(ROOM)), frames)
         loop.until(fetch.done.done)
         with pytest.raises(AgentError, match=f"nothing has come for .*{why}"):
             fetch.done.result()
@@ -212,7 +212,7 @@ def test_another_agent_or_secret_at_that_address_is_an_error(node: Made, loop: T
     target = bytearray(ROOM)
     for peer, secret, why in (("c", SECRET, "is a, not c"), ("a", bytes(32), "closed the connection")):
         receiver = node("b", secret=secret, patience_s=0.2)
-        fetch = receiver.transport.fetch(peer, sender.address, NAME, memoryview(target), frames)
+        fetch = receiver.transport.fetch(peer, [sender.address], NAME, memoryview(target), frames)
         loop.until(fetch.done.done)
         with pytest.raises(AgentError, match=why):
             fetch.done.result()
@@ -255,7 +255,7 @@ def test_cancel_does_not_wait_for_a_connection_that_is_not_made(node: Made, loop
             sock.setblocking(False)
             sock.connect_ex((address.host, address.port))
         _, frames = content()
-        fetch = node("b").transport.fetch("a", address, NAME, memoryview(bytearray(ROOM)), frames)
+        fetch = node("b").transport.fetch("a", [address], NAME, memoryview(bytearray(ROOM)), frames)
         loop.turn()
         fetch.cancel()
         loop.until(fetch.done.done, 3.0)
@@ -352,7 +352,7 @@ def test_more_connections_than_are_served_wait_their_turn(
         with pytest.raises((EOFError, ConnectionResetError)):
             receive_exactly(sock, 1)
         target = bytearray(ROOM)
-        fetch = receiver.transport.fetch("a", sender.address, NAME, memoryview(target), frames)
+        fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), frames)
         loop.turn()
         assert not fetch.done.done()
     finished(loop, fetch.done)
@@ -413,7 +413,7 @@ def test_names_are_offered_once_and_nothing_goes_after_close(node: Made, loop: T
     with pytest.raises(AgentError, match="beyond"):
         sender.transport.offer("short", memoryview(source)[:-100], frames)
     sender.close()
-    fetch = sender.transport.fetch("b", sender.address, NAME, memoryview(source), frames)
+    fetch = sender.transport.fetch("b", [sender.address], NAME, memoryview(source), frames)
     with pytest.raises(CkptError, match="closed"):
         fetch.done.result(0)
 

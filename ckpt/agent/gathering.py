@@ -1,0 +1,170 @@
+"""A checkpoint that lies in the memory of several nodes: from what each of them holds to one manifest, and to where
+each rank's frames are to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
+from ckpt.agent.peers.transport import Frames
+from ckpt.agent.remote import decode_parts, encode_parts
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.manifest import Manifest
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import Network
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the frames of a checkpoint lie in memory. `ranks`, `offsets`: by frame: bytes of the memfd of that rank's
+    arena. `sizes`: of the arenas, by rank. `holders`: who has each rank's arena, the first to be asked first; "" is
+    this node."""
+
+    identity: Identity
+    ranks: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    sizes: dict[int, int]
+    holders: dict[int, list[str]]
+
+    def numbers(self, rank: int) -> npt.NDArray[np.int64]:
+        """Of the frames that lie in that rank's arena, in the order in which a transfer counts them."""
+        return np.flatnonzero(self.ranks == rank)
+
+    def frames(self, rank: int, manifest: Manifest) -> Frames:
+        """The same as a transfer has them, where they lie in the arena. Errors: AgentError."""
+        numbers = self.numbers(rank)
+        columns = manifest.frames[numbers]
+        hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1).astype(np.uint64)
+        lengths = columns["length"].astype(np.uint64)
+        return Frames.placed(self.offsets[numbers].astype(np.uint64), lengths, hashes, self.sizes[rank])
+
+    def seen_by(self, me: str, other: str) -> Places:
+        """The same for another node, `me`, told by `other`."""
+        names = {"": other, me: ""}
+        holders = {rank: sorted(names.get(each, each) for each in held) for rank, held in self.holders.items()}
+        return replace(self, holders=holders)
+
+    def fields(self) -> dict[str, Any]:
+        return {"sizes": list(self.sizes.items()), "holders": [[rank, names] for rank, names in self.holders.items()]}
+
+    def blobs(self) -> list[bytes]:
+        return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes()]
+
+    @staticmethod
+    def parse(identity: Identity, fields: Mapping[str, Any], blobs: list[bytes], manifest: Manifest) -> Places:
+        """Errors: AgentError, ValueError, TypeError, LookupError."""
+        ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
+        offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
+        sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
+        holders = {int(rank): [str(name) for name in names] for rank, names in fields["holders"]}
+        if not len(ranks) == len(offsets) == len(manifest.frames) or not set(np.unique(ranks).tolist()) <= sizes.keys():
+            raise AgentError(f"where the frames of {identity} lie was told wrong")
+        return Places(identity, ranks, offsets, sizes, holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """`checkpoint`: with the arenas that this node has."""
+
+    checkpoint: Checkpoint
+    places: Places
+
+
+class Gathering:
+    """Asks the holders of one identity. `arenas`: those that this node has, by rank. `then` hears what came of it, or
+    None and why nothing did; once."""
+
+    def __init__(
+        self,
+        network: Network | None,
+        bulk: Bulk,
+        identity: Identity,
+        holders: dict[int, list[str]],
+        arenas: Mapping[int, Arena],
+        then: Callable[[Gathered | None, str], None],
+    ) -> None:
+        self._network, self._bulk, self._then = network, bulk, then
+        self._identity, self._holders, self._arenas = identity, holders, dict(arenas)
+        self._parts: list[Part] = []
+        self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+        self._left: set[str] = set()
+        self._over = False
+
+    def begin(self) -> None:
+        asked: dict[str, list[int]] = {}
+        for rank, names in self._holders.items():
+            asked.setdefault("" if rank in self._arenas else names[0], []).append(rank)
+        self._left = set(asked)
+        for name, ranks in asked.items():
+            if not name:
+                work = lambda: read_parts(self._identity, len(self._holders), self._arenas)  # noqa: E731
+                self._bulk.run(Lane.FRONT, work, self._read_here)
+            elif self._network is None:
+                self._fail(f"there is no way to agent {name}")
+            else:
+                fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": len(self._holders)}
+                heard = lambda answer, error, ranks=ranks, name=name: self._heard(name, ranks, answer, error)  # noqa: E731
+                self._network.ask(name, fields, (), heard)
+
+    def _read_here(self, done: Future[list[Part]]) -> None:
+        if error := failure(done):
+            self._fail(error)
+        else:
+            self._got("", done.result())
+
+    def _heard(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
+        try:
+            if answer is None:
+                raise AgentError(error)
+            parts = decode_parts(answer.blobs[0], {})
+            sizes = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
+            if sorted(part.declaration.rank for part in parts) != sorted(ranks) or sizes.keys() != set(ranks):
+                raise AgentError(f"agent {name} has told of other ranks than it was asked for")
+        except (CkptError, LookupError, TypeError, ValueError) as exc:
+            self._fail(f"agent {name} does not give {self._identity}: {exc}")
+            return
+        self._sizes |= sizes
+        self._got(name, parts)
+
+    def _got(self, name: str, parts: list[Part]) -> None:
+        self._left.discard(name)
+        self._parts += parts
+        if not self._left and not self._over:
+            work = lambda: put_together(self._identity, self._parts, self._arenas)  # noqa: E731
+            self._bulk.run(Lane.FRONT, work, self._made)
+
+    def _made(self, done: Future[Checkpoint]) -> None:
+        if error := failure(done):
+            self._fail(error)
+        elif not self._over:
+            self._over = True
+            made = done.result()
+            places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
+            self._then(Gathered(made, places), "")
+
+    def _fail(self, error: str) -> None:
+        if not self._over:
+            self._over = True
+            self._then(None, error)
+
+
+def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+    """On a thread: hashes these arenas again, which must hold what their agent saw in them. Errors: DamagedData."""
+    return Reader().read(identity, world, arenas, keep_hashes=False)
+
+
+def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> bytes:
+    """The same for another node. Errors: DamagedData."""
+    reader = Reader()
+    return encode_parts(reader.read(identity, world, arenas, keep_hashes=False), {}, reader.declared())

@@ -1,0 +1,55 @@
+"""A start of a run, from a trainer's wish to begin until it has restored."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt.agent.candidates import Candidate
+from ckpt.agent.gathering import Gathered
+from ckpt.agent.holdings import Inventory
+from ckpt.agent.jobs import Job
+from ckpt.agent.server import Peer
+from ckpt.format.manifest import Manifest
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import NodeAt
+    from ckpt.store.run import RunView
+
+
+@dataclass(slots=True)
+class Start:
+    """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
+    `nodes`: where the ranks are, if on several; `silent`: those that have not said yet what they hold; `inventory`:
+    what they and this node do; `gathered`: what was put together of that.
+    `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
+    its epoch is begun."""
+
+    peer: Peer
+    request_id: int | None
+    launch: str
+    world: int
+    take_over: bool
+    nodes: tuple[NodeAt, ...] = ()
+    silent: set[str] = field(default_factory=set)
+    inventory: Inventory = field(default_factory=Inventory)
+    gathered: dict[Identity, Gathered] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+    listed: bool = False
+    view: RunView | None = None
+    job: Job | None = None
+    resolving: bool = False
+    has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
+    chosen: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A candidate that can be restored, and its manifest."""
+
+    candidate: Candidate
+    manifest: Manifest
+    encoded: bytes
+    metrics: dict[str, float]
