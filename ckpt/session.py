@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
 from ckpt.events import Events, Sink
+from ckpt.plan.placement import ONE_COPY, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
@@ -86,7 +87,8 @@ class Checkpointer:
 
     url: a folder, or s3://, gs://, az://, or any fsspec URL. state: a dict of modules, optimizers, schedulers,
     scalers, loaders, generators, tensors, and plain values; `ck.state[...]` is live. policy: when to save
-    (default Adaptive()). keep: what stays in the store (default: everything). codec: "auto", "raw", "zstd" or
+    (default Adaptive()). keep: what stays in the store (default: everything). peers: copies that other nodes keep in
+    memory, where the job has several (default Replicas(1); None: none). codec: "auto", "raw", "zstd" or
     "planes". mesh: a DeviceMesh that names the ranks (default: the DTensors' own, else the rank). process_group: the
     ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
     URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
@@ -105,6 +107,7 @@ class Checkpointer:
         *,
         policy: Every | Adaptive | None = None,
         keep: Keep | None = None,
+        peers: Replicas | None = ONE_COPY,
         codec: str = "auto",
         mesh: Any = None,
         process_group: Any = None,
@@ -126,10 +129,11 @@ class Checkpointer:
         self.state = dict(state)
         self.restored = Restored()
         self.events = Events(*sinks)
+        chosen = Adaptive() if policy is None else policy
         self._asked = Asked(
             url=self.url,
             state=self.state,
-            options=make_options(Adaptive() if policy is None else policy, keep or Keep(), self._limits, codec),
+            options=make_options(chosen, keep or Keep(), self._limits, codec, peers),
             mesh=mesh,
             process_group=process_group,
             init=None if init is None else os.fspath(init),

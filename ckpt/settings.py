@@ -33,6 +33,7 @@ class Settings:
     `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
     job left; None: a file in runtime_dir. Both are absolute.
     `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
+    `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
     `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
     `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
     `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
@@ -50,6 +51,7 @@ class Settings:
     outcome_file: Path | None = None
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
+    domain: str = ""
     listen: str = ""
     secret_file: Path | None = None
     slurm_job: str = ""
@@ -143,6 +145,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         outcome_file=_absolute(outcome_file) if outcome_file else None,
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
+        domain=env.get("CKPT_DOMAIN", "")[:1000],
         listen=env.get("CKPT_LISTEN", ""),
         secret_file=_absolute(secret_file) if secret_file else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),

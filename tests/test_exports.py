@@ -22,6 +22,7 @@ EXPORTED = [
     "Keep",
     "Leave",
     "Limits",
+    "Replicas",
     "NoCheckpoint",
     "Restored",
     "RunInUse",

@@ -55,6 +55,15 @@ class Assemble:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicate:
+    """Have other nodes keep it too, where the placement says; then `replicated`."""
+
+    slot: int
+    round: int
+    tick: Tick
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Write it to the store; then `committed`."""
 
@@ -114,4 +123,4 @@ class Close:
 
 
 Said = Answer | Refuse | Tell | Emit | Outcome
-Action = SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Commit | Recycle | Close | Said
+Action = SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Replicate | Commit | Recycle | Close | Said

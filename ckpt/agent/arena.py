@@ -212,6 +212,26 @@ class Arena:
             return None
         return np.frombuffer(table, dtype="<u8").reshape(-1, 2).astype(np.uint64)
 
+    def tail(self) -> tuple[int, int]:
+        """What lies behind the data of a sealed and hashed arena: offset and length, from the first part to the end of
+        the hashes. Errors: DamagedData."""
+        header = self.header()
+        magic, at, length, _ = _AGENT_HALF.unpack_from(self.view, _AGENT_AT)
+        if magic != _AGENT_MAGIC or at + length > self.bytes:
+            raise DamagedData("an arena has no hashes")
+        first = min(offset for offset, _ in header.parts)
+        return first, at + length - first
+
+    def page(self) -> bytes:
+        """Its first page: what makes an arena with the same bytes behind it hold the same."""
+        return bytes(self.view[:PAGE])
+
+    def set_page(self, page: bytes) -> None:
+        """Written last. Errors: AgentError."""
+        if len(page) != PAGE:
+            raise AgentError(f"the first page of an arena has {len(page)} bytes instead of {PAGE}")
+        self.view[:PAGE] = page
+
     def close(self) -> None:
         """Unmaps and closes; views that others still hold keep the mapping alive until they are dropped."""
         if self.fd >= 0:

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,11 +26,13 @@ from ckpt.agent import memory
 from ckpt.agent.bulk import MESSAGE_MAX, Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.control import ROUND_MAX
+from ckpt.agent.copies import Copies
 from ckpt.agent.divide import Division, Held, make_division
 from ckpt.agent.group import Group
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.protection import Protection
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.remote import AnyPeer, RemoteRanks, Wanted
 from ckpt.agent.server import Server
@@ -41,6 +43,7 @@ from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
+    from ckpt.agent.network import Network, NodeAt
     from ckpt.store.commit import Committed, Elsewhere
     from ckpt.store.lineage import Claim
     from ckpt.store.packs import Indices, Written
@@ -54,7 +57,8 @@ MIXED_S = 1.0  # ranks change their layouts at the same step, but their words fo
 
 @dataclass(slots=True)
 class Services:
-    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `listening`: to what the
+    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `copies`: what it keeps for
+    other nodes; `network`: the way to them, once there is one. `listening`: to what the
     machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
     place; None: nowhere."""
 
@@ -65,6 +69,8 @@ class Services:
     kept_bytes: Callable[[Carrier], int]
     listening: Listening | None = None
     outcome: Path | None = None
+    copies: Copies | None = None
+    network: Callable[[], Network | None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -93,16 +99,24 @@ class Carrier:
     nothing did."""
 
     def __init__(
-        self, services: Services, epoch: Epoch, world: int, launch: str, others: Sequence[RemoteRanks] = ()
+        self,
+        services: Services,
+        epoch: Epoch,
+        world: int,
+        launch: str,
+        nodes: tuple[NodeAt, ...] = (),
+        others: Sequence[RemoteRanks] = (),
     ) -> None:
-        """`others`: the shares on other nodes."""
+        """`nodes`: where the ranks are, if on several, this one first; `others`: the shares on the others."""
         self.own = Ranks(world, services.bulk, lambda: services.kept_bytes(self))  # first: there may be too many
-        self.ranks: Ranks | Nodes = Nodes(self.own, others) if others else self.own
+        self.ranks: Ranks | Nodes = Nodes(self.own, others, nodes[0].name) if nodes else self.own
+        self.nodes = nodes
         self.epoch = epoch
         self.world = world
         self.launch = launch
         self.failed = ""
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
+        self.protection: Protection | None = None  # where there are several nodes
         self.claim: Claim | None = None
         self.options = Options()
         self.learning: Learning | None = None  # where the policy is to be learnt
@@ -168,6 +182,8 @@ class Carrier:
                 self.ranks.offer(slot, self.group.division)
             case do.Assemble(slot, number, tick):
                 self._assemble(slot, number, tick)
+            case do.Replicate(slot, _, tick):
+                self._replicate(slot, Identity(self.epoch, tick))
             case do.Commit(slot):
                 self._commit(slot)
             case do.Recycle(slot):
@@ -218,6 +234,9 @@ class Carrier:
         if plan is None:
             self.group.unplannable(version, f"the memory for it cannot be planned: {error}")
             return
+        slots = self._place(division, plan)
+        if slots != plan.slots:
+            plan = replace(plan, slots=slots)
         if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
             return
         if division.differing and (self._division is None or division.differing != self._division.differing):
@@ -235,6 +254,40 @@ class Carrier:
                 "arena_bytes": division.arena_bytes[rank],
             }
             self.ranks.send(rank, fields, division.plans[rank])
+
+    def _place(self, division: Division, plan: memory.MemoryPlan) -> int:
+        """Decides which nodes keep copies of whose snapshots; how many slots that leaves."""
+        nodes, protection = self.ranks, self.protection
+        if protection is None or not isinstance(nodes, Nodes):
+            return plan.slots
+        before = protection.table()
+        slots = protection.place(nodes.by_name(dict(enumerate(division.arena_bytes))), nodes.plans_by_name())
+        self.group.replicates = protection.protects
+        if protection.table() != before:
+            self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
+        return slots
+
+    def _replicate(self, slot: int, identity: Identity) -> None:
+        protection = self.protection
+        assert protection is not None  # else nothing is replicated
+        began_s = time.monotonic()
+
+        def ended(error: str) -> None:
+            self.group.replicated(slot, error)
+            seconds = time.monotonic() - began_s
+            if error:
+                text = f"step {identity.tick.step} is not in other nodes' memory: {error}"
+                self.emit("peers.failed", text, True, {"identity": str(identity)})
+                return
+            if self.learning is not None:
+                self.learning.replicated(seconds)
+            facts = {"identity": str(identity), "seconds": seconds}
+            self.emit(
+                "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
+            )
+
+        own = dict(self.own.arenas.get(slot, {}))
+        protection.replicate(slot, identity, own, lambda error: self._guard(lambda: ended(error)))
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:

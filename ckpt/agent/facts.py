@@ -37,7 +37,7 @@ class State(enum.Enum):
 
 
 class Store(enum.Enum):
-    """What became of a complete round at the store level."""
+    """What became of a complete round at a level beyond this node's memory."""
 
     NEW = "new"
     RUNNING = "running"
@@ -74,6 +74,7 @@ class Round:
     held: dict[int, Request] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     store: Store = Store.NEW
+    peer: Store = Store.NEW  # what became of it in other nodes' memory, where there are such
     last_try: bool = False
     verdict: bool | None = None  # of a hold: leave, or go on
     all_staged_s: float | None = None  # when
@@ -130,6 +131,8 @@ class Facts:
         self.division = ""
         self.superseded_by = ""
         self.committing: int | None = None  # the slot
+        self.replicates = False  # whether other nodes keep copies
+        self.replicating: int | None = None  # the slot
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -347,6 +350,15 @@ class Facts:
             if not error:
                 self.committed_tick = entry.round.tick
 
+    def replicated(self, slot: int, error: str) -> None:
+        """What `Replicate` asked for has ended. `error`: "" when every copy is where the placement says, and right."""
+        entry = self.slots[slot]
+        self.replicating = None
+        entry.leases -= 1
+        if entry.round is not None:
+            entry.round.peer = Store.FAILED if error else Store.DONE
+            self._tell_level(entry.round.tick, "peer", not error, error)
+
     def lease(self, slot: int) -> None:
         self.slots[slot].leases += 1
 
@@ -380,6 +392,18 @@ class Facts:
         return self.slots[max(complete)[1]] if complete else None
 
     @property
+    def safe(self) -> Slot | None:
+        """The slot of the newest round that other nodes' memory holds as well."""
+        held = [(s.round.tick, s.number) for s in self.slots if s.round is not None and s.round.peer is Store.DONE]
+        return self.slots[max(held)[1]] if held else None
+
+    @property
+    def outdoes_former(self) -> bool:
+        """Whether what it has made complete is as safe as what former epochs left in memory may be."""
+        newest = self.newest
+        return newest is not None and (not self.replicates or self.safe is not None or self.committed_tick is not None)
+
+    @property
     def layouts_version(self) -> int:
         return self._layouts_version
 
@@ -397,7 +421,8 @@ class Facts:
     @property
     def at_work(self) -> bool:
         """Whether something is under way that ends by itself."""
-        return self.committing is not None or any(s.state is State.STAGED or s.making for s in self.slots)
+        busy = self.committing is not None or self.replicating is not None
+        return busy or any(slot.state is State.STAGED or slot.making for slot in self.slots)
 
     def next_wake_s(self, now_s: float) -> float | None:
         """When `decide` has to look again though no fact came; None: not before one comes."""

@@ -25,6 +25,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
+from ckpt.agent.copies import Copies, Described, encode_described
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan
@@ -74,6 +75,7 @@ class Following:
         store: StoreSide,
         kept_bytes: Callable[[], int],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
+        copies: Copies,
     ) -> None:
         """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank."""
         self.epoch, self.world = epoch, world
@@ -87,7 +89,7 @@ class Following:
         self._here: dict[int, Here] = {}
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
-        self._nodes, self._arenas_of = nodes, arenas_of
+        self._nodes, self._arenas_of, self._copies = nodes, arenas_of, copies
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._tell_steps()
@@ -211,6 +213,8 @@ class Following:
                 self._make(channel, fields)
             case "read":
                 self._read(channel, fields)
+            case "publish":
+                self._publish(channel, fields)
             case "write":
                 self._write(channel, message)
             case _:
@@ -256,6 +260,18 @@ class Following:
             _answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(int(fields["slot"]), Identity.parse(str(fields["identity"])), read)
+
+    def _publish(self, channel: Channel, fields: dict[str, Any]) -> None:
+        """Other nodes are to have copies of what the ranks here have staged."""
+        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
+        arenas = dict(self.ranks.arenas.get(int(fields["slot"]), {}))
+        if arenas.keys() != self._mine:
+            raise AgentError(f"not all ranks here have an arena of {identity}")
+
+        def published(found: list[Described], error: str) -> None:
+            _answer(channel, request_id, {}, error, [encode_described(found)])
+
+        self._copies.publish(self._network.transport, identity, arenas, published)
 
     def _write(self, channel: Channel, message: Message) -> None:
         """Our part of a commit. The coordinator keeps the slot as it is until we have answered."""

@@ -7,7 +7,8 @@ list of actions. The agent carries the actions out and feeds their outcomes back
   round is open, nor while anybody holds a lease on it.
 - A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
 - A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
-- The newest complete round stays until a newer one is complete (with one slot: until it is committed).
+- The newest complete round stays until a newer one is complete (with one slot: until it is committed); so does, with
+  two slots or more, the newest one of which other nodes keep copies.
 - At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
   overtakes meanwhile skips the level.
 - Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
@@ -31,6 +32,7 @@ from ckpt.agent.actions import (
     Offer,
     Recycle,
     Refuse,
+    Replicate,
     SetWord,
 )
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
@@ -66,6 +68,7 @@ class Group(Leaving):
         self._judge_holds(now_s)
         self._assemble_staged()
         self._free_older()
+        self._replicate_newest()
         self._commit_next(now_s)
         self._divide_and_make(now_s)
         self._grant_saves(now_s, steps)
@@ -122,15 +125,29 @@ class Group(Leaving):
                 self._out.append(Assemble(slot.number, round_.number, round_.tick))
 
     def _free_older(self) -> None:
-        newest = self.newest
+        newest, safe = self.newest, self.safe if self.slots_in_use > 1 else None
         for slot in self.slots:
             round_ = slot.round
-            if slot.state is not State.COMPLETE or slot is newest or slot.leases or round_ is None:
+            if slot.state is not State.COMPLETE or slot in (newest, safe) or slot.leases or round_ is None:
                 continue
             if not round_.unjudged and not self._waits(slot):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
+                if self.replicates and round_.peer is Store.NEW:
+                    self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
+
+    def _replicate_newest(self) -> None:
+        """One at a time; what is overtaken meanwhile skips the level."""
+        newest = self.newest
+        if not self.replicates or self.replicating is not None or self.superseded_by or self.all_gone:
+            return
+        if newest is None or newest.round is None or newest.round.peer is not Store.NEW:
+            return
+        newest.round.peer = Store.RUNNING
+        newest.leases += 1
+        self.replicating = newest.number
+        self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
     def _commit_next(self, now_s: float) -> None:
         if self.committing is not None or self.superseded_by:

@@ -22,12 +22,14 @@ from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.protection import Protection
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.notices.notice import Notice, Withdrawn, Word
+from ckpt.plan.placement import Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every
 from ckpt.policy.known import NOTHING
@@ -58,8 +60,7 @@ class Job(Carrier):
         nodes: tuple[NodeAt, ...] = (),
         others: Sequence[RemoteRanks] = (),
     ) -> None:
-        super().__init__(services, epoch, world, launch, others)
-        self.nodes = nodes
+        super().__init__(services, epoch, world, launch, nodes, others)
         self.told_newer = False  # whether the other nodes know that a checkpoint of it is complete
         self.first = first
         self.restore: Restore | None = None
@@ -136,6 +137,7 @@ class Job(Carrier):
                     "state": slot.state.value,
                     "tick": str(slot.round.tick) if slot.round else None,
                     "store": slot.round.store.value if slot.round and slot.state is State.COMPLETE else None,
+                    "peer": slot.round.peer.value if slot.round and group.replicates else None,
                     "leases": slot.leases,
                     "bytes": sum(slot.bytes),
                 }
@@ -146,6 +148,7 @@ class Job(Carrier):
             "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
             "memory": self.plan.table() if self.plan is not None else None,
+            "peers": self.protection.table() if self.protection is not None else None,
             "notices": self._notices(),
             "policy": self.learning.decision.explain().splitlines() if self.learning is not None else None,
         }
@@ -187,6 +190,7 @@ class Job(Carrier):
                 self._services.listening.follow(sources)
             self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
+            self._protect(options.peers)
             self._follow(policy)
         self.group.joined(rank)
         self.group.layout(rank)
@@ -285,6 +289,14 @@ class Job(Carrier):
             self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()
 
+    def _protect(self, option: Replicas | None) -> None:
+        """Other nodes keep copies, where there are any."""
+        network, copies = self._services.network(), self._services.copies
+        if not self.nodes or network is None or copies is None:
+            return
+        if self.protection is None or self.protection.option != option:
+            self.protection = Protection(network, copies, self.nodes, option)
+
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""
         self.claim = claim
@@ -363,13 +375,16 @@ class Job(Carrier):
                 self._act(action)
             found = bool(actions)
 
-    def drop(self) -> None:
-        """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease."""
+    def drop(self, leave_others: bool = False) -> None:
+        """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease.
+        `leave_others`: the other nodes keep theirs."""
         self._dropped = True
         self._give_up_recovery("")
         if self.restore is not None:
             self.restore.close()
         self.checkpoints.clear()
+        if isinstance(self.ranks, Nodes) and leave_others:
+            self.ranks.leave_others()
         self.ranks.drop()
         for member in self._members.values():
             member.peer.forget()

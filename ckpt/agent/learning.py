@@ -61,6 +61,10 @@ class Learning:
         if took is not None:
             self.known = self.known.committed(*took)
 
+    def replicated(self, seconds: float) -> None:
+        """So long after it was complete it was in other nodes' memory too."""
+        self.known = self.known.replicated(seconds)
+
     def recovered(self, level: str, seconds: float) -> None:
         """From a failure until training went on."""
         self.known = self.known.recovered("local" if level == "local" else "store", seconds)

@@ -35,6 +35,10 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
 
+    def left_bytes(self, slots: int) -> int:
+        """What others' snapshots may take beside so many slots."""
+        return max(0, self.allowed_bytes - slots * self.slot_bytes - self.kept_bytes - self.commit_bytes)
+
     def table(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}
 

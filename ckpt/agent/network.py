@@ -32,6 +32,7 @@ ANSWER_S = 600.0  # the longest that is asked for is a node's part of a commit; 
 SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
 ADDRESSES_MAX = 32
 NODES_MAX = 4096
+DOMAINS_MAX = 8
 ANYWHERE = Address("0.0.0.0", 0)
 
 Then = Callable[[Message | None, str], None]
@@ -39,11 +40,13 @@ Then = Callable[[Message | None, str], None]
 
 @dataclass(frozen=True, slots=True)
 class NodeAt:
-    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it."""
+    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
+    `domains`: the failure domains that it lies in, widest first."""
 
     name: str
     addresses: tuple[Address, ...]
     ranks: tuple[int, ...]
+    domains: tuple[str, ...] = ()
 
 
 def nodes_from(given: Any, world: int) -> tuple[NodeAt, ...]:
@@ -58,6 +61,7 @@ def nodes_from(given: Any, world: int) -> tuple[NodeAt, ...]:
                 str(name)[:100],
                 tuple(Address.parse(str(text)) for text in addresses[:ADDRESSES_MAX]),
                 tuple(int(rank) for rank in ranks),
+                tuple(str(domain)[:100] for domain in each["domains"][:DOMAINS_MAX]),
             )
         )
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:

@@ -45,9 +45,10 @@ class Node(Others):
     def close(self) -> None:
         self._listening.close()
         for job in self._jobs():
-            job.drop()
+            job.drop(leave_others=self._server.end_asked and not job.ended_in_order)
         for following in self.followings:
             following.drop()
+        self.copies.close()
         if self.network is not None:
             self.network.close()
         self._bulk.close()
@@ -214,7 +215,8 @@ class Node(Others):
         if self._start is not None or waiting or busy:
             self._idle_since_s = now_s
             return None
-        if self.followings and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
+        keeps = bool(self.followings or self.copies.kept)
+        if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
             return self._idle_since_s + self._settings.linger_s
         if not jobs:
             return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s

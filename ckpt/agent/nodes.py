@@ -46,10 +46,13 @@ class Share(Protocol):
 class Nodes:
     """As `Ranks`, of several nodes. `own`: the share of this one. `others`: by their agents' names."""
 
-    def __init__(self, own: Ranks, others: Sequence[RemoteRanks]) -> None:
+    def __init__(self, own: Ranks, others: Sequence[RemoteRanks], me: str) -> None:
+        """`me`: the name of this node's agent."""
         self.own = own
         self.world = own.world
         self.others = {each.name: each for each in others}
+        self.plans: dict[str, MemoryPlan] = {}  # what each node has room for, as it said last
+        self._names = {"": me, **{each.name: each.name for each in others}}
         self._shares: dict[str, Share] = {"": own, **self.others}
         self._remote = {rank: each for each in others for rank in each.ranks}
 
@@ -131,8 +134,8 @@ class Nodes:
         """The plan of the node where there is least room: all have as many slots."""
 
         def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
-            known = [plan for plan in plans.values() if plan is not None]
-            then(None if error else min(known, key=lambda plan: plan.slots), error)
+            self.plans = {name: plan for name, plan in plans.items() if plan is not None}
+            then(None if error else min(self.plans.values(), key=lambda plan: plan.slots), error)
 
         answers = _Answers[MemoryPlan | None](self._shares, measured)
         for name, share in self._shares.items():
@@ -173,6 +176,18 @@ class Nodes:
     def drop(self) -> None:
         for share in self._shares.values():
             share.drop()
+
+    def leave_others(self) -> None:
+        """From here on this is about this node only."""
+        for remote in self.others.values():
+            remote.dropped = True
+
+    def by_name(self, sizes: Mapping[int, int]) -> dict[str, int]:
+        """Of bytes by rank: the sum on each node, by its name."""
+        return {self._names[name]: sum(self._part(name, sizes).values()) for name in self._shares}
+
+    def plans_by_name(self) -> dict[str, MemoryPlan]:
+        return {self._names[name]: plan for name, plan in self.plans.items()}
 
     def _part(self, name: str, sizes: Mapping[int, int]) -> dict[int, int]:
         return {rank: size for rank, size in sizes.items() if self.node_of(rank) == name}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.bulk import Lane, failure
+from ckpt.agent.copies import decode_described
 from ckpt.agent.following import Following
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
 from ckpt.agent.holdings import Inventory, texts
@@ -77,8 +78,8 @@ class Others(Starts):
             if newer:
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = nodes_from(fields["nodes"], world)
-            services = self._server, self._bulk, self._store
-            found = Following(epoch, world, nodes, network, *services, lambda: self._kept_bytes(None), self._arenas_of)
+            services = self._server, self._bulk, self._store, lambda: self._kept_bytes(None)
+            found = Following(epoch, world, nodes, network, *services, self._arenas_of, self.copies)
             self.followings.append(found)
         found.join(peer, message)
 
@@ -94,6 +95,7 @@ class Others(Starts):
             if each.over:
                 self.followings.remove(each)
                 each.drop()
+                self.copies.epochs_before(Epoch(each.epoch.number + 1, "0" * 16))
 
     # -- a start that is coordinated here
 
@@ -192,6 +194,7 @@ class Others(Starts):
     def _forget(self, before: Epoch) -> None:
         """A newer checkpoint is complete than what former epochs left here."""
         self.newest_elsewhere = max(self.newest_elsewhere, before)
+        self.copies.epochs_before(before)
         for each in self.followings:
             each.over = each.over or each.epoch < before
 
@@ -211,6 +214,16 @@ class Others(Starts):
                 arena = self._arenas_of(identity).get(rank)
                 self._serve(identity, rank, Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0))
                 return
+            case "keep":
+                self._keep(channel, message)
+                return
+            case "kept":
+                self.copies.before(Identity.parse(str(fields["identity"])))
+                return
+            case "withdraw":
+                if self.network is not None:
+                    self.copies.withdraw(self.network.transport, Identity.parse(str(fields["identity"])))
+                return
             case "unserve":
                 self._end_serving(Identity.parse(str(fields["identity"])))
                 return
@@ -228,6 +241,25 @@ class Others(Starts):
         if following is None or following.leader.name != channel.peer:
             raise AgentError(f"this node has no part in {epoch}")
         following.led(channel, message)
+
+    def _keep(self, channel: Channel, message: Message) -> None:
+        """This node keeps copies of another's snapshots."""
+        from ckpt.agent.network import NodeAt
+        from ckpt.agent.peers.sockets import Address
+
+        fields, network = message.fields, self.network
+        assert network is not None  # the message came by it
+        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
+        node = NodeAt(str(fields["source"]), tuple(Address.parse(str(text)) for text in fields["addresses"]), ())
+
+        def kept(error: str) -> None:
+            if error:
+                channel.refuse(request_id, AgentError(error))
+            else:
+                channel.reply(request_id, {})
+
+        wanted = decode_described(message.blobs[0])
+        self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:
         fields = message.fields

@@ -135,8 +135,9 @@ class RemoteRanks:
         self._tell({"t": "close-arenas", "slot": slot})
 
     def drop(self) -> None:
-        self.dropped = True
-        self._tell({"t": "drop"})
+        if not self.dropped:
+            self.dropped = True
+            self._tell({"t": "drop"})
 
     def measure(
         self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[memory.MemoryPlan | None, str], None]

@@ -26,6 +26,7 @@ from ckpt.agent.candidates import Candidate, Remembered
 from ckpt.agent.carrier import Carrier, Services, tell
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
+from ckpt.agent.copies import Copies
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.following import Following
@@ -77,6 +78,7 @@ class Starts:
         self._settings = settings
         self._server = server
         self._bulk = Bulk(server.post)
+        self.copies = Copies(self._bulk, server.post)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
         self._listening = Listening(server.post, self._heard, self._events)
@@ -88,6 +90,8 @@ class Starts:
             self._kept_bytes,
             self._listening,
             server.path.with_suffix(".outcome.json"),
+            self.copies,
+            lambda: self.network,
         )
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
@@ -113,6 +117,9 @@ class Starts:
         for each in self.followings:
             found.add_epoch(each.claim, each.epoch, each.newest_step)
             found.add_arenas(each.ranks.all_arenas())
+        found.add_arenas(self.copies.arenas())
+        for identity, _ in self.copies.kept:
+            found.add_epoch(None, identity.epoch, identity.tick.step)
         for epoch in self._store.begun:
             found.add_epoch(None, epoch, 0)
         return found
@@ -121,7 +128,8 @@ class Starts:
         """Those on this node in which a rank's snapshot of it lies, by rank."""
         found: dict[int, Arena] = {}
         shares = [*(job.own for job in self._jobs()), *(each.ranks for each in self.followings)]
-        for arena in (arena for share in shares for arena in share.all_arenas()):
+        arenas = [arena for share in shares for arena in share.all_arenas()]
+        for arena in [*arenas, *self.copies.arenas()]:
             held = sealed(arena)
             if held is not None and held[0][0] == identity:
                 found.setdefault(held[0][1], arena)
@@ -141,11 +149,11 @@ class Starts:
     def _kept_bytes(self, job: Carrier | None) -> int:
         """Of arenas that are not this job's."""
         others = [each.ranks.arena_bytes for each in self._jobs() if each is not job]
-        return sum(others) + sum(each.ranks.arena_bytes for each in self.followings)
+        return sum(others) + sum(each.ranks.arena_bytes for each in self.followings) + self.copies.bytes
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
-        newer = self.current is not None and self.current.group.newest is not None
+        newer = self.current is not None and self.current.group.outdoes_former
         if newer and self.current is not None and not self.current.told_newer:
             self.current.told_newer = True
             self._tell_others_to_forget(self.current)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events import Events
+from ckpt.plan.placement import Replicas
 from ckpt.policy.every import Best, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
@@ -43,11 +44,13 @@ class LostStore(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, as far as the agent acts on it."""
+    """What the user asked for, as far as the agent acts on it. `peers`: the copies that other nodes keep, if there are
+    several."""
 
     keep: Keep = field(default_factory=Keep)
     limits: Limits = field(default_factory=Limits)
     codec: CodecOption = "auto"
+    peers: Replicas | None = field(default_factory=Replicas)
 
 
 def options_from(given: Any) -> Options:
@@ -57,7 +60,13 @@ def options_from(given: Any) -> Options:
     codec = given.get("codec")
     if codec not in CODECS:
         raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
-    return Options(keep, Limits(memory=limits.get("memory"), bandwidth=limits.get("bandwidth")), codec)
+    peers = given.get("peers")
+    return Options(
+        keep,
+        Limits(memory=limits.get("memory"), bandwidth=limits.get("bandwidth")),
+        codec,
+        None if peers is None else Replicas(fields_of(peers, "options.peers")["replicas"]),
+    )
 
 
 def keep_from(given: Any, name: str) -> Keep:

@@ -248,3 +248,6 @@ def _exposed(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[G
 def _whole(what: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"{what}: {value!r} is no whole number from {least} to {most}")
+
+
+ONE_COPY = Replicas(1)  # the default, where there are several nodes

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.plan.placement import Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import Settings
@@ -47,7 +48,9 @@ def check_state(state: object) -> None:
         raise UsageError('state= is a dict with names as keys, such as {"model": model, "optim": optim}')
 
 
-def make_options(policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str) -> dict[str, Any]:
+def make_options(
+    policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | None
+) -> dict[str, Any]:
     """Plain values, as they travel. Errors: UsageError."""
     if codec not in CODECS:
         raise UsageError(f"codec={codec!r}: one of {', '.join(CODECS)}")
@@ -56,6 +59,8 @@ def make_options(policy: Every | Adaptive, keep: Keep, limits: Limits, codec: st
     for name, value, kind in (("keep", keep, Keep), ("limits", limits, Limits)):
         if not isinstance(value, kind):
             raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
+    if peers is not None and not isinstance(peers, Replicas):
+        raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), or None for none")
     best = keep.best
     return {
         "policy": _policy(policy),
@@ -66,6 +71,7 @@ def make_options(policy: Every | Adaptive, keep: Keep, limits: Limits, codec: st
         },
         "limits": {"memory": limits.memory, "bandwidth": limits.bandwidth},
         "codec": codec,
+        "peers": None if peers is None else {"replicas": peers.n},
     }
 
 

@@ -9,12 +9,14 @@ from typing import Literal
 from ckpt.errors import NotStaged, SaveFailed, UsageError
 from ckpt.types import Tick
 
-Level = Literal["none", "local", "store"]
-ORDER: dict[str, int] = {"none": 0, "local": 1, "store": 2}
+Level = Literal["none", "local", "peer", "store"]
+ORDER: dict[str, int] = {"none": 0, "local": 1, "peer": 2, "store": 3}
+ABOVE = {"local": ("local", "peer", "store"), "peer": ("peer",), "store": ("store",)}  # what fails with a level
 
 
 class Levels:
-    """Thread-safe. A tick that reached the store has reached this host's memory too."""
+    """Thread-safe. A tick that reached the store has reached this host's memory too; that it has failed to reach other
+    nodes' memory says nothing of the store."""
 
     def __init__(self) -> None:
         self._reached: dict[Tick, Level] = {}
@@ -33,7 +35,7 @@ class Levels:
         """The agent was started again and knows of these ticks; of others that were taken it will say nothing."""
         with self._changed:
             for tick in self._expected - known:
-                for level in ("local", "store"):
+                for level in ABOVE["local"]:
                     self._failed.setdefault((tick, level), message)
             self._expected &= known
             self._changed.notify_all()
@@ -45,16 +47,15 @@ class Levels:
 
     def put(self, tick: Tick, level: Level, ok: bool, message: str = "") -> None:
         with self._changed:
-            if level == "store" or not ok:
+            if level == "store" or (not ok and level == "local"):
                 self._expected.discard(tick)
             if ok and ORDER[level] > ORDER[self._reached.get(tick, "none")]:
                 self._reached[tick] = level
                 if level == "store":
                     self.committed_s = time.monotonic()
             elif not ok:
-                for above in ("local", "store"):
-                    if ORDER[above] >= ORDER[level]:
-                        self._failed[tick, above] = message
+                for above in ABOVE[level]:
+                    self._failed[tick, above] = message
             self._changed.notify_all()
 
     def retry(self, tick: Tick) -> None:
@@ -89,7 +90,8 @@ class Levels:
         """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s;
         UsageError for a level that there is not."""
         if level not in ORDER:
-            raise UsageError(f'there is no level {level!r}: "local" (this host\'s memory) or "store"')
+            known = '"local" (this host\'s memory), "peer" (other nodes\') or "store"'
+            raise UsageError(f"there is no level {level!r}: {known}")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while ORDER[self._reached.get(tick, "none")] < ORDER[level]:

@@ -151,7 +151,11 @@ class Link:
         """Has the agent take part in a job of several nodes: its name and addresses. Errors: AgentError, UsageError."""
         wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
         answer = self.connection.request("listen", wanted).fields
-        node = {"name": str(answer["name"]), "addresses": [str(each) for each in answer["addresses"]]}
+        node = {
+            "name": str(answer["name"]),
+            "addresses": [str(each) for each in answer["addresses"]],
+            "domains": [each for each in self.settings.domain.split("/") if each],
+        }
         port = node["addresses"][0].rpartition(":")[2]
         self._listening = {**wanted, "at": self.settings.listen or f"0.0.0.0:{port}", "name": node["name"]}
         return node

@@ -1,0 +1,260 @@
+"""Copies of snapshots in other nodes' memory: how one is offered by the node that has it, and how another keeps it.
+
+A copy is an arena with the same bytes as the original, so whoever finds it treats it alike. Every frame is checked by
+its hash where it has arrived; the first page, which says what the arena holds, is written last. Main thread only, but
+for `described`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from ckpt.agent.arena import DATA_AT, PAGE, Arena
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.holdings import Key, sealed
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import Fetch, Frames, Transport
+from ckpt.errors import AgentError, CkptError, DamagedData
+from ckpt.format.declaration import decode
+from ckpt.format.frames import frame_hash
+from ckpt.types import Epoch, Identity
+
+log = logging.getLogger("ckpt")
+
+PIECE_BYTES = 4 << 20  # of what lies behind the data
+COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
+ARENA_BYTES_MAX = 1 << 42
+SPARE_MAX = 64  # arenas without content that are kept warm for the next generation
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One rank's snapshot as another node is told of it. `page`: the arena's first one. `frames`: all that is to be
+    copied, where it lies in the arena."""
+
+    rank: int
+    size: int
+    page: bytes
+    frames: Frames
+
+
+def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[Described]:
+    """On a thread: what the arenas of these ranks hold. Errors: DamagedData."""
+    return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
+
+
+def _described(identity: Identity, rank: int, arena: Arena) -> Described:
+    header, hashes = arena.header(), arena.hashes()
+    if (header.identity, header.rank) != (identity, rank) or hashes is None:
+        raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
+    staged = decode(bytes(arena.part(header.declaration)), f"the declaration of rank {rank}").staging.frames
+    at, length = arena.tail()
+    starts = np.arange(at, at + length, PIECE_BYTES, dtype=np.uint64)
+    sizes = np.minimum(PIECE_BYTES, at + length - starts.astype(np.int64)).astype(np.uint64)
+    pieces = [frame_hash(arena.part((a, n))) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_AT, starts])
+    lengths = np.concatenate([staged["length"].astype(np.uint64), sizes])
+    every = np.concatenate([hashes, np.array(pieces, np.uint64).reshape(-1, 2)])
+    return Described(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
+
+
+def encode_described(found: Sequence[Described]) -> bytes:
+    packed: bytes = msgpack.packb([[each.rank, each.size, each.page, each.frames.encode()] for each in found])
+    return packed
+
+
+def decode_described(blob: bytes) -> list[Described]:
+    """Errors: AgentError, ValueError, TypeError."""
+    rows = msgpack.unpackb(blob)
+    if not isinstance(rows, list) or len(rows) > COPIES_MAX:
+        raise AgentError("a node describes more snapshots than there can be")
+    found = []
+    for rank, size, page, frames in rows:
+        if not PAGE <= int(size) <= ARENA_BYTES_MAX or len(page) != PAGE:
+            raise AgentError(f"the snapshot of rank {rank} is described wrong")
+        each = Frames.decode(frames, int(size))
+        if len(each) and int(each.offsets.min()) < PAGE:
+            raise AgentError(f"the snapshot of rank {rank} is described wrong")
+        found.append(Described(int(rank), int(size), bytes(page), each))
+    return found
+
+
+def transfer_of(identity: Identity, rank: int) -> str:
+    """The name of the transfer of that rank's whole snapshot."""
+    return f"copy/{identity}/{rank}"
+
+
+class Copies:
+    """What this node keeps for others, and what it offers them."""
+
+    def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
+        self.kept: dict[Key, Arena] = {}
+        self._bulk, self._post = bulk, post
+        self._spare: list[Arena] = []
+        self._offered: set[str] = set()
+        self._coming: dict[Key, tuple[Fetch, Arena]] = {}
+
+    @property
+    def bytes(self) -> int:
+        coming = [arena for _, arena in self._coming.values()]
+        return sum(arena.bytes for arena in [*self.kept.values(), *self._spare, *coming])
+
+    # -- as the node that has the original
+
+    def publish(
+        self,
+        transport: Transport,
+        identity: Identity,
+        arenas: Mapping[int, Arena],
+        then: Callable[[list[Described], str], None],
+    ) -> None:
+        """Lets other nodes fetch these ranks' snapshots. Whoever calls this keeps the arenas as they are until
+        `withdraw`. `then` hears what they are to be told."""
+
+        def found(done: Future[list[Described]]) -> None:
+            error = failure(done)
+            if error:
+                then([], error)
+                return
+            try:
+                for each in done.result():
+                    name = transfer_of(identity, each.rank)
+                    if name not in self._offered:
+                        transport.offer(name, arenas[each.rank].view, each.frames)
+                        self._offered.add(name)
+            except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
+                then([], str(exc))
+                return
+            then(done.result(), "")
+
+        self._bulk.run(Lane.MEMORY, lambda: described(identity, arenas), found)
+
+    def withdraw(self, transport: Transport, identity: Identity) -> None:
+        for name in [name for name in self._offered if name.startswith(f"copy/{identity}/")]:
+            transport.withdraw(name)
+            self._offered.discard(name)
+
+    # -- as the node that keeps it
+
+    def keep(
+        self,
+        transport: Transport,
+        identity: Identity,
+        source: str,
+        addresses: Sequence[Address],
+        wanted: Sequence[Described],
+        then: Callable[[str], None],
+    ) -> None:
+        """Copies these snapshots from the agent `source`; `then` hears "" once all are here and right, or why not."""
+        left = {each.rank for each in wanted}
+        errors: list[str] = []
+
+        def ended(rank: int, error: str) -> None:
+            left.discard(rank)
+            errors.extend([error] if error else [])
+            if not left:
+                then(errors[0] if errors else "")
+
+        if not left:
+            self._post(lambda: then(""))
+        for each in wanted:
+            self._keep_one(transport, identity, source, addresses, each, ended)
+
+    def _keep_one(
+        self,
+        transport: Transport,
+        identity: Identity,
+        source: str,
+        addresses: Sequence[Address],
+        wanted: Described,
+        ended: Callable[[int, str], None],
+    ) -> None:
+        key = identity, wanted.rank
+        if key in self.kept:
+            self._post(lambda: ended(wanted.rank, ""))
+            return
+        if key in self._coming:
+            self._post(lambda: ended(wanted.rank, "it is on its way already"))
+            return
+        try:
+            arena = self._arena(wanted.size)
+        except OSError as exc:
+            self._post(lambda error=f"no memory for a copy: {exc}": ended(wanted.rank, error))  # type: ignore[misc]
+            return
+        arena.begin_fill()
+        fetch = transport.fetch(
+            source, addresses, transfer_of(identity, wanted.rank), arena.view[: arena.bytes], wanted.frames
+        )
+        self._coming[key] = fetch, arena
+
+        def fetched(done: Future[None]) -> None:
+            self._coming.pop(key, None)
+            error = failure(done)
+            if not error:
+                error = self._finish(key, arena, wanted)
+            if error:
+                self._put_back(arena)
+            ended(wanted.rank, error)
+
+        fetch.done.add_done_callback(lambda done: self._post(lambda: fetched(done)))
+
+    def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
+        arena.set_page(wanted.page)
+        found = sealed(arena)
+        if found is None or found[0] != key:
+            arena.begin_fill()
+            return f"what came as rank {key[1]} of {key[0]} says that it is something else"
+        self.kept[key] = arena
+        return ""
+
+    # -- letting go
+
+    def forget(self, goes: Callable[[Identity], bool]) -> None:
+        """Of these identities nothing is kept any more."""
+        for key in [key for key in self.kept if goes(key[0])]:
+            self._put_back(self.kept.pop(key))
+
+    def before(self, newer: Identity) -> None:
+        """`newer` is where it should be: older ones of its epoch, and of epochs before, may go."""
+        self.forget(lambda identity: identity < newer)
+
+    def epochs_before(self, epoch: Epoch) -> None:
+        self.forget(lambda identity: identity.epoch < epoch)
+
+    def close(self) -> None:
+        for fetch, arena in self._coming.values():
+            fetch.cancel()
+            arena.close()
+        for arena in [*self.kept.values(), *self._spare]:
+            arena.close()
+        self.kept.clear()
+        self._spare.clear()
+
+    def drop_spare(self) -> None:
+        for arena in self._spare:
+            arena.close()
+        self._spare.clear()
+
+    def arenas(self) -> Iterable[Arena]:
+        return self.kept.values()
+
+    def _arena(self, size: int) -> Arena:
+        """Of exactly that size: one whose pages are warm, if there is one."""
+        for arena in self._spare:
+            if arena.bytes == size:
+                self._spare.remove(arena)
+                return arena
+        return Arena.create(size)
+
+    def _put_back(self, arena: Arena) -> None:
+        arena.begin_fill()
+        if len(self._spare) < SPARE_MAX:
+            self._spare.append(arena)
+        else:
+            arena.close()

@@ -1,0 +1,114 @@
+"""One checkpoint on its way into the memory of other nodes, as its coordinator arranges it.
+
+Each node that has ranks describes what they have staged; each node that is to keep a copy fetches it from there and
+checks it; and it is safe when all of them have said so. Where one has not, the whole of it has failed, and what did
+arrive goes when a later one is safe. Main thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.wire import Message
+from ckpt.errors import CkptError
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.arena import Arena
+    from ckpt.agent.network import Network, NodeAt
+
+
+class Replication:
+    """`holders`: by the name of a node's agent, those that keep its ranks' snapshots. `own`: the arenas of this node's
+    ranks. The caller keeps the slot as it is until `then` has heard "" or what went wrong."""
+
+    def __init__(
+        self,
+        network: Network,
+        copies: Copies,
+        nodes: Sequence[NodeAt],
+        holders: Mapping[str, Sequence[str]],
+        identity: Identity,
+        slot: int,
+        own: Mapping[int, Arena],
+        then: Callable[[str], None],
+    ) -> None:
+        self._network, self._copies, self._then = network, copies, then
+        self._nodes = {node.name: node for node in nodes}
+        self._holders = {name: list(held) for name, held in holders.items() if held and name in self._nodes}
+        self._identity, self._slot, self._own = identity, slot, own
+        self._left = {(source, holder) for source, held in self._holders.items() for holder in held}
+        self._errors: list[str] = []
+
+    def begin(self) -> None:
+        if not self._left:
+            self._then("")
+        for source in self._holders:
+            self._publish(source)
+
+    def _publish(self, source: str) -> None:
+        if source == self._network.me:
+
+            def published(found: list[Described], error: str) -> None:
+                self._published(source, b"" if error else encode_described(found), error)
+
+            self._copies.publish(self._network.transport, self._identity, self._own, published)
+            return
+
+        def heard(answer: Message | None, error: str) -> None:
+            self._published(source, b"" if answer is None else answer.blobs[0], error)
+
+        head = {"t": "publish", "epoch": str(self._identity.epoch), "identity": str(self._identity)}
+        self._network.ask(source, {**head, "slot": self._slot}, (), heard)
+
+    def _published(self, source: str, blob: bytes, error: str) -> None:
+        for holder in self._holders[source]:
+            if error:
+                self._ended(source, holder, f"agent {source} does not give what is to be copied: {error}")
+            else:
+                self._keep(source, holder, blob)
+
+    def _keep(self, source: str, holder: str, blob: bytes) -> None:
+        node = self._nodes[source]
+        if holder == self._network.me:
+            try:
+                wanted = decode_described(blob)
+            except (CkptError, ValueError, TypeError) as exc:
+                self._ended(source, holder, f"agent {source} describes its snapshots wrong: {exc}")
+                return
+            addresses = self._network.addresses(node)
+            then = lambda error: self._ended(source, holder, error)  # noqa: E731
+            self._copies.keep(self._network.transport, self._identity, source, addresses, wanted, then)
+            return
+        fields = {
+            "t": "keep",
+            "identity": str(self._identity),
+            "source": source,
+            "addresses": [str(address) for address in node.addresses],
+        }
+        self._network.ask(holder, fields, [blob], lambda answer, error: self._ended(source, holder, error))
+
+    def _ended(self, source: str, holder: str, error: str) -> None:
+        if (source, holder) not in self._left:
+            return
+        self._left.discard((source, holder))
+        if error:
+            self._errors.append(f"a copy at agent {holder}: {error}")
+        if not self._left:
+            self._finish()
+
+    def _finish(self) -> None:
+        error = self._errors[0] if self._errors else ""
+        identity = str(self._identity)
+        self._copies.withdraw(self._network.transport, self._identity)
+        for source in self._holders:
+            if source != self._network.me:
+                self._network.tell(source, {"t": "withdraw", "identity": identity})
+        if not error:
+            self._copies.before(self._identity)
+            for name in self._nodes:
+                if name != self._network.me:
+                    self._network.tell(name, {"t": "kept", "identity": identity})
+        self._then(error)
