@@ -236,6 +236,13 @@ class Facts:
         self.slots[slot].offered = False
         self.slots[slot].bytes = arena_bytes
 
+    def lacks(self, slot: int) -> None:
+        """The arenas of a node are gone: they are made anew, once nothing that is needed lies in the others."""
+        entry = self.slots[slot]
+        entry.offered = False
+        if entry.state is State.FREE and not entry.leases:
+            entry.bytes = ()
+
     def fewer_slots(self, slots: int, message: str) -> None:
         self.slots_in_use = min(self.slots_in_use, slots)
         if not self.slots_in_use:

@@ -51,11 +51,13 @@ class Receiver(Protocol):
 
 @dataclass(slots=True)
 class Asked:
-    """One rank's request under way. `left`: frames it has not acknowledged as good."""
+    """One rank's request under way. `left`: frames it has not acknowledged as good. `far`: those that it was given from
+    other nodes' memory."""
 
     receiver: Receiver
     left: set[int]
     regions: set[int] = field(default_factory=set)
+    far: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
 
 
@@ -182,13 +184,13 @@ class Restore:
             from_window = self._release(frame, id(receiver))
             if good:
                 asked.left.discard(frame)
-                level = "store" if from_window else "local" if self._is_near(frame) else "peer"
+                level = "store" if from_window else "peer" if frame in asked.far else "local"
                 asked.sources[level] = asked.sources.get(level, 0) + int(self._lengths[frame])
             elif from_window:
                 self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
                 return
             else:
-                (self._bad if self._is_near(frame) else self._bad_far).add(frame)
+                (self._bad_far if frame in asked.far else self._bad).add(frame)
                 again.add(frame)
         self._send(asked, again)
         self._finish(asked)
@@ -277,19 +279,22 @@ class Restore:
         if peers is None or not frames:
             return
         here = frames & peers.here
-        self._name_frames(asked, here, Near(peers.arenas, peers.places.ranks, peers.places.offsets), _FAR)
+        self._name_far(asked, here, peers)
         for frame in frames - here:
             self._coming.setdefault(frame, set()).add(id(asked.receiver))
         peers.want(frames - here)
+
+    def _name_far(self, asked: Asked, frames: Collection[int], peers: PeerFrames) -> None:
+        asked.far.update(frames)
+        self._name_frames(asked, frames, Near(peers.arenas, peers.places.ranks, peers.places.offsets), _FAR)
 
     def _came(self, frame: int) -> None:
         """A peer has given it."""
         peers = self._peers
         assert peers is not None
-        near = Near(peers.arenas, peers.places.ranks, peers.places.offsets)
         for who in self._coming.pop(frame, set()):
             if who in self._asked:
-                self._guard(functools.partial(self._name_frames, self._asked[who], [frame], near, _FAR))
+                self._guard(functools.partial(self._name_far, self._asked[who], [frame], peers))
 
     def _lacks(self, frames: list[int], why: str) -> None:
         """No peer gives them."""

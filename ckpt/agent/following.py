@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+SLOTS = 4
 STEPS_S = 1.0  # how often the coordinator hears which steps the ranks are in, if they have changed
 
 
@@ -141,8 +142,13 @@ class Following:
         if known is not None and known.peer is not peer:
             known.peer.forget()
             known.peer.lose()
-        if resume:
-            self.ranks.has(rank, [int(slot) for slot in fields["arenas"]], message.fds)
+        slots = [int(slot) for slot in fields["arenas"]] if resume else []
+        if len(slots) != len(message.fds) or not set(slots) <= set(range(SLOTS)):
+            raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(message.fds)}")
+        if known is None:
+            self.ranks.bring(rank, slots, message.fds)
+        else:
+            self.ranks.has(rank, slots, message.fds)
         here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
         self._forward(rank, here, message)
 
@@ -200,7 +206,11 @@ class Following:
             case "verdict":
                 self.ranks.leave(int(fields["round"]))
             case "offer":
-                self.ranks.offer(int(fields["slot"]), str(fields["division"]))
+                slot = int(fields["slot"])
+                if self.ranks.lacks(slot):  # it went with a former agent
+                    self._tell({"t": "lacks", "slot": slot})
+                else:
+                    self.ranks.offer(slot, str(fields["division"]))
             case "close-arenas":
                 self.ranks.close_arenas(int(fields["slot"]))
             case "claimed":

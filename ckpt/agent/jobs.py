@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -18,12 +19,14 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import Presence, State, Store, Why
 from ckpt.agent.fetch import Restore
+from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.holdings import sealed
 from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
-from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for
+from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
@@ -401,7 +404,10 @@ class Job(Carrier):
         if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
             self.ranks.has(rank, slots, message.fds)
             return
-        self._recovery.take(rank, slots, message.fds)
+        if self.ranks.node_of(rank):
+            self._recovery.take_elsewhere(rank, slots)
+        else:
+            self._recovery.take(rank, slots, message.fds)
         for slot in slots:
             self.group.slots[slot].making = True
 
@@ -411,12 +417,52 @@ class Job(Carrier):
         whole, lost = recovery.end(keep=True)
         for slot in lost:
             self.group.made(slot, ())
+        if isinstance(self.ranks, Nodes):
+            self._recover_nodes(whole, self.ranks)
+            return
         store = self._services.store
         self._run(
             Lane.MEMORY,
             lambda: look_for(self.epoch, whole, self.own.reader, store),
             lambda done: self._recovered(whole, done),
         )
+
+    def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: Nodes) -> None:
+        """The same where other nodes have their part of it."""
+        found: dict[int, Checkpoint] = {}
+        left = set(whole)
+
+        def looked() -> None:
+            store, checkpoints = self._services.store, list(found.values())
+
+            def ended(done: Future[frozenset[Identity]]) -> None:
+                committed: Future[Found] = Future()
+                committed.set_result(Found(found, frozenset() if failure(done) else done.result()))
+                self._recovered(whole, committed)
+
+            self._run(Lane.STORE, lambda: which_committed(checkpoints, store), ended)
+
+        def gathered(slot: int, result: Gathered | None, error: str) -> None:
+            if result is not None:
+                found[slot] = result.checkpoint
+            else:
+                log.info("slot %d holds no whole snapshot: %s", slot, error)
+            left.discard(slot)
+            if not left:
+                looked()
+
+        if not whole:
+            looked()
+        for slot, by_rank in whole.items():
+            held = {sealed(arena) for arena in by_rank.values()}
+            keys = {each[0][0] for each in held if each is not None}
+            if None in held or len(keys) != 1 or next(iter(keys)).epoch != self.epoch:
+                gathered(slot, None, "not every rank has staged the same there")
+                continue
+            identity = keys.pop()
+            then = self._guarded(functools.partial(gathered, slot))
+            network, bulk = self._services.network(), self._services.bulk
+            Gathering(network, bulk, identity, nodes.holders(), by_rank, then).begin()
 
     def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[Found]) -> None:
         if error := failure(done):
@@ -428,7 +474,8 @@ class Job(Carrier):
                     arena.close()
                 continue
             self.own.adopt(slot, by_rank)
-            self.group.made(slot, tuple(arena.bytes for arena in by_rank.values()))
+            sizes = {rank: arena.bytes for rank, arena in by_rank.items()}
+            self.group.made(slot, tuple(sizes.get(rank, 0) for rank in range(self.world)))
             if slot in found.checkpoints:
                 checkpoint = found.checkpoints[slot]
                 self.checkpoints[slot] = checkpoint

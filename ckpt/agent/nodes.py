@@ -87,6 +87,10 @@ class Nodes:
 
         self.others[name].write(slot, wanted, written)
 
+    def holders(self) -> dict[int, list[str]]:
+        """By rank: on which node it is, "" for this one."""
+        return {rank: [self.node_of(rank)] for rank in range(self.world)}
+
     def node_of(self, rank: int) -> str:
         """The name of the agent there; "": this one."""
         remote = self._remote.get(rank)

@@ -231,7 +231,7 @@ class Others(Starts):
                 self._forget(Epoch.parse(str(fields["epoch"])))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
-        if message.kind in ("rank", "gone", "steps", "candidate"):
+        if message.kind in ("rank", "gone", "lacks", "steps", "candidate"):
             job = next((each for each in self._jobs() if each.epoch == epoch), None)
             if job is None:
                 raise AgentError(f"{epoch} is not coordinated here")
@@ -266,6 +266,8 @@ class Others(Starts):
         share = job.share_of(channel.peer)
         if message.kind == "candidate":
             self._say_where(job, channel, fields)
+        elif message.kind == "lacks":
+            job.group.lacks(int(fields["slot"]))
         elif message.kind == "steps":
             share.entered({int(rank): (int(step), int(polls)) for rank, step, polls in fields["steps"]})
         elif message.kind == "gone":

@@ -48,6 +48,10 @@ class Ranks:
     def arena_bytes(self) -> int:
         return sum(arena.bytes for by_rank in self.arenas.values() for arena in by_rank.values())
 
+    def node_of(self, rank: int) -> str:
+        """The name of the agent where it is; "": this one."""
+        return ""
+
     def all_arenas(self) -> list[Arena]:
         return [arena for by_rank in self.arenas.values() for arena in by_rank.values()]
 
@@ -136,6 +140,20 @@ class Ranks:
         """On a new connection a rank says which arenas it has: what was on its way on the old one is sent again."""
         self._handed = {each for each in self._handed if each[1] != rank}
         self._handed |= {(slot, rank) for slot, fd in zip(slots, fds, strict=False) if self._is_arena(slot, rank, fd)}
+
+    def bring(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
+        """A rank that this agent sees for the first time has these arenas of a former agent, which are taken over."""
+        for slot in slots:
+            arena = Arena.adopt(fds.pop(0))
+            old = self.arenas.setdefault(slot, {}).get(rank)
+            if old is not None:
+                old.close()
+            self.arenas[slot][rank] = arena
+            self._handed.add((slot, rank))
+
+    def lacks(self, slot: int) -> bool:
+        """Whether some rank here has no arena in it."""
+        return any(rank not in self.arenas.get(slot, {}) for rank in self.peers)
 
     def close_arenas(self, slot: int) -> None:
         _close(self.arenas.pop(slot, {}).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class Recovery:
         self.world = world
         self.slots_max = slots_max
         self._arenas: dict[int, dict[int, Arena]] = {}
+        self._elsewhere: dict[int, set[int]] = {}
 
     def take(self, rank: int, slots: Sequence[int], fds: list[int]) -> None:
         """Takes over the descriptors, one for each slot. Errors: AgentError; what was taken until then is kept, and
@@ -43,13 +44,18 @@ class Recovery:
                 old.close()
             self._arenas[slot][rank] = arena
 
+    def take_elsewhere(self, rank: int, slots: Sequence[int]) -> None:
+        """The rank's arenas are on another node, whose agent has them."""
+        for slot in set(slots) & set(range(self.slots_max)):
+            self._elsewhere.setdefault(slot, set()).add(rank)
+
     def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
-        """The arenas of the slots that every rank has handed over, by rank; and the other slots, whose arenas are
-        closed. keep=False: all are."""
+        """The arenas of the slots that every rank has handed over, or has elsewhere, by rank; and the other slots,
+        whose arenas are closed. keep=False: all are."""
         whole: dict[int, dict[int, Arena]] = {}
         lost: list[int] = []
         for slot, by_rank in self._arenas.items():
-            if keep and len(by_rank) == self.world:
+            if keep and len(by_rank) + len(self._elsewhere.get(slot, ())) == self.world:
                 whole[slot] = dict(sorted(by_rank.items()))
                 continue
             lost.append(slot)
@@ -90,11 +96,16 @@ def look_for(epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: Reader, 
                 found[slot] = put_together(identity, parts, by_rank)
         except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
+    return Found(found, which_committed(list(found.values()), store))
+
+
+def which_committed(found: Collection[Checkpoint], store: StoreSide) -> frozenset[Identity]:
+    """On a thread: those of them that are in the store, as far as it says."""
     if not found:
-        return Found({}, frozenset())
+        return frozenset()
     try:
         view = store.run(impatient=True).view()
     except CkptError as exc:
         log.warning("what is committed is not known now, and is committed again: %s", exc)
-        return Found(found, frozenset())
-    return Found(found, frozenset(ref.identity for ref in view.commits))
+        return frozenset()
+    return frozenset(ref.identity for ref in view.commits)

@@ -184,11 +184,7 @@ class Starts:
         request_id = int(fields["id"])
         if not 0 < world <= WORLD_MAX:
             raise UsageError(f"world is {world}: one node has 1 to {WORLD_MAX} ranks")
-        nodes: tuple[NodeAt, ...] = ()
-        if fields.get("nodes"):
-            from ckpt.agent.network import nodes_from
-
-            nodes = nodes_from(fields["nodes"], world)
+        nodes = self._nodes_of(message)
         if nodes and (self.network is None or nodes[0].name != self.network.me):
             raise AgentError("rank 0 is on another node than this agent, or has not told it to listen")
         self._refuse_superseded(launch, take_over)
@@ -205,6 +201,14 @@ class Starts:
         self._call_others(start)
         memory = bool(start.inventory.claims or self._remembered(start))
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _nodes_of(self, message: Message) -> tuple[NodeAt, ...]:
+        """Where the ranks of the job are, if on several nodes. Errors: UsageError."""
+        if not message.fields.get("nodes"):
+            return ()
+        from ckpt.agent.network import nodes_from
+
+        return nodes_from(message.fields["nodes"], int(message.fields["world"]))
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
         if launch in self._refused and not take_over:
@@ -497,7 +501,11 @@ class Starts:
             raise Superseded(f"a newer start owns {self.url}; {epoch} was superseded")
         claim = claim_told(epoch, message.fields)
         peer.watch_death()  # if it comes no further than this, the job ends with it
-        job = self.current = Job(self._services, epoch, int(message.fields["world"]), claim.launch, peer)
+        world, nodes = int(message.fields["world"]), self._nodes_of(message)
+        others = self._remote_ranks(epoch, world, nodes)
+        job = self.current = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
+        for node in nodes[1:]:
+            self._call_again(node.name)
         self._store.begun.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
@@ -525,6 +533,10 @@ class Starts:
 
     def _call_others(self, start: Start) -> None:
         """Tells the other nodes of it; they say what they hold."""
+        raise NotImplementedError
+
+    def _call_again(self, name: str) -> None:
+        """Connects to a node of the current job, until there is a connection or no need for one."""
         raise NotImplementedError
 
     def _gather(self, start: Start, identity: Identity) -> None:

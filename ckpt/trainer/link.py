@@ -156,8 +156,9 @@ class Link:
             "addresses": [str(each) for each in answer["addresses"]],
             "domains": [each for each in self.settings.domain.split("/") if each],
         }
-        port = node["addresses"][0].rpartition(":")[2]
-        self._listening = {**wanted, "at": self.settings.listen or f"0.0.0.0:{port}", "name": node["name"]}
+        host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
+        port = str(answer["addresses"][0]).rpartition(":")[2]
+        self._listening = {**wanted, "at": f"{host}:{port}", "name": node["name"]}
         return node
 
     def join(self, terms: Terms, offer: Offer) -> None:

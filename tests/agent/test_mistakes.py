@@ -256,7 +256,7 @@ def test_a_mistake_in_handing_out_frames_is_told_to_the_ranks_that_wait_for_them
     frames = np.zeros(1, FRAME)
     manifest = Manifest((), (), frames, np.zeros(0, FRAME), ("rank=0",))
     arena = Arena.create(4096)
-    memory = SimpleNamespace(ranks=[0], offsets=[0], arenas=[arena])
+    memory = SimpleNamespace(ranks=[0], offsets=[0], arenas={0: arena})
     restore = Restore(
         Identity(EPOCH, Tick(5)), manifest, 2, cast(Any, memory), None, cast(Any, lanes), lanes.later, lambda what: None
     )

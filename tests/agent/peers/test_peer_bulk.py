@@ -76,7 +76,7 @@ class Transfer:
         sender.transport.offer(NAME, memoryview(self.source), self.frames)
         self.fetch = receiver.transport.fetch(
             sender.name,
-            address or sender.address,
+            [address or sender.address],
             NAME,
             memoryview(self.target),
             self.frames,
