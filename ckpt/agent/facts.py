@@ -19,7 +19,7 @@ LATENCY_S = 0.01  # of one announcement, doubled at each late rank up to LATENCY
 LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
-REJOIN_S = 10.0  # how long a rank whose connection broke may take to come back
+REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
 
 class Why(enum.Enum):

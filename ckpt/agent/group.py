@@ -223,6 +223,8 @@ class Group(Leaving):
         elif self._broken():
             rank = next(m.rank for m in self.members if m.presence is not Presence.HERE)
             self._refuse_saves("save-failed", f"rank {rank} {self._fate(rank)}: no rank can save without it")
+        elif self._is_exit_behind():
+            self._refuse_behind()
         elif len({save.tick for save in saves.values()}) > 1:
             asked = ", ".join(f"rank {rank} {save.tick}" for rank, save in sorted(saves.items()))
             self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; asked: {asked}")
@@ -235,6 +237,21 @@ class Group(Leaving):
             self._refuse_saves("save-failed", self.refusal)
         else:
             self._grant(now_s)
+
+    def _is_exit_behind(self) -> bool:
+        """Whether ranks that come to their end ask for different ticks of one step: some have seen an attempt fail that
+        others have not, as where one node's agent was started again."""
+        ticks = {save.tick for save in self._saves.values()}
+        exits = all(save.why is Why.EXIT for save in self._saves.values())
+        return len(ticks) > 1 and exits and len({tick.step for tick in ticks}) == 1
+
+    def _refuse_behind(self) -> None:
+        """They ask for the next tick then."""
+        newest = max(save.tick for save in self._saves.values())
+        for rank in [rank for rank, save in self._saves.items() if save.tick < newest]:
+            save = self._saves.pop(rank)
+            message = f"the snapshot at {save.tick} was given up: other ranks ask for {newest}"
+            self._out.append(Refuse(save.request, "not-staged", message))
 
     def _repeat_saves(self) -> None:
         """Who asks again, since the first answer was lost, or comes after it was refused, gets the same outcome."""

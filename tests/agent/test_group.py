@@ -376,6 +376,45 @@ def test_an_exit_does_not_wait_for_a_report_that_was_lost() -> None:
     assert driver.answers("save")[0]["round"] != word.round
 
 
+def test_ranks_that_come_to_their_end_at_different_ticks_of_a_step_agree_on_the_last_one() -> None:
+    """One of them has seen an attempt fail, since its node's agent was started again."""
+    driver = Driver()
+    driver.group.save(0, Tick(7), Why.EXIT, {}, ("exit", 0))
+    driver.group.save(1, Tick(7, 1), Why.EXIT, {}, ("exit", 1))
+    (refusal,) = [each for each in driver.decide() if isinstance(each, do.Refuse)]
+    assert (refusal.request, refusal.kind) == (("exit", 0), "not-staged")
+    driver.group.save(0, Tick(7, 1), Why.EXIT, {}, ("exit", 0))
+    granted = [each for each in driver.decide() if isinstance(each, do.Answer)]
+    assert [each.body["saved"] for each in granted] == [False, False]
+
+
+def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_them_stays() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    first = driver.complete()
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first]
+    second = driver.complete()
+    assert len([each for each in driver.said if isinstance(each, do.Replicate)]) == 1, "one at a time"
+    slot = driver.group.replicating
+    assert slot is not None
+    driver.group.replicated(slot, "")
+    driver.commit()
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
+    held = driver.group.safe
+    assert held is not None
+    assert held.round is not None
+    assert held.round.tick == first, "it stays until the second has copies too"
+    driver.group.replicated(driver.group.replicating or 0, "a node is gone")
+    driver.decide()
+    assert driver.group.safe is held
+    tells = [
+        (each.body["tick"], each.body["ok"])
+        for each in driver.said
+        if isinstance(each, do.Tell) and each.body.get("level") == "peer"
+    ]
+    assert tells == [(str(first), True), (str(second), False)]
+
+
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
     driver = Driver()
     word = driver.word()
