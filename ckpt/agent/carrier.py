@@ -6,7 +6,6 @@ the agent's main thread; what takes long goes to a lane of `Bulk` and comes back
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.control import ROUND_MAX
 from ckpt.agent.copies import Copies
 from ckpt.agent.divide import Division, Held, make_division
+from ckpt.agent.facts import Store
 from ckpt.agent.group import Group
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
@@ -37,6 +37,7 @@ from ckpt.agent.ranks import Ranks
 from ckpt.agent.remote import AnyPeer, RemoteRanks, Wanted
 from ckpt.agent.server import Server
 from ckpt.agent.storeside import Options, StoreSide
+from ckpt.agent.writing import Parts, write_part
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.every import Every, Keep
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt
     from ckpt.store.commit import Committed, Elsewhere
     from ckpt.store.lineage import Claim
-    from ckpt.store.packs import Indices, Written
+    from ckpt.store.packs import Written
 
 T = TypeVar("T")
 
@@ -287,7 +288,7 @@ class Carrier:
             )
 
         own = dict(self.own.arenas.get(slot, {}))
-        protection.replicate(slot, identity, own, lambda error: self._guard(lambda: ended(error)))
+        protection.replicate(identity, own, lambda error: self._guard(lambda: ended(error)))
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:
@@ -358,24 +359,29 @@ class Carrier:
         )
 
     def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Elsewhere:
-        """On the thread that commits: each other node writes the frames that lie there."""
-        codec, bandwidth = self.options.codec, self.options.limits.bandwidth
+        """Each other node writes the frames that lie there, or who keeps copies of them does."""
+        round_, holders = self.group.slots[slot].round, dict[str, list[str]]()
+        if self.protection is not None and round_ is not None and round_.peer is Store.DONE:
+            holders = self.protection.holders()
+        return Parts(
+            checkpoint, self.options, nodes.ranks_elsewhere, holders, self._have_written, self._services.server.post
+        )
 
-        def ask(todo: Indices) -> list[tuple[Indices, Future[Written]]]:
-            found: list[tuple[Indices, Future[Written]]] = []
-            for name, ranks in nodes.ranks_elsewhere.items():
-                numbers = todo[np.isin(checkpoint.ranks[todo], list(ranks))]
-                if not len(numbers):
-                    continue
-                frames = checkpoint.manifest.frames[numbers]
-                at = checkpoint.ranks[numbers], checkpoint.offsets[numbers]
-                wanted = Wanted(checkpoint.identity, frames, *at, codec, bandwidth)
-                future: Future[Written] = Future()
-                self._services.server.post(functools.partial(nodes.write, name, slot, wanted, future))
-                found.append((numbers, future))
-            return found
+    def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        nodes, copies = self.ranks, self._services.copies
+        if isinstance(nodes, Nodes) and name in nodes.others:
+            nodes.others[name].write(wanted, then)
+            return
+        held = copies.of(wanted.identity) if copies is not None else {}
+        if not set(np.unique(wanted.ranks).tolist()) <= held.keys():
+            then(None, "it has no copies of them")
+            return
 
-        return ask
+        def written(done: Future[Written]) -> None:
+            then(None if failure(done) else done.result(), failure(done))
+
+        store = self._services.store  # in a lane of its own: the one that commits waits for it
+        self._run(Lane.MEMORY, lambda: write_part(store, wanted, held), written)
 
     def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
         error = failure(done)

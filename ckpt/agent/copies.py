@@ -241,6 +241,10 @@ class Copies:
             arena.close()
         self._spare.clear()
 
+    def of(self, identity: Identity) -> dict[int, Arena]:
+        """The copies of that checkpoint, by rank."""
+        return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
+
     def arenas(self) -> Iterable[Arena]:
         return self.kept.values()
 

@@ -14,18 +14,15 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import numpy as np
 
 from ckpt.agent.arena import Arena
-from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
-from ckpt.agent.copies import Copies, Described, encode_described
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan
@@ -34,16 +31,15 @@ from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.recovery import claim_told
-from ckpt.agent.remote import AnyPeer, Wanted, encode_parts
+from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
-from ckpt.agent.storeside import StoreSide, options_from
+from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.store.lineage import Claim
-    from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
 
@@ -76,7 +72,6 @@ class Following:
         store: StoreSide,
         kept_bytes: Callable[[], int],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
-        copies: Copies,
     ) -> None:
         """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank."""
         self.epoch, self.world = epoch, world
@@ -90,7 +85,7 @@ class Following:
         self._here: dict[int, Here] = {}
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
-        self._nodes, self._arenas_of, self._copies = nodes, arenas_of, copies
+        self._nodes, self._arenas_of = nodes, arenas_of
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._tell_steps()
@@ -223,10 +218,6 @@ class Following:
                 self._make(channel, fields)
             case "read":
                 self._read(channel, fields)
-            case "publish":
-                self._publish(channel, fields)
-            case "write":
-                self._write(channel, message)
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
 
@@ -270,48 +261,6 @@ class Following:
             _answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(int(fields["slot"]), Identity.parse(str(fields["identity"])), read)
-
-    def _publish(self, channel: Channel, fields: dict[str, Any]) -> None:
-        """Other nodes are to have copies of what the ranks here have staged."""
-        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
-        arenas = dict(self.ranks.arenas.get(int(fields["slot"]), {}))
-        if arenas.keys() != self._mine:
-            raise AgentError(f"not all ranks here have an arena of {identity}")
-
-        def published(found: list[Described], error: str) -> None:
-            _answer(channel, request_id, {}, error, [encode_described(found)])
-
-        self._copies.publish(self._network.transport, identity, arenas, published)
-
-    def _write(self, channel: Channel, message: Message) -> None:
-        """Our part of a commit. The coordinator keeps the slot as it is until we have answered."""
-        fields = message.fields
-        request_id, arenas = int(fields["id"]), dict(self.ranks.arenas.get(int(fields["slot"]), {}))
-        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
-        codec, bandwidth = options.codec, options.limits.bandwidth
-        wanted = Wanted.decode(Identity.parse(str(fields["identity"])), message.blobs[0], codec, bandwidth)
-        lengths = wanted.frames["length"].astype(np.int64)
-        for rank in np.unique(wanted.ranks).tolist():
-            ours = wanted.ranks == rank
-            if rank not in arenas:
-                raise AgentError(f"there is no arena of rank {rank} here to be written")
-            offsets, ends = wanted.offsets[ours], wanted.offsets[ours] + lengths[ours]
-            if len(offsets) and (offsets.min() < 0 or ends.max() > arenas[rank].bytes):
-                raise AgentError(f"a frame lies outside the arena of rank {rank}")
-
-        def frame(i: int) -> memoryview:
-            return arenas[int(wanted.ranks[i])].part((int(wanted.offsets[i]), int(lengths[i])))
-
-        def written(done: Future[Written]) -> None:
-            error = failure(done)
-            if error:
-                channel.refuse(request_id, AgentError(error))
-            else:
-                packs: bytes = msgpack.packb(done.result().packs)
-                channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
-
-        work = lambda: self._store.write(wanted.identity, wanted.frames, frame, codec, bandwidth)  # noqa: E731
-        self._bulk.run(Lane.COMMIT, work, written)
 
     def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in fields["sizes"]}

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.ranks import Ranks
-from ckpt.agent.remote import RemotePeer, RemoteRanks, Wanted
-from ckpt.errors import AgentError
+from ckpt.agent.remote import RemotePeer, RemoteRanks
 from ckpt.types import Identity
-
-if TYPE_CHECKING:
-    from ckpt.store.packs import Written
 
 T = TypeVar("T")
 
@@ -75,17 +70,6 @@ class Nodes:
     def ranks_elsewhere(self) -> dict[str, frozenset[int]]:
         """By their agents' names."""
         return {name: each.ranks for name, each in self.others.items()}
-
-    def write(self, name: str, slot: int, wanted: Wanted, future: Future[Written]) -> None:
-        """Has that node write its frames; `future` hears when it has, or of an AgentError."""
-
-        def written(result: Written | None, error: str) -> None:
-            if result is None:
-                future.set_exception(AgentError(f"the node of agent {name} has not written its part: {error}"))
-            else:
-                future.set_result(result)
-
-        self.others[name].write(slot, wanted, written)
 
     def holders(self) -> dict[int, list[str]]:
         """By rank: on which node it is, "" for this one."""

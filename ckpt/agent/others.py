@@ -4,24 +4,29 @@ is coordinated here. Nothing of it happens in a job of one node."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 
+from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
-from ckpt.agent.copies import decode_described
+from ckpt.agent.copies import Described, decode_described, encode_described
 from ckpt.agent.following import Following
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
 from ckpt.agent.holdings import Inventory, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
-from ckpt.agent.remote import AnyPeer, RemotePeer
+from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Start
 from ckpt.agent.starts import Starts
+from ckpt.agent.storeside import options_from
 from ckpt.agent.wire import Message
+from ckpt.agent.writing import write_part
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peers.channel import Channel
     from ckpt.store.lineage import Claim
+    from ckpt.store.packs import Written
 
 log = logging.getLogger("ckpt")
 
@@ -79,7 +85,7 @@ class Others(Starts):
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = nodes_from(fields["nodes"], world)
             services = self._server, self._bulk, self._store, lambda: self._kept_bytes(None)
-            found = Following(epoch, world, nodes, network, *services, self._arenas_of, self.copies)
+            found = Following(epoch, world, nodes, network, *services, self._arenas_of)
             self.followings.append(found)
         found.join(peer, message)
 
@@ -214,6 +220,12 @@ class Others(Starts):
                 arena = self._arenas_of(identity).get(rank)
                 self._serve(identity, rank, Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0))
                 return
+            case "publish":
+                self._publish(channel, fields)
+                return
+            case "write":
+                self._write(channel, message)
+                return
             case "keep":
                 self._keep(channel, message)
                 return
@@ -241,6 +253,45 @@ class Others(Starts):
         if following is None or following.leader.name != channel.peer:
             raise AgentError(f"this node has no part in {epoch}")
         following.led(channel, message)
+
+    def _publish(self, channel: Channel, fields: dict[str, Any]) -> None:
+        """Other nodes are to have copies of snapshots that lie here."""
+        network, request_id = self.network, int(fields["id"])
+        assert network is not None  # the message came by it
+        identity = Identity.parse(str(fields["identity"]))
+
+        def published(found: list[Described], error: str) -> None:
+            if error:
+                channel.refuse(request_id, AgentError(error))
+            else:
+                channel.reply(request_id, {}, [encode_described(found)])
+
+        arenas = self._held(identity, [int(rank) for rank in fields["ranks"]])
+        self.copies.publish(network.transport, identity, arenas, published)
+
+    def _held(self, identity: Identity, ranks: Sequence[int]) -> dict[int, Arena]:
+        """Errors: AgentError where a snapshot of one of these ranks is not here."""
+        found = self._arenas_of(identity)
+        if not set(ranks) <= found.keys():
+            raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
+        return {rank: found[rank] for rank in ranks}
+
+    def _write(self, channel: Channel, message: Message) -> None:
+        """Our part of a commit that is made on another node, which has us keep what is to be written."""
+        fields = message.fields
+        request_id, identity = int(fields["id"]), Identity.parse(str(fields["identity"]))
+        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
+        wanted = Wanted.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
+        arenas = self._held(identity, np.unique(wanted.ranks).tolist())
+
+        def written(done: Future[Written]) -> None:
+            if error := failure(done):
+                channel.refuse(request_id, AgentError(error))
+            else:
+                packs: bytes = msgpack.packb(done.result().packs)
+                channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
+
+        self._bulk.run(Lane.COMMIT, lambda: write_part(self._store, wanted, arenas), written)
 
     def _keep(self, channel: Channel, message: Message) -> None:
         """This node keeps copies of another's snapshots."""
@@ -311,10 +362,7 @@ class Others(Starts):
         """What another node needs to know of the snapshots that lie here, but for their bytes."""
         request_id, world = int(fields["id"]), int(fields["world"])
         identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
-        held = self._arenas_of(identity)
-        if not set(ranks) <= held.keys():
-            raise AgentError(f"not all of the ranks {ranks[:8]} of {identity} are held here")
-        arenas = {rank: held[rank] for rank in ranks}
+        arenas = self._held(identity, ranks)
 
         def read(done: Future[bytes]) -> None:
             if error := failure(done):

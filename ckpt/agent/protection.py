@@ -58,6 +58,12 @@ class Protection:
                 return wanted  # no more memory would make it any safer
         return slots if not self.protects else SLOTS_MIN
 
+    def holders(self) -> dict[str, list[str]]:
+        """By node: who keeps copies of its snapshots; "" is this one."""
+        me = self._network.me
+        kept = self.placement.kept if self.placement is not None else ()
+        return {each.node: ["" if name == me else name for name in each.holders] for each in kept}
+
     def table(self) -> dict[str, Any]:
         """What it takes, for people: who keeps whose, bytes in memory and on the network for each checkpoint."""
         placement = self.placement
@@ -95,8 +101,9 @@ class Protection:
         text = f"any {least} of {len(placement.kept)} nodes may be lost" if least else "not every node has one"
         return f"copies: {text}; each node keeps up to {most >> 20:,} MiB for others"
 
-    def replicate(self, slot: int, identity: Identity, own: Mapping[int, Arena], then: Callable[[str], None]) -> None:
+    def replicate(self, identity: Identity, own: Mapping[int, Arena], then: Callable[[str], None]) -> None:
         """`then` hears "" once every copy is where it should be, and right; or what went wrong."""
         assert self.placement is not None
-        holders = {kept.node: kept.holders for kept in self.placement.kept}
-        Replication(self._network, self._copies, self._nodes, holders, identity, slot, own, then).begin()
+        ranks = {node.name: node.ranks for node in self._nodes}
+        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
+        Replication(self._network, self._copies, self._nodes, wanted, identity, own, then).begin()

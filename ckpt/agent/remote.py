@@ -169,15 +169,14 @@ class RemoteRanks:
         fields = {"t": "read", "slot": slot, "identity": str(identity), "known": list(known.items())}
         self._ask(fields, (), read, lambda error: then([], error))
 
-    def write(self, slot: int, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
-        """Their agent puts these frames of theirs into packs; no record."""
+    def write(self, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        """Their agent puts frames that it has into packs; no record."""
 
         def written(answer: Message) -> None:
             then(_written(answer, wanted), "")
 
         fields = {
             "t": "write",
-            "slot": slot,
             "identity": str(wanted.identity),
             "codec": wanted.codec,
             "bandwidth": wanted.bandwidth,

@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class Replication:
-    """`holders`: by the name of a node's agent, those that keep its ranks' snapshots. `own`: the arenas of this node's
-    ranks. The caller keeps the slot as it is until `then` has heard "" or what went wrong."""
+    """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
+    `own`: the arenas of what this node gives. The givers keep them as they are until `then` has heard "" or what went
+    wrong."""
 
     def __init__(
         self,
         network: Network,
         copies: Copies,
         nodes: Sequence[NodeAt],
-        holders: Mapping[str, Sequence[str]],
+        wanted: Mapping[str, tuple[Sequence[int], Sequence[str]]],
         identity: Identity,
-        slot: int,
         own: Mapping[int, Arena],
         then: Callable[[str], None],
     ) -> None:
         self._network, self._copies, self._then = network, copies, then
         self._nodes = {node.name: node for node in nodes}
-        self._holders = {name: list(held) for name, held in holders.items() if held and name in self._nodes}
-        self._identity, self._slot, self._own = identity, slot, own
-        self._left = {(source, holder) for source, held in self._holders.items() for holder in held}
+        self._wanted = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
+        self._identity, self._own = identity, own
+        self._left = {(source, holder) for source, (_, holders) in self._wanted.items() for holder in holders}
         self._errors: list[str] = []
 
     def begin(self) -> None:
         if not self._left:
             self._then("")
-        for source in self._holders:
+        for source in self._wanted:
             self._publish(source)
 
     def _publish(self, source: str) -> None:
@@ -60,11 +60,11 @@ class Replication:
         def heard(answer: Message | None, error: str) -> None:
             self._published(source, b"" if answer is None else answer.blobs[0], error)
 
-        head = {"t": "publish", "epoch": str(self._identity.epoch), "identity": str(self._identity)}
-        self._network.ask(source, {**head, "slot": self._slot}, (), heard)
+        fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._wanted[source][0])}
+        self._network.ask(source, fields, (), heard)
 
     def _published(self, source: str, blob: bytes, error: str) -> None:
-        for holder in self._holders[source]:
+        for holder in self._wanted[source][1]:
             if error:
                 self._ended(source, holder, f"agent {source} does not give what is to be copied: {error}")
             else:
@@ -103,7 +103,7 @@ class Replication:
         error = self._errors[0] if self._errors else ""
         identity = str(self._identity)
         self._copies.withdraw(self._network.transport, self._identity)
-        for source in self._holders:
+        for source in self._wanted:
             if source != self._network.me:
                 self._network.tell(source, {"t": "withdraw", "identity": identity})
         if not error:
