@@ -63,8 +63,10 @@ class FakeRank:
         self.url, self.rank, self.world, self.launch = url, rank, world, launch
         self.settings = settings or read()
         self.tasks = Tasks(f"fake-{rank}")
-        self.rows = ROWS // world
+        self.first = ROWS * rank // world  # of its rows of what is sharded
+        self.rows = ROWS * (rank + 1) // world - self.first
         self.step = 0
+        self.branch = 0  # of training: what it holds after a step is another on each
         self.epoch = ""
         self.tensors = {name: self.mine(name, 0) for name in ("replicated", "sharded")}
         self.extra = 0  # a further tensor of this many elements: another layout
@@ -88,15 +90,16 @@ class FakeRank:
         self.options: dict[str, Any] = OPTIONS
         self.parent: str | None = None
         self.ancestors: list[Any] = []
+        self.nodes: list[dict[str, Any]] = []  # where the ranks are, if on several nodes
 
     # -- what it holds
 
     def mine(self, name: str, step: int) -> np.ndarray[Any, Any]:
-        whole = full(name, step)
-        return whole if name == "replicated" else whole[self.rank * self.rows : (self.rank + 1) * self.rows].copy()
+        whole = full(name, step) + np.float32(self.branch / 4)
+        return whole if name == "replicated" else whole[self.first : self.first + self.rows].copy()
 
     def box(self, name: str) -> Box:
-        return Box.whole((ROWS, 300)) if name == "replicated" else Box((self.rank * self.rows, 0), (self.rows, 300))
+        return Box.whole((ROWS, 300)) if name == "replicated" else Box((self.first, 0), (self.rows, 300))
 
     def layout(self) -> Layout:
         entries = [Entry(name, "float32", (ROWS, 300), (self.box(name),)) for name in self.tensors]
@@ -128,8 +131,15 @@ class FakeRank:
         sock = client.connect(self.url, self.settings)
         self.connection = client.Connection(sock, self.tasks, self.on_message, lambda *_: self.on_lost(lost))
 
+    def listen(self, secret: bytes) -> dict[str, Any]:
+        """Has this node's agent take part in a job of several; how it is told of to the others."""
+        answer = self.request("listen", {"secret": secret, "at": self.settings.listen, "name": ""}).fields
+        return {"name": answer["name"], "addresses": answer["addresses"], "domains": []}
+
     def begin(self, take_over: bool = False) -> wire.Message:
         fields = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
+        if self.nodes:
+            fields["nodes"] = self.nodes
         return self.request("begin", fields)
 
     def join(self, epoch: str, resume: bool = False) -> None:
@@ -148,6 +158,7 @@ class FakeRank:
             "values_bytes": 100,
             "resume": resume,
             "arenas": slots,
+            "nodes": self.nodes,
         }
         fds = [self.slots[slot].fd for slot in slots]
         answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes()])
@@ -163,7 +174,8 @@ class FakeRank:
             return None
         identity = Identity.parse(candidate["identity"])
         manifest = decode_manifest(decision.blobs[0])
-        self.step = int(values.decode(self.fetch_shared(identity, manifest))["step"])
+        shared = values.decode(self.fetch_shared(identity, manifest))
+        self.step, self.branch = int(shared["step"]), int(shared["branch"])
         for name in self.tensors:
             self.tensors[name] = np.zeros_like(self.tensors[name])
         wants = [Want(name, "", "float32", (ROWS, 300), self.box(name)) for name in self.tensors]
@@ -266,7 +278,7 @@ class FakeRank:
             raw = np.ascontiguousarray(self.array(entry.name)).data.cast("B")
             start, length = int(segment["start"]), int(segment["length"])
             arena.data(int(segment["offset"]), length)[:] = raw[start : start + length]
-        shared, own = values.encode({"step": self.step}), values.encode({"rank": self.rank})
+        shared, own = values.encode({"step": self.step, "branch": self.branch}), values.encode({"rank": self.rank})
         about = values.encode({"metrics": {"loss": 1.0 / (1 + self.step)}, "ancestors": self.ancestors})
         identity = Identity(Epoch.parse(self.epoch), tick)
         data_bytes = declaration.staging.data_bytes

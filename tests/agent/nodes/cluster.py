@@ -1,0 +1,242 @@
+"""A job of several nodes on this machine: an agent for each, with a folder of its own for its socket, and ranks that
+are threads of the test. A node is lost by killing its agent and cutting off its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.agent import client, wire
+from ckpt.agent.peers import secret
+from ckpt.errors import AgentError
+from ckpt.settings import Settings, read
+from ckpt.storage import open as open_store
+from ckpt.store.run import Run
+from ckpt.store.verify import verify
+from ckpt.tasks import Tasks
+from ckpt.types import Identity, Tick
+from tests.agent.fake import OPTIONS, FakeRank
+
+COPIED = {**OPTIONS, "peers": {"replicas": 1}}
+LEVELS = ("local", "peer", "store")
+BOUND_S = 60.0
+
+# What of a node's address the others are told: where they find it.
+Route = Callable[[int, str], str]
+
+
+class Cluster:
+    """`nodes` are numbered from 0. An agent starts with the first rank that comes to its node."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder = url, folder
+        self.secret = secret.make()
+        self.job: list[FakeRank] = []  # the newest
+        self.pids: dict[int, int] = {}  # of the agents, by node; of those that were not killed
+        self.route: Route = lambda node, address: address
+        self.options: dict[str, Any] = COPIED
+        self.at: dict[int, int] = {}  # the node of each rank of the newest job
+        self._made: list[FakeRank] = []
+        self._agents: set[int] = set()
+
+    def settings(self, node: int) -> Settings:
+        return replace(read(), runtime_dir=self.folder / f"n{node}", listen="127.0.0.1:0")
+
+    # -- a job's life
+
+    def connect(self, *spread: int, launch: str = "test") -> list[FakeRank]:
+        """Ranks, one for each number: that of its node. Their agents listen, and each rank knows where all are."""
+        world = len(spread)
+        self.job = [FakeRank(self.url, rank, world, launch, self.settings(node)) for rank, node in enumerate(spread)]
+        self._made += self.job
+        self.at = dict(enumerate(spread))
+        for rank in self.job:
+            rank.options = self.options
+        together(self.job, lambda rank: rank.connect())
+        for rank, node in self.at.items():
+            self.pids[node] = pid_of(self.job[rank])
+            self._agents.add(self.pids[node])
+        self.name_nodes()
+        return self.job
+
+    def name_nodes(self) -> None:
+        told = together(self.job, lambda rank: rank.listen(self.secret))
+        nodes: dict[str, dict[str, Any]] = {}
+        for rank, each in enumerate(told):
+            node = self.at[rank]
+            addresses = [self.route(node, text) for text in each["addresses"]]
+            known = nodes.setdefault(each["name"], {**each, "addresses": addresses, "ranks": []})
+            known["ranks"].append(rank)
+        for each_rank in self.job:
+            each_rank.nodes = list(nodes.values())
+
+    def enter(self) -> wire.Message:
+        """From begin to restored. Returns the decision, with which all have restored."""
+        decision = self.job[0].begin()
+        together(self.job, lambda rank: rank.join(decision.fields["epoch"]))
+        restored = together(self.job, lambda rank: rank.restore(decision))
+        assert len(set(restored)) == 1
+        identity = str(restored[0]) if restored[0] is not None else None
+        self.job[0].request("restored", {"epoch": self.job[0].epoch, "identity": identity})
+        for rank in self.job:
+            rank.check(rank.step)  # all of it is of that step, and of the branch that it says it is of
+            rank.branch = int(self.job[0].epoch.split("-")[0])
+        together(self.job, lambda rank: rank.wait_warm())
+        return decision
+
+    def start(self, *spread: int, launch: str = "test") -> wire.Message:
+        self.connect(*spread, launch=launch)
+        return self.enter()
+
+    def checkpoint(self, *levels: str) -> int:
+        """Trains in lock-step to the next appointed step, until it is complete at these levels. Returns it."""
+        step = self.appointed()
+        train(self.job, step)
+        for level in levels or ("local",):
+            assert self.job[0].wait_level(Tick(step), level), self.job[0].levels
+        return step
+
+    def appointed(self) -> int:
+        """The step that all ranks know to be appointed. What is said on one node is known on another a little later."""
+        while True:
+            steps = set(together(self.job, lambda rank: rank.await_word()))
+            if len(steps) == 1:
+                break
+        (step,) = steps
+        for level in LEVELS:
+            self.job[0].levels.pop((str(Tick(step)), level), None)  # of an appointment that was given up before
+        return step
+
+    def save(self, *levels: str) -> Tick:
+        """An explicit save of the step that has just ended, until it is complete at these levels."""
+        tick = Tick(self.job[0].step, 1)
+        together(self.job, lambda rank: rank.save(tick))
+        for level in levels:
+            assert self.job[0].wait_level(tick, level), self.job[0].levels
+        return tick
+
+    def finish(self) -> None:
+        """The last step is saved, all leave, and the agents end by themselves."""
+        step = self.job[0].step
+        together(self.job, lambda rank: rank.save(Tick(step, 1), "exit"))
+        left = together(self.job, lambda rank: rank.leave())
+        assert {answer["committed"] for answer in left} == {str(Tick(step, 1))}, left
+        self.hang_up()
+        for pid in self.pids.values():
+            await_end(pid)
+
+    def fetched(self) -> Counter[str]:
+        """Bytes by level that the ranks of the newest job have been given."""
+        total: Counter[str] = Counter()
+        for rank in self.job:
+            total.update(rank.fetched)
+        return total
+
+    # -- what goes wrong
+
+    def kill_agent(self, node: int) -> None:
+        pid = self.pids.pop(node)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        await_end(pid)
+
+    def kill(self, *nodes: int) -> None:
+        """These nodes are lost: agent and ranks."""
+        for node in nodes:
+            self.kill_agent(node)
+        self.hang_up(*nodes)
+
+    def hang_up(self, *nodes: int) -> None:
+        """The ranks of these nodes are gone (of all, where none is named)."""
+        for rank in self.job:
+            if (not nodes or self.at[rank.rank] in nodes) and rank.connection is not None:
+                rank.connection.close()
+
+    def status(self, node: int) -> dict[str, Any]:
+        """What that node's agent says of itself."""
+        with Tasks("status") as tasks:
+            sock = client.connect(self.url, self.settings(node))
+            connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
+            try:
+                return dict(connection.request("status").fields)
+            finally:
+                connection.close()
+
+    def close(self) -> None:
+        for rank in self._made:
+            rank.close()
+        for pid in self._agents:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGKILL)
+            await_end(pid)
+
+
+def pid_of(rank: FakeRank) -> int:
+    assert rank.connection is not None
+    return rank.connection.agent_pid
+
+
+def together(ranks: Sequence[FakeRank], what: Callable[[FakeRank], Any]) -> list[Any]:
+    """`what` on every rank at once, as in a job. Raises the first error."""
+    with Tasks("job", pool_size=len(ranks)) as tasks:
+        return [future.result(BOUND_S + 30) for future in [tasks.submit(what, rank) for rank in ranks]]
+
+
+def train(ranks: Sequence[FakeRank], until: int) -> None:
+    """In lock-step."""
+    while ranks[0].step < until:
+        for rank in ranks:
+            rank.enter(rank.step + 1)
+            rank.train(rank.step + 1)
+        for rank in ranks:
+            rank.boundary()
+
+
+def come_back(rank: FakeRank, tries: int = 300) -> None:
+    """As trainers do: who is refused tries again."""
+    for _ in range(tries):
+        try:
+            if rank.connection is not None:
+                rank.connection.close()
+            rank.warm.clear()
+            rank.connect()
+            rank.join(rank.epoch, resume=True)
+        except AgentError:
+            threading.Event().wait(0.05)
+        else:
+            return
+    raise AssertionError(f"no agent took rank {rank.rank}")
+
+
+def await_end(pid: int, timeout_s: float = BOUND_S) -> None:
+    """Until that process has ended; it is nobody's child here."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([pidfd], [], [], timeout_s)[0], "the agent stays"
+    finally:
+        os.close(pidfd)
+
+
+def line(url: str) -> list[Identity]:
+    """The committed checkpoints that a restart would go on from, oldest first; each of them verified."""
+    store = open_store(url)
+    try:
+        run = Run(store)
+        refs = run.view().line
+        for each in verify(run, refs):
+            assert each.is_good, each.problems
+        return [ref.identity for ref in refs]
+    finally:
+        store.close()

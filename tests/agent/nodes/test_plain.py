@@ -1,0 +1,76 @@
+"""A job of several nodes saves at every level, and comes back from memory onto whatever nodes there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.types import Tick
+from tests.agent.nodes.cluster import Cluster, line
+
+
+@pytest.mark.parametrize("spread", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)])
+def test_a_job_of_several_nodes_is_complete_at_every_level_and_every_agent_ends_with_it(
+    spread: tuple[int, ...], cluster: Cluster, runtime_dir: Path, url: str
+) -> None:
+    decision = cluster.start(*spread)
+    assert decision.fields["candidate"] is None
+    appointed = cluster.checkpoint("local", "peer", "store")
+    asked = cluster.save("local", "peer", "store")
+    cluster.finish()
+    committed = [identity.tick for identity in line(url)]
+    assert {Tick(appointed), asked} <= set(committed)
+    assert not [path for path in runtime_dir.rglob("*") if path.is_file() or path.is_socket()]
+
+
+def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str) -> None:
+    cluster.start(0, 0, 1, 2)
+    cluster.save("store")
+    packs = {path.name.rpartition("-")[0] for path in Path(url, "data").rglob("*.pack")}
+    assert len(packs) == 3, packs
+    assert len(line(url)) == 1
+
+
+AGAIN = [((0, 0, 1, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1)), ((0, 1), (0, 0, 1)), ((0, 1, 2), (2, 0, 1, 1))]
+
+
+@pytest.mark.parametrize(("before", "after"), AGAIN)
+def test_a_restart_on_the_same_nodes_comes_from_memory_on_any_number_of_ranks(
+    before: tuple[int, ...], after: tuple[int, ...], cluster: Cluster, url: str
+) -> None:
+    cluster.start(*before)
+    step = cluster.checkpoint("peer")
+    cluster.hang_up()
+    decision = cluster.start(*after)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert decision.fields["candidate"]["level"] == "peer"
+    assert set(cluster.fetched()) <= {"local", "peer"}
+    assert cluster.checkpoint("peer", "store") > step
+    cluster.finish()
+    assert line(url)
+
+
+LOST = [
+    ((0, 0, 1, 1), 1, (0, 0)),  # fewer nodes: the one that is left, alone
+    ((0, 0, 1, 1), 0, (1, 2)),  # others: the coordinator's is gone, a new one comes
+    ((0, 1, 2), 1, (0, 2, 2)),
+    ((0, 1, 2), 0, (3, 1, 2, 4)),  # more, and the coordinator is one that knows nothing
+    ((0, 1, 2, 3), 3, (2, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("before", "gone", "after"), LOST)
+def test_what_was_lost_with_a_node_comes_back_from_the_memory_of_others_onto_whatever_nodes_there_are(
+    before: tuple[int, ...], gone: int, after: tuple[int, ...], cluster: Cluster
+) -> None:
+    cluster.start(*before)
+    step = cluster.checkpoint("peer")
+    cluster.kill(gone)
+    cluster.hang_up()
+    decision = cluster.start(*after)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) <= {"local", "peer"}
+    later = cluster.checkpoint("peer" if len(set(after)) > 1 else "local", "store")
+    assert later > step
+    cluster.finish()
