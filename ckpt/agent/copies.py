@@ -70,18 +70,22 @@ def encode_described(found: Sequence[Described]) -> bytes:
 
 
 def decode_described(blob: bytes) -> list[Described]:
-    """Errors: AgentError, ValueError, TypeError."""
-    rows = msgpack.unpackb(blob)
-    if not isinstance(rows, list) or len(rows) > COPIES_MAX:
-        raise AgentError("a node describes more snapshots than there can be")
-    found = []
-    for rank, size, page, frames in rows:
-        if not PAGE <= int(size) <= ARENA_BYTES_MAX or len(page) != PAGE:
-            raise AgentError(f"the snapshot of rank {rank} is described wrong")
-        each = Frames.decode(frames, int(size))
-        if len(each) and int(each.offsets.min()) < PAGE:
-            raise AgentError(f"the snapshot of rank {rank} is described wrong")
-        found.append(Described(int(rank), int(size), bytes(page), each))
+    """Errors: AgentError."""
+    try:
+        rows = msgpack.unpackb(blob)
+        if not isinstance(rows, list) or len(rows) > COPIES_MAX:
+            raise AgentError("a node describes more snapshots than there can be")
+        return [_decoded(*row) for row in rows]
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
+        raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
+
+
+def _decoded(rank: int, size: int, page: bytes, frames: bytes) -> Described:
+    found = Described(int(rank), int(size), bytes(page), Frames.decode(frames, int(size)))
+    if found.rank < 0 or not PAGE <= found.size <= ARENA_BYTES_MAX or len(found.page) != PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
+    if len(found.frames) and int(found.frames.offsets.min()) < PAGE:
+        raise AgentError(f"the snapshot of rank {rank} is described wrong")
     return found
 
 

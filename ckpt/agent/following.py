@@ -35,7 +35,7 @@ from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class Following:
         if answer is not None:
             try:
                 self._restore = self._restore_from(identity, answer)
-            except (CkptError, LookupError, TypeError, ValueError) as exc:
+            except Exception as exc:  # whatever it may have sent: ranks wait for this
                 error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
         for peer, wanted, frames in waiting:
             if wanted != identity:

@@ -17,7 +17,7 @@ from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import decode_parts, encode_parts
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
@@ -131,7 +131,7 @@ class Gathering:
             sizes = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
             if sorted(part.declaration.rank for part in parts) != sorted(ranks) or sizes.keys() != set(ranks):
                 raise AgentError(f"agent {name} has told of other ranks than it was asked for")
-        except (CkptError, LookupError, TypeError, ValueError) as exc:
+        except Exception as exc:  # whatever another agent may have sent: a start waits for this
             self._fail(f"agent {name} does not give {self._identity}: {exc}")
             return
         self._sizes |= sizes
@@ -141,17 +141,23 @@ class Gathering:
         self._left.discard(name)
         self._parts += parts
         if not self._left and not self._over:
-            work = lambda: put_together(self._identity, self._parts, self._arenas)  # noqa: E731
-            self._bulk.run(Lane.FRONT, work, self._made)
+            self._bulk.run(Lane.FRONT, self._make, self._made)
 
-    def _made(self, done: Future[Checkpoint]) -> None:
+    def _make(self) -> Gathered:
+        """On a thread. Errors: CkptError where the parts do not belong together, or cannot lie where they are said
+        to."""
+        made = put_together(self._identity, self._parts, self._arenas)
+        places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
+        for rank in self._sizes:
+            places.frames(rank, made.manifest)
+        return Gathered(made, places)
+
+    def _made(self, done: Future[Gathered]) -> None:
         if error := failure(done):
             self._fail(error)
         elif not self._over:
             self._over = True
-            made = done.result()
-            places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
-            self._then(Gathered(made, places), "")
+            self._then(done.result(), "")
 
     def _fail(self, error: str) -> None:
         if not self._over:

@@ -11,12 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import AgentError
+
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
 WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_NUMBERS = ("slots", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,14 @@ def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | N
     while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
         slots -= 1
     return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
+
+
+def plan_told(told: Any) -> MemoryPlan:
+    """What another node's agent says of itself: its `table`. Errors: AgentError."""
+    numbers: dict[str, Any] = {name: told.get(name) if isinstance(told, dict) else None for name in _NUMBERS}
+    if not all(type(number) is int and number >= 0 for number in numbers.values()) or numbers["slots"] > SLOTS:
+        raise AgentError(f"a node says of its memory what cannot be: {told!r:.300}")
+    return MemoryPlan(**numbers, bound=str(told.get("bound", ""))[:100])
 
 
 def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:

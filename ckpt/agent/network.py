@@ -168,10 +168,12 @@ class Network:
     # -- what the channels tell
 
     def message(self, channel: Channel, message: Message) -> None:
-        if message.kind == "reply":
-            self._answered(int(message.fields["id"]), message, "")
-        elif message.kind == "error":
-            self._answered(int(message.fields["id"]), None, str(message.fields.get("message", ""))[:2000])
+        if message.kind in ("reply", "error"):
+            number = int(message.fields["id"])
+            if number in self._asked and self._asked[number][0] is not channel:
+                raise ValueError(f"it answers request {number}, which another agent was asked")
+            error = str(message.fields.get("message", ""))[:2000] or "refused"
+            self._answered(number, *((message, "") if message.kind == "reply" else (None, error)))
         else:
             self._receiver.peer_message(channel, message)
 
@@ -188,7 +190,7 @@ class Network:
     def _answered(self, number: int, message: Message | None, error: str) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None:
-            asked[1](message, error or ("" if message is not None else "refused"))
+            asked[1](message, error)
 
     def _greet(self, about: str, peer: str) -> Dialler:
         """For a transfer."""

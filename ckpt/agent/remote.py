@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -22,7 +22,7 @@ from ckpt.agent.control import Word
 from ckpt.agent.network import Network
 from ckpt.agent.server import Peer
 from ckpt.agent.wire import Message, error_fields
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError
 from ckpt.format.codecs import CodecOption
 from ckpt.format.declaration import decode
 from ckpt.format.manifest import FRAME, PLACE
@@ -32,6 +32,8 @@ from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.store.packs import Written
+
+T = TypeVar("T")
 
 
 class RemotePeer:
@@ -142,38 +144,36 @@ class RemoteRanks:
     def measure(
         self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[memory.MemoryPlan | None, str], None]
     ) -> None:
-        def measured(answer: Message) -> None:
-            told = answer.fields["plan"]
-            then(memory.MemoryPlan(**{name: told[name] for name in memory.MemoryPlan.__dataclass_fields__}), "")
-
         fields = {"t": "measure", "sizes": list(sizes.items()), "limit": limit_bytes}
-        self._ask(fields, (), measured, lambda error: then(None, error))
+        self._ask(fields, (), lambda answer: memory.plan_told(answer.fields["plan"]), None, then)
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
-        def made(answer: Message) -> None:
+        def made(answer: Message) -> dict[int, int]:
             found = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
-            if found.keys() != sizes.keys():
-                raise AgentError(f"agent {self.name} has made arenas for other ranks than it was asked to")
-            then(found, "")
+            if found.keys() != sizes.keys() or any(found[rank] < size for rank, size in sizes.items()):
+                raise AgentError(f"agent {self.name} has made other arenas than it was asked to")
+            return found
 
         fields = {"t": "make", "slot": slot, "sizes": list(sizes.items())}
-        self._ask(fields, (), made, lambda error: then({}, error))
+        nothing: dict[int, int] = {}
+        self._ask(fields, (), made, nothing, then)
 
     def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
         """Their agent hashes them, and says what each rank has staged; its bytes stay there."""
 
-        def read(answer: Message) -> None:
-            then(decode_parts(answer.blobs[0], self._declared), "")
+        def read(answer: Message) -> list[Part]:
+            parts = decode_parts(answer.blobs[0], self._declared)
+            if sorted(part.declaration.rank for part in parts) != sorted(self.ranks):
+                raise AgentError(f"agent {self.name} tells of other ranks than it has")
+            return parts
 
         known = {rank: digest for rank, (digest, _) in self._declared.items()}
         fields = {"t": "read", "slot": slot, "identity": str(identity), "known": list(known.items())}
-        self._ask(fields, (), read, lambda error: then([], error))
+        nothing: list[Part] = []
+        self._ask(fields, (), read, nothing, then)
 
     def write(self, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         """Their agent puts frames that it has into packs; no record."""
-
-        def written(answer: Message) -> None:
-            then(_written(answer, wanted), "")
 
         fields = {
             "t": "write",
@@ -181,7 +181,7 @@ class RemoteRanks:
             "codec": wanted.codec,
             "bandwidth": wanted.bandwidth,
         }
-        self._ask(fields, [wanted.encode()], written, lambda error: then(None, error))
+        self._ask(fields, [wanted.encode()], lambda answer: _written(answer, wanted), None, then)
 
     # -- inside
 
@@ -192,21 +192,23 @@ class RemoteRanks:
         self,
         fields: dict[str, Any],
         blobs: Sequence[bytes],
-        then: Callable[[Message], None],
-        failed: Callable[[str], None],
+        read: Callable[[Message], T],
+        nothing: T,
+        then: Callable[[T, str], None],
     ) -> None:
-        """`failed` also where the answer is malformed: the connection is sound, and the agent at its end is not."""
+        """`then` hears what `read` makes of the answer, or `nothing` and what went wrong; so too where the answer is
+        malformed: the connection is sound, and the agent at its end is not."""
 
         def answered(answer: Message | None, error: str) -> None:
             if self.dropped and fields["t"] != "write":  # who waits for that one waits on a thread
                 return
-            try:
-                if answer is not None:
-                    then(answer)
-                    return
-            except (CkptError, LookupError, TypeError, ValueError) as exc:
-                error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
-            failed(error)
+            result = nothing
+            if answer is not None:
+                try:
+                    result = read(answer)
+                except Exception as exc:  # whatever another agent may have sent: somebody waits for this
+                    error = f"agent {self.name} has answered {fields['t']} with what cannot be read: {exc!r:.500}"
+            then(result, error)
 
         self._network.ask(self.name, {**fields, "epoch": str(self._epoch)}, blobs, answered)
 
@@ -279,8 +281,8 @@ def encode_parts(parts: Collection[Part], known: Mapping[int, bytes], declared: 
 
 
 def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) -> list[Part]:
-    """`declared`: what is known of earlier ones, by rank; what is new goes there.
-    Errors: CkptError, LookupError, TypeError, ValueError."""
+    """`declared`: what is known of earlier ones, by rank; what is new goes there. Errors: CkptError; for what is no
+    such message any Exception."""
     parts = []
     for rank, data, hashes, (shared, own), (shared_at, own_at), metrics in msgpack.unpackb(blob, strict_map_key=False):
         if data is not None:

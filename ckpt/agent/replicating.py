@@ -58,7 +58,9 @@ class Replication:
             return
 
         def heard(answer: Message | None, error: str) -> None:
-            self._published(source, b"" if answer is None else answer.blobs[0], error)
+            if answer is not None and not answer.blobs:
+                error = "its answer has no description"
+            self._published(source, b"" if answer is None or error else answer.blobs[0], error)
 
         fields = {"t": "publish", "identity": str(self._identity), "ranks": list(self._wanted[source][0])}
         self._network.ask(source, fields, (), heard)
@@ -75,7 +77,7 @@ class Replication:
         if holder == self._network.me:
             try:
                 wanted = decode_described(blob)
-            except (CkptError, ValueError, TypeError) as exc:
+            except CkptError as exc:
                 self._ended(source, holder, f"agent {source} describes its snapshots wrong: {exc}")
                 return
             addresses = self._network.addresses(node)
