@@ -1,0 +1,250 @@
+"""Whatever another agent answers, who asked hears of it once: an error where it is not what such an agent can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import pytest
+
+from ckpt.agent import memory
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.checkpoint import Reader
+from ckpt.agent.copies import Copies
+from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.remote import RemoteRanks, Wanted, encode_parts
+from ckpt.agent.replicating import Replication
+from ckpt.errors import AgentError
+from ckpt.format.manifest import FRAME, PLACE
+from ckpt.store.keys import pack_key
+from tests.agent.nodes.staged import EPOCH, WRONG, Net, Turned, identity, spoiled, staged
+
+NODES = [NodeAt("a", (), (0,)), NodeAt("b", (), (1,))]
+STEP = identity(5)
+
+
+@pytest.fixture
+def turned() -> Iterator[Turned]:
+    made = Turned()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arenas() -> Iterator[dict[int, Arena]]:
+    made = staged(STEP, 2)
+    yield made
+    for arena in made.values():
+        arena.close()
+
+
+def share() -> tuple[RemoteRanks, Net]:
+    net = Net()
+    return RemoteRanks(cast(Network, net), "b", EPOCH, 2, [1]), net
+
+
+def parts_of(arenas: dict[int, Arena], *ranks: int) -> bytes:
+    reader = Reader()
+    found = reader.read(STEP, 2, {rank: arenas[rank] for rank in ranks}, keep_hashes=False)
+    return encode_parts(found, {}, reader.declared())
+
+
+def unpacked(blob: bytes) -> Any:
+    return msgpack.unpackb(blob, strict_map_key=False)
+
+
+def heard_of(answers: Iterator[Any], ask: Callable[[Callable[..., None]], Net], answer: Callable[..., None]) -> int:
+    """Asks anew for each answer. Each is heard once, and nothing else is raised. How many were taken for good."""
+    taken = 0
+    for each in answers:
+        heard: list[tuple[Any, str]] = []
+        net = ask(lambda result, error, heard=heard: heard.append((result, error)))
+        answer(net.asked[-1], each)
+        assert len(heard) == 1, each
+        taken += not heard[0][1]
+    return taken
+
+
+def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
+    right = memory.plan(1 << 20, 0, 0, None, 1 << 30).table()
+
+    def ask(then: Callable[..., None]) -> Net:
+        remote, net = share()
+        remote.measure({1: 1 << 20}, None, then)
+        return net
+
+    def check(result: memory.MemoryPlan | None, error: str) -> None:
+        assert error or (result is not None and type(result.slots) is int and 0 <= result.slots <= memory.SLOTS)
+        assert error or result is None or result.left_bytes(2) >= 0
+
+    answer = lambda asked, plan: asked.answer({"plan": plan})  # noqa: E731
+    heard_of(spoiled(right), lambda then: ask(lambda *given: (check(*given), then(*given))), answer)
+    assert heard_of(iter([right]), ask, answer) == 1
+    assert heard_of(iter(WRONG), ask, answer) == 0
+
+
+def test_a_node_that_makes_smaller_arenas_than_it_was_asked_to_has_made_none() -> None:
+    def ask(then: Callable[..., None]) -> Net:
+        remote, net = share()
+        remote.make(0, {1: 4096}, then)
+        return net
+
+    def check(sizes: dict[int, int], error: str) -> None:
+        assert error or (sizes.keys() == {1} and sizes[1] >= 4096)
+
+    answer = lambda asked, sizes: asked.answer({"sizes": sizes})  # noqa: E731
+    assert heard_of(iter([[[1, 4096]], [[1, 8192]]]), ask, answer) == 2
+    wrong = iter([*spoiled([[1, 4096]]), *WRONG])
+    heard_of(wrong, lambda then: ask(lambda *given: (check(*given), then(*given))), answer)
+
+
+def test_what_a_node_says_of_its_ranks_is_taken_whole_or_refused(arenas: dict[int, Arena]) -> None:
+    right = parts_of(arenas, 1)
+
+    def ask(then: Callable[..., None]) -> Net:
+        remote, net = share()
+        remote.read(0, STEP, then)
+        return net
+
+    def answer(asked: Any, rows: Any) -> None:
+        asked.answer({}, [msgpack.packb(rows)])
+
+    heard_of(spoiled(unpacked(right)), ask, answer)
+    assert heard_of(iter([unpacked(right)]), ask, answer) == 1
+    assert heard_of(iter([None, 5, {}, {1: 2}, "x"]), ask, answer) <= 1  # an empty map has no rows
+    assert heard_of(iter([unpacked(parts_of(arenas, 0))]), ask, answer) == 0, "another node's rank"
+    assert heard_of(iter([b"", b"\xc1", right[:-1]]), ask, lambda asked, blob: asked.answer({}, [blob])) == 0
+    assert heard_of(iter([0]), ask, lambda asked, _: asked.answer({})) == 0
+
+
+def wanted() -> Wanted:
+    frames = np.zeros(2, FRAME)
+    frames["length"] = 1000
+    return Wanted(STEP, frames, np.array([1, 1]), np.array([4096, 8192]), "raw", None)
+
+
+def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_written_them() -> None:
+    def ask(then: Callable[..., None]) -> Net:
+        remote, net = share()
+        remote.write(0, wanted(), lambda result, error: then(result, error))
+        return net
+
+    places = np.zeros(2, PLACE)
+    places["length"], places["offset"] = 1000, [0, 1000]
+    packs = [[pack_key(STEP, "node", "w", 0), 2000]]
+
+    def answer(asked: Any, given: Any) -> None:
+        asked.answer({}, [given[0], msgpack.packb(given[1])])
+
+    right = [places.tobytes(), packs]
+    assert heard_of(iter([right]), ask, answer) == 1
+    for each in spoiled(right):
+        if len(each) == 2 and isinstance(each[0], bytes):  # what a blob can be
+            heard_of(iter([each]), ask, answer)
+    other, short = [[pack_key(identity(6), "node", "w", 0), 2000]], [[packs[0][0], 1999]]
+    for places_told, packs_told in ((right[0], other), (right[0], []), (b"", packs), (right[0], short)):
+        assert heard_of(iter([(places_told, packs_told)]), ask, answer) == 0
+    assert heard_of(iter([0]), ask, lambda asked, _: asked.answer({})) == 0
+
+
+def test_who_waits_on_a_thread_for_a_nodes_packs_hears_of_it_even_when_the_job_is_over() -> None:
+    remote, net = share()
+    heard: list[str] = []
+    remote.write(0, wanted(), lambda result, error: heard.append(error))
+    remote.dropped = True
+    net.asked[-1].refuse("gone")
+    assert heard == ["gone"]
+
+
+def test_a_checkpoint_of_which_a_node_says_nonsense_is_not_had_from_there(
+    turned: Turned, arenas: dict[int, Arena]
+) -> None:
+    own = {0: arenas[0]}
+    right = [parts_of(arenas, 1), [[1, arenas[1].bytes]]]
+
+    def gather(answer: Callable[[Any], None]) -> tuple[Gathered | None, str]:
+        net, heard = Net(), list[tuple[Gathered | None, str]]()
+        holders = {0: ["", "b"], 1: ["b"]}
+        then = lambda found, error: heard.append((found, error))  # noqa: E731
+        Gathering(cast(Network, net), turned.bulk, STEP, holders, own, then).begin()
+        answer(net.asked[-1])
+        turned.until(lambda: heard)
+        assert len(heard) == 1
+        return heard[0]
+
+    def say(rows: Any, sizes: Any) -> tuple[Gathered | None, str]:
+        return gather(lambda asked: asked.answer({"sizes": sizes}, [msgpack.packb(rows)]))
+
+    rows = unpacked(right[0])
+    found, error = say(rows, right[1])
+    assert found is not None, error
+    for sizes in [*spoiled(right[1]), *WRONG]:
+        found, error = say(rows, sizes)
+        assert error or (found is not None and found.places.sizes[1] >= arenas[1].bytes), sizes
+        if found is not None:
+            places_serve(found)
+    for each in spoiled(rows):
+        found, error = say(each, right[1])
+        if found is not None:
+            places_serve(found)
+    assert gather(lambda asked: asked.answer({"sizes": right[1]}))[1]
+    assert "gone" in gather(lambda asked: asked.refuse("gone"))[1]
+
+
+def places_serve(found: Gathered) -> None:
+    """Its frames can be told of: they lie within the arenas, and apart."""
+    for rank in found.places.sizes:
+        found.places.frames(rank, found.checkpoint.manifest)
+
+
+def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turned) -> list[str]:
+    net, heard = Net(transport=Offers()), list[str]()
+    copies = Copies(cast(Bulk, turned.bulk), turned.post)
+    try:
+        Replication(
+            cast(Network, net), copies, NODES, {"a": ("b",), "b": ("a",)}, STEP, 0, {0: own[0]}, heard.append
+        ).begin()
+        turned.until(lambda: len(net.asked) == 2)
+        answer(net)
+        turned.until(lambda: heard)
+    finally:
+        copies.close()
+    return heard
+
+
+class Offers:
+    """A transport that has nothing to give."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def offer(self, name: str, source: memoryview, frames: Any) -> None:
+        self.names.add(name)
+
+    def withdraw(self, name: str) -> None:
+        self.names.discard(name)
+
+    def fetch(self, *given: Any) -> Any:
+        raise AgentError("nothing is to be had here")
+
+
+@pytest.mark.parametrize("blobs", [[], [b""], [b"\xc1"], [msgpack.packb(5)], [msgpack.packb([[0, 1, 2]])], [b"x" * 99]])
+def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_nothing_up(
+    blobs: list[bytes], turned: Turned, arenas: dict[int, Arena]
+) -> None:
+    def answer(net: Net) -> None:
+        for asked in net.asked:
+            asked.answer({}, blobs if asked.fields["t"] == "publish" else [])
+
+    errors = replicate(answer, arenas, turned)
+    assert len(errors) == 1
+    assert errors[0]
+
+
+def test_copies_that_a_node_refuses_are_failed_with_its_reason(turned: Turned, arenas: dict[int, Arena]) -> None:
+    errors = replicate(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
+    assert "no room" in errors[0]
