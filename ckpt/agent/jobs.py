@@ -27,7 +27,7 @@ from ckpt.agent.listening import Sources
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed
-from ckpt.agent.remote import AnyPeer, RemoteRanks
+from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
@@ -164,6 +164,9 @@ class Job(Carrier):
         rank, resume = int(fields["rank"]), bool(fields["resume"])
         if not 0 <= rank < self.world or int(fields["world"]) != self.world:
             raise AgentError(f"rank {rank} of {fields['world']} cannot join a job of {self.world} ranks")
+        elsewhere = rank != peer.rank if isinstance(peer, RemotePeer) else bool(self.ranks.node_of(rank))
+        if elsewhere:
+            raise AgentError(f"rank {rank} of {self.epoch} is not where it joins from")
         if self.group.superseded_by:
             raise Superseded(f"{self.epoch} was superseded by {self.group.superseded_by}")
         if self.failed:  # not one connection stays: the agent ends where it has no other job, and another takes over
