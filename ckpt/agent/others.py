@@ -101,7 +101,7 @@ class Others(Starts):
             if each.over:
                 self.followings.remove(each)
                 each.drop()
-                self.copies.epochs_before(Epoch(each.epoch.number + 1, "0" * 16))
+                self.copies.forget(lambda identity, epoch=each.epoch: identity.epoch == epoch)  # type: ignore[misc]
 
     # -- a start that is coordinated here
 
