@@ -3,7 +3,8 @@ each rank's frames are to be had."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import Network
+
+log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +85,62 @@ class Gathered:
 
 
 class Gathering:
-    """Asks the holders of one identity. `arenas`: those that this node has, by rank. `then` hears what came of it, or
-    None and why nothing did; once."""
+    """Asks the holders of one identity: for each rank the first, and where that cannot give it the next. `arenas`:
+    those that this node has, by rank. `then` hears what came of it, or None and why nothing did; once."""
 
     def __init__(
         self,
         network: Network | None,
         bulk: Bulk,
         identity: Identity,
-        holders: dict[int, list[str]],
+        holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
         then: Callable[[Gathered | None, str], None],
     ) -> None:
         self._network, self._bulk, self._then = network, bulk, then
-        self._identity, self._holders, self._arenas = identity, holders, dict(arenas)
+        self._identity, self._arenas = identity, dict(arenas)
+        self._holders = {rank: list(names) for rank, names in holders.items()}  # but those that could not give it
+        self._rest = {  # that have not been asked yet
+            rank: [*([""] if rank in arenas else []), *(name for name in names if name)]
+            for rank, names in holders.items()
+        }
         self._parts: list[Part] = []
         self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-        self._left: set[str] = set()
+        self._left = set(holders)
         self._over = False
 
     def begin(self) -> None:
-        asked: dict[str, list[int]] = {}
-        for rank, names in self._holders.items():
-            asked.setdefault("" if rank in self._arenas else names[0], []).append(rank)
-        self._left = set(asked)
-        for name, ranks in asked.items():
-            if not name:
-                work = lambda: read_parts(self._identity, len(self._holders), self._arenas)  # noqa: E731
-                self._bulk.run(Lane.FRONT, work, self._read_here)
-            elif self._network is None:
-                self._fail(f"there is no way to agent {name}")
-            else:
-                fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": len(self._holders)}
-                heard = lambda answer, error, ranks=ranks, name=name: self._heard(name, ranks, answer, error)  # noqa: E731
-                self._network.ask(name, fields, (), heard)
+        self._ask_next(list(self._holders), "nobody holds it")
 
-    def _read_here(self, done: Future[list[Part]]) -> None:
-        if error := failure(done):
-            self._fail(error)
+    def _ask_next(self, ranks: Sequence[int], why: str) -> None:
+        """`why`: what the one before said."""
+        asked: dict[str, list[int]] = {}
+        for rank in ranks:
+            if not self._rest[rank]:
+                self._fail(why)
+                return
+            asked.setdefault(self._rest[rank].pop(0), []).append(rank)
+        for name, theirs in asked.items():
+            self._ask(name, theirs)
+
+    def _ask(self, name: str, ranks: list[int]) -> None:
+        world = len(self._holders)
+        if not name:
+            arenas = {rank: self._arenas[rank] for rank in ranks}
+            work = lambda: read_parts(self._identity, world, arenas)  # noqa: E731
+            self._bulk.run(Lane.FRONT, work, lambda done: self._read_here(ranks, done))
+        elif self._network is None:
+            self._refused(name, ranks, f"there is no way to agent {name}")
         else:
-            self._got("", done.result())
+            fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": world}
+            heard = lambda answer, error: self._heard(name, ranks, answer, error)  # noqa: E731
+            self._network.ask(name, fields, (), heard)
+
+    def _read_here(self, ranks: list[int], done: Future[list[Part]]) -> None:
+        if error := failure(done):
+            self._refused("", ranks, error)
+        else:
+            self._got(done.result())
 
     def _heard(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
         try:
@@ -130,15 +149,29 @@ class Gathering:
             parts = decode_parts(answer.blobs[0], {})
             sizes = {int(rank): int(size) for rank, size in answer.fields["sizes"]}
             if sorted(part.declaration.rank for part in parts) != sorted(ranks) or sizes.keys() != set(ranks):
-                raise AgentError(f"agent {name} has told of other ranks than it was asked for")
+                raise AgentError("it has told of other ranks than it was asked for")
         except Exception as exc:  # whatever another agent may have sent: a start waits for this
-            self._fail(f"agent {name} does not give {self._identity}: {exc}")
+            self._refused(name, ranks, f"agent {name} does not give {self._identity}: {exc!s:.500}")
             return
         self._sizes |= sizes
-        self._got(name, parts)
+        self._got(parts)
 
-    def _got(self, name: str, parts: list[Part]) -> None:
-        self._left.discard(name)
+    def _refused(self, name: str, ranks: list[int], error: str) -> None:
+        """It may be one rank's part that is damaged there, and not those of the others."""
+        if self._over:
+            return
+        if len(ranks) > 1:
+            for rank in ranks:
+                self._ask(name, [rank])
+            return
+        log.warning("rank %d of %s: %s", ranks[0], self._identity, error)
+        if not name:
+            del self._arenas[ranks[0]]
+        self._holders[ranks[0]] = [each for each in self._holders[ranks[0]] if each != name]
+        self._ask_next(ranks, error)
+
+    def _got(self, parts: list[Part]) -> None:
+        self._left -= {part.declaration.rank for part in parts}
         self._parts += parts
         if not self._left and not self._over:
             self._bulk.run(Lane.FRONT, self._make, self._made)

@@ -138,6 +138,7 @@ class Others(Starts):
                 start.gathered[identity] = found
             else:
                 log.warning("%s cannot be had from memory: %s", identity, error)
+                start.failed[identity] = error
                 start.inventory.forget(identity)
 
         def then(found: Gathered | None, error: str) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Start:
     """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
     `nodes`: where the ranks are, if on several; `silent`: those that have not said yet what they hold; `inventory`:
-    what they and this node do; `gathered`: what was put together of that.
+    what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun."""
 
@@ -36,6 +36,7 @@ class Start:
     silent: set[str] = field(default_factory=set)
     inventory: Inventory = field(default_factory=Inventory)
     gathered: dict[Identity, Gathered] = field(default_factory=dict)
+    failed: dict[Identity, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     listed: bool = False
     view: RunView | None = None

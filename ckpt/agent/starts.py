@@ -272,7 +272,7 @@ class Starts:
     def _choose(self, start: Start) -> None:
         """The newest that is not struck out. One of which each rank is held by some node is put together first."""
         found = candidates.candidates(start.view, self._remembered(start))
-        start.has_any = bool(found)
+        start.has_any = start.has_any or bool(found)  # one that cannot be put together is no candidate any more
         held: list[tuple[Candidate, Checkpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
             checkpoint = self._in_memory(each.identity)
@@ -316,7 +316,8 @@ class Starts:
         if chosen is None and damaged:
             return  # there may be others; they are looked at next
         if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
-            text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(self._struck.items())[-3:])
+            failed = {**start.failed, **self._struck}
+            text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
             self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
             return
         if start.job is None:
