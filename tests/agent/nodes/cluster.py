@@ -140,7 +140,19 @@ class Cluster:
             total.update(rank.fetched)
         return total
 
+    def keepers(self) -> dict[int, list[int]]:
+        """By node of the job under way: which nodes keep copies of its ranks' snapshots."""
+        number = {node["name"]: self.at[node["ranks"][0]] for node in self.job[0].nodes}
+        table = self.status(self.at[0])["job"]["peers"]["nodes"]
+        return {number[row["node"]]: [number[name] for name in row["kept_by"]] for row in table}
+
     # -- what goes wrong
+
+    def forbid_commits(self) -> None:
+        """The store takes claims and no data: memory is all there is."""
+        folder = Path(self.url)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "data").write_bytes(b"")
 
     def kill_agent(self, node: int) -> None:
         pid = self.pids.pop(node)

@@ -1,0 +1,79 @@
+"""What is lost with a node, or damaged in its memory, comes back from another's; and where nobody has it, a start is an
+error and never a fresh one. The store has no checkpoint here."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt.errors import NoCheckpoint
+from ckpt.types import Tick
+from tests.agent.nodes.cluster import Cluster, together
+
+
+@pytest.fixture(autouse=True)
+def no_commits(cluster: Cluster) -> None:
+    cluster.forbid_commits()
+
+
+def test_a_start_that_failed_before_its_first_checkpoint_takes_nothing_from_what_others_keep(cluster: Cluster) -> None:
+    """Three nodes keep copies in a ring. One is lost. The next start comes to nothing, and the one after that needs
+    what the first left with the one who is not the coordinator."""
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    keeper = cluster.keepers()[2][0]
+    other = 1 - keeper
+    cluster.kill(2)
+    cluster.hang_up()
+    for _ in range(3):
+        decision = cluster.start(other, keeper)
+        assert decision.fields["candidate"]["step"] == step
+        together(cluster.job, lambda rank: rank.leave("exception"))
+        cluster.hang_up()
+
+
+def damage(cluster: Cluster, rank: int) -> None:
+    """What that rank has staged is not what it was any more."""
+    for arena in cluster.job[rank].slots.values():
+        arena.data(0, 1000)[:] = bytes(range(250)) * 4
+
+
+def test_what_is_damaged_in_one_nodes_memory_comes_from_a_copy(cluster: Cluster) -> None:
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    damage(cluster, 1)
+    cluster.hang_up()
+    decision = cluster.start(0, 1, 2)
+    assert decision.fields["candidate"]["step"] == step
+
+
+def test_what_is_damaged_in_the_coordinators_memory_comes_from_a_copy(cluster: Cluster) -> None:
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    damage(cluster, 0)
+    cluster.hang_up()
+    decision = cluster.start(0, 1)
+    assert decision.fields["candidate"]["step"] == step
+
+
+def test_a_start_whose_only_checkpoint_cannot_be_had_any_more_is_an_error_and_no_fresh_one(cluster: Cluster) -> None:
+    cluster.start(0, 1)
+    cluster.checkpoint("peer")
+    damage(cluster, 0)
+    cluster.kill(1)
+    cluster.hang_up()
+    cluster.connect(0, 1)
+    for _ in range(2):
+        with pytest.raises(NoCheckpoint, match="step"):
+            cluster.enter()
+
+
+def test_a_checkpoint_of_which_one_ranks_part_is_lost_is_passed_over_for_one_that_is_whole(cluster: Cluster) -> None:
+    """Without copies: the node that is lost takes the newest with it. What the store has is all there is: nothing."""
+    cluster.options = {**cluster.options, "peers": None}
+    cluster.start(0, 1)
+    cluster.checkpoint("local")
+    assert (str(Tick(cluster.job[0].step)), "peer") not in cluster.job[0].levels
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(0, 2)
+    assert decision.fields["candidate"] is None
