@@ -274,8 +274,9 @@ class Carrier:
         began_s = time.monotonic()
 
         def ended(error: str) -> None:
-            self.group.replicated(slot, error)
-            seconds = time.monotonic() - began_s
+            now_s = time.monotonic()
+            self.group.replicated(slot, error, now_s)
+            seconds = now_s - began_s
             if error:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {error}"
                 self.emit("peers.failed", text, True, {"identity": str(identity)})

@@ -158,6 +158,8 @@ class Facts:
         self._polls_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
+        self._retry_copy_s = math.inf
+        self._copy_failures = 0
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the deadline then
@@ -357,11 +359,13 @@ class Facts:
             if not error:
                 self.committed_tick = entry.round.tick
 
-    def replicated(self, slot: int, error: str) -> None:
+    def replicated(self, slot: int, error: str, now_s: float) -> None:
         """What `Replicate` asked for has ended. `error`: "" when every copy is where the placement says, and right."""
         entry = self.slots[slot]
         self.replicating = None
         entry.leases -= 1
+        self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
+        self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
         if entry.round is not None:
             entry.round.peer = Store.FAILED if error else Store.DONE
             self._tell_level(entry.round.tick, "peer", not error, error)
@@ -405,6 +409,15 @@ class Facts:
         return self.slots[max(held)[1]] if held else None
 
     @property
+    def _is_stuck(self) -> bool:
+        """Whether no slot is to be had before the newest is in the store: there is one only, or, of two, the other
+        holds the newest that is safe, since copies of the newest have failed."""
+        newest, safe = self.newest, self.safe
+        if self.slots_in_use != 2 or newest is None or newest.round is None or safe in (newest, None):
+            return self.slots_in_use == 1
+        return newest.round.peer is Store.FAILED
+
+    @property
     def outdoes_former(self) -> bool:
         """Whether what it has made complete is as safe as what former epochs left in memory may be."""
         newest = self.newest
@@ -438,8 +451,10 @@ class Facts:
         times += [m.lost_s + REJOIN_S for m in self.members if m.lost_s is not None and m.presence is Presence.HERE]
         if self._may_appoint() and self._due_s > now_s:
             times.append(self._due_s)
-        if self.slots_in_use == 1 and self._retry_commit_s > now_s:
+        if self._is_stuck and self._retry_commit_s > now_s:
             times.append(self._retry_commit_s)
+        if now_s < self._retry_copy_s < math.inf:
+            times.append(self._retry_copy_s)
         if self._commit_every_s and self.committing is None and self._late_commit_s() > now_s:
             times.append(self._late_commit_s())
         return min(times, default=None)

@@ -8,7 +8,8 @@ list of actions. The agent carries the actions out and feeds their outcomes back
 - A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
 - A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
 - The newest complete round stays until a newer one is complete (with one slot: until it is committed); so does, with
-  two slots or more, the newest one of which other nodes keep copies.
+  two slots or more, the newest one of which other nodes keep copies (with two slots, and copies of a newer one that
+  have failed: until that is committed).
 - At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
   overtakes meanwhile skips the level.
 - Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
@@ -68,7 +69,7 @@ class Group(Leaving):
         self._judge_holds(now_s)
         self._assemble_staged()
         self._free_older()
-        self._replicate_newest()
+        self._replicate_newest(now_s)
         self._commit_next(now_s)
         self._divide_and_make(now_s)
         self._grant_saves(now_s, steps)
@@ -125,7 +126,9 @@ class Group(Leaving):
                 self._out.append(Assemble(slot.number, round_.number, round_.tick))
 
     def _free_older(self) -> None:
-        newest, safe = self.newest, self.safe if self.slots_in_use > 1 else None
+        newest, safe = self.newest, self.safe if self.replicates and self.slots_in_use > 1 else None
+        if self._is_stuck and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+            safe = None
         for slot in self.slots:
             round_ = slot.round
             if slot.state is not State.COMPLETE or slot in (newest, safe) or slot.leases or round_ is None:
@@ -137,12 +140,15 @@ class Group(Leaving):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
 
-    def _replicate_newest(self) -> None:
-        """One at a time; what is overtaken meanwhile skips the level."""
+    def _replicate_newest(self, now_s: float) -> None:
+        """One at a time, and again after it failed; what is overtaken meanwhile skips the level."""
         newest = self.newest
         if not self.replicates or self.replicating is not None or self.superseded_by or self.all_gone:
             return
-        if newest is None or newest.round is None or newest.round.peer is not Store.NEW:
+        if newest is None or newest.round is None:
+            return
+        again = newest.round.peer is Store.FAILED and now_s >= self._retry_copy_s and not self._broken()
+        if newest.round.peer is not Store.NEW and not again:
             return
         newest.round.peer = Store.RUNNING
         newest.leases += 1
@@ -159,7 +165,7 @@ class Group(Leaving):
             round_ = newest.round
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
             last = no_more and not round_.last_try and not self._given_up
-            stuck = self.slots_in_use == 1 and now_s >= self._retry_commit_s  # its slot cannot be had otherwise
+            stuck = self._is_stuck and now_s >= self._retry_commit_s
             again = round_.store is Store.FAILED and (last or stuck)
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
@@ -174,9 +180,9 @@ class Group(Leaving):
             self._out.append(Commit(chosen.number, chosen.round.number, chosen.round.tick, chosen.round.metrics))
 
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
-        """Whether an appointed round is one of those that the policy has committed. With one slot in all, or under a
-        notice, each is."""
-        if not self._commit_every_s or self.slots_in_use == 1 or self.notices or round_.explicit:
+        """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
+        otherwise, or under a notice, each is."""
+        if not self._commit_every_s or self._is_stuck or self.notices or round_.explicit:
             return True
         return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 

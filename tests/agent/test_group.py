@@ -397,14 +397,14 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
     assert len([each for each in driver.said if isinstance(each, do.Replicate)]) == 1, "one at a time"
     slot = driver.group.replicating
     assert slot is not None
-    driver.group.replicated(slot, "")
+    driver.group.replicated(slot, "", driver.now_s)
     driver.commit()
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
     held = driver.group.safe
     assert held is not None
     assert held.round is not None
     assert held.round.tick == first, "it stays until the second has copies too"
-    driver.group.replicated(driver.group.replicating or 0, "a node is gone")
+    driver.group.replicated(driver.group.replicating or 0, "a node is gone", driver.now_s)
     driver.decide()
     assert driver.group.safe is held
     tells = [
@@ -413,6 +413,38 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
         if isinstance(each, do.Tell) and each.body.get("level") == "peer"
     ]
     assert tells == [(str(first), True), (str(second), False)]
+
+
+def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest_is_in_the_store() -> None:
+    """The older one is safe with others, and is kept for that, as long as there is no better."""
+    driver = Driver(slots=2)
+    driver.group.replicates = True
+    first = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.commit()
+    second = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "there is no room", driver.now_s)
+    driver.decide()
+    held = [slot.round.tick for slot in driver.group.slots if slot.round is not None]
+    assert sorted(held) == [first, second]
+    driver.commit()
+    assert driver.group.safe is None
+    third = driver.complete()
+    assert third > second
+
+
+def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    tick = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+    driver.decide()
+    assert driver.group.replicating is None
+    again_s = driver.group.next_wake_s(driver.now_s)
+    assert again_s is not None
+    driver.now_s = 10.0
+    driver.decide()
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [tick, tick]
 
 
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
