@@ -1,5 +1,5 @@
 """The job's state machine under random schedules: ranks of random pace, messages lost, late and repeated, deaths,
-failing and slow commits, layouts that change on one rank, saves, holds, a superseding start.
+failing and slow commits and copies, layouts that change on one rank, saves, holds, a superseding start.
 
 The simulation keeps the arenas' content itself and checks every action against it. A schedule is one seed; the failing
 seed is in the assertion, and `run(seed)` replays it.
@@ -79,7 +79,11 @@ class Sim:
         self.evaluations = {s: rng.randint(1, 40) for s in range(1, self.last_step) if rng.random() < 0.1}
         self.polled = 0  # snapshots appointed at polls
         self.content: dict[tuple[int, int], Content] = {}
-        self.readers: dict[int, tuple[Content, ...]] = {}
+        self.readers: dict[int, list[tuple[Content, ...]]] = {}
+        self.group.replicates = self.slots > 1 and rng.random() < 0.6
+        self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
+        self.copied = 0
+        self.copying: Group | None = None  # the agent that has copies under way
         self.word: Word | None = None
         self.completed: list[Tick] = []
         self.commits = 0
@@ -177,6 +181,7 @@ class Sim:
         assert (entry.round.number, entry.round.tick) == (number, tick)
         if self.completed and self.slots > 1 and max(self.completed):
             assert self.group.newest is not None, "the newest complete one was given away"
+        self.not_safe(slot)
 
     def do_SetWord(self, action: do.SetWord) -> None:
         self.word = action.word
@@ -190,6 +195,8 @@ class Sim:
 
     def divided(self, version: int, layouts: tuple[int, ...]) -> None:
         division = "d" + ".".join(map(str, layouts))
+        if self.slots > 1 and self.fault(3):  # there is room for copies, or none any more
+            self.group.replicates, self.safe = not self.group.replicates, None
         if self.group.planned(version, division, tuple(10 * n for n in layouts), self.slots):
             for rank in self.ranks:
                 self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
@@ -231,13 +238,14 @@ class Sim:
         self.read(action.slot, self.assembled, action.slot, action.round, action.tick)
 
     def read(self, slot: int, then: Callable[..., None], *args: Any) -> None:
-        assert slot not in self.readers
-        self.readers[slot] = self.contents(slot)
+        self.readers.setdefault(slot, []).append(self.contents(slot))
         delay_s = self.random.uniform(0, 0.3) if self.random.random() < 0.8 else self.random.uniform(0, 20)
         self.in_agent(delay_s, then, *args)
 
     def end_read(self, slot: int) -> None:
-        assert self.readers.pop(slot) == self.contents(slot), "a slot was overwritten while it was read"
+        assert self.readers[slot].pop() == self.contents(slot), "a slot was overwritten while it was read"
+        if not self.readers[slot]:
+            del self.readers[slot]
 
     def assembled(self, slot: int, number: int, tick: Tick) -> None:
         self.end_read(slot)
@@ -251,14 +259,30 @@ class Sim:
         self.commits += 1
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
-        if action.slot in self.readers:  # lent at this moment: the commit begins when that is over
-            self.in_agent(20.0, self.do_late_commit, action)
-        else:
-            self.read(action.slot, self.committed, action.slot)
+        self.read(action.slot, self.committed, action.slot)
 
-    def do_late_commit(self, action: do.Commit) -> None:
-        self.commits -= 1
-        self.do_Commit(action)
+    def do_Replicate(self, action: do.Replicate) -> None:
+        assert self.group.replicates
+        assert self.copying is not self.group, "two generations at once"
+        self.copying = self.group
+        held = self.contents(action.slot)
+        assert held == (held[0],) * self.world
+        assert held[0] is not None
+        assert held[0][1] == str(action.tick)
+        self.read(action.slot, self.replicated, action.slot, action.tick)
+
+    def replicated(self, slot: int, tick: Tick) -> None:
+        self.copying = None
+        self.end_read(slot)
+        error = "a node hangs" if self.fault(3) else ""
+        if not error and self.group.replicates:
+            assert self.safe is None or self.safe[1] < tick or self.safe[0] is not self.group, (
+                "an older one took the place of a newer one"
+            )
+            self.safe = (self.group, tick, slot)
+            self.copied += 1
+        self.group.replicated(slot, error, self.now_s)
+        self.decide()
 
     def lend(self) -> None:
         """Somebody reads the newest complete one for a while, as a start that restores from it does."""
@@ -280,6 +304,18 @@ class Sim:
 
     def do_Recycle(self, action: do.Recycle) -> None:
         assert action.slot not in self.readers, "a slot was freed while it was read"
+        self.not_safe(action.slot)
+
+    def not_safe(self, slot: int) -> None:
+        """Whether what a slot held may be given away: it is not the newest that others keep; with two slots it may be,
+        once a newer one is in the store."""
+        if self.safe is None or self.safe[0] is not self.group or self.safe[2] != slot:
+            return
+        committed = self.group.committed_tick
+        assert self.slots == 2, "the newest that others keep was given away"
+        assert committed is not None, "the newest that others keep was given away"
+        assert committed > self.safe[1], "the newest that others keep was given away"
+        self.safe = None
 
     def do_Answer(self, action: do.Answer) -> None:
         self.answered[action.request] = action.body
@@ -568,7 +604,7 @@ def run(seed: int) -> Sim:
 def test_no_schedule_mixes_loses_or_hangs(part: int) -> None:
     first = random.SystemRandom().randrange(1 << 40)
     print(f"seeds {first}..{first + SCHEDULES // 4}")
-    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0}
+    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0, "copied": 0}
     for seed in range(first, first + SCHEDULES // 4):
         try:
             sim = run(seed)
@@ -576,10 +612,12 @@ def test_no_schedule_mixes_loses_or_hangs(part: int) -> None:
             raise AssertionError(f"seed {seed}: {exc}") from exc
         totals["completed"] += len(sim.completed)
         totals["hung"] += sim.hung
+        totals["copied"] += sim.copied
         totals["held"] += bool(sim.verdicts)
         totals["polled"] += any(tick.sub for tick in sim.completed) and sim.polled
     assert totals["completed"] > SCHEDULES // 4, totals
     if SCHEDULES >= 4000:  # the schedules have to reach what they are there for
         assert totals["hung"]
         assert totals["held"]
+        assert totals["copied"] > SCHEDULES // 8
         assert totals["polled"]
