@@ -91,6 +91,7 @@ class Network:
         self._secrets: dict[str, bytes] = {}  # newest last
         self._listener: Listener | None = None
         self._channels: dict[str, Channel] = {}
+        self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
         self._hosts: dict[str, str] = {}
         self._dialling: dict[str, _Dialling] = {}
         self._asked: dict[int, tuple[Channel, Then]] = {}
@@ -159,26 +160,34 @@ class Network:
             self._listener.close()
         for dialling in self._dialling.values():
             dialling.cancel()
-        for channel in self._channels.values():
+        for channel in [*self._channels.values(), *self._called]:
             channel.close()
         self._channels.clear()
+        self._called.clear()
         self._asked.clear()
         self.transport.close()
 
     # -- what the channels tell
 
     def message(self, channel: Channel, message: Message) -> None:
+        if channel in self._called:
+            self._keep(channel, self._called.pop(channel))
         if message.kind in ("reply", "error"):
             number = int(message.fields["id"])
             if number in self._asked and self._asked[number][0] is not channel:
                 raise ValueError(f"it answers request {number}, which another agent was asked")
             error = str(message.fields.get("message", ""))[:2000] or "refused"
             self._answered(number, *((message, "") if message.kind == "reply" else (None, error)))
+        elif message.kind == "here":
+            pass
         else:
             self._receiver.peer_message(channel, message)
 
     def closed(self, channel: Channel, why: AgentError) -> None:
         log.info("%s", why)
+        if channel in self._called:
+            del self._called[channel]
+            return
         if self._channels.get(channel.peer) is channel:
             del self._channels[channel.peer]
         for number in [number for number, (asked, _) in self._asked.items() if asked is channel]:
@@ -201,16 +210,18 @@ class Network:
         if session.role is Role.DATA:
             self.transport.accept(sock, session)
         else:
-            self._add(sock, session)
+            host = str(sock.getpeername()[0])
+            self._called[Channel(self._loop, sock, session, self)] = host
 
-    def _add(self, sock: socket.socket, session: Session) -> None:
-        """A second connection to the same agent takes the place of the first, whose end may not have been noticed."""
-        old = self._channels.get(session.peer)
-        self._hosts[session.peer] = str(sock.getpeername()[0])
-        self._channels[session.peer] = Channel(self._loop, sock, session, self)
+    def _keep(self, channel: Channel, host: str) -> None:
+        """A second connection to the same agent takes the place of the first, whose end may not have been noticed. Who
+        dialled says which: of several addresses that lead here, each end would else keep another."""
+        old = self._channels.get(channel.peer)
+        self._channels[channel.peer] = channel
+        self._hosts[channel.peer] = host
         if old is not None:
             old.close()
-            self.closed(old, AgentError(f"agent {session.peer} has connected anew"))
+            self.closed(old, AgentError(f"agent {channel.peer} has connected anew"))
 
     def _dial(self, dialling: _Dialling, places: list[Place]) -> None:
         """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
@@ -220,7 +231,10 @@ class Network:
         def done(sock: socket.socket, session: Session) -> None:
             if self._dialling.pop(node.name, None) is dialling:
                 dialling.cancel()
-                self._add(sock, session)
+                host = str(sock.getpeername()[0])
+                channel = Channel(self._loop, sock, session, self)
+                self._keep(channel, host)
+                channel.send({"t": "here"})
                 dialling.end("")
             else:
                 sock.close()

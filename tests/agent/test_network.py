@@ -1,0 +1,84 @@
+"""Agents find each other, and keep one connection, whatever addresses lead there. Over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.wire import Message
+from tests.agent.peers.loop import SECRET, TurnedLoop
+
+
+class Answering:
+    """Answers whatever it is asked."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        channel.reply(int(message.fields["id"]), {"to": message.kind})
+
+    def peer_closed(self, channel: Channel) -> None:
+        self.closed.append(channel.peer)
+
+
+class Agent:
+    def __init__(self, loop: TurnedLoop, name: str) -> None:
+        self.receiver = Answering()
+        self.bulk = Bulk(loop.post)
+        self.network = Network(loop, self.bulk, name, self.receiver)
+        self.port = self.network.listen(SECRET, "0.0.0.0:0")[0].port
+
+    def at(self, hosts: int) -> NodeAt:
+        """As a node with so many addresses, all of which lead here."""
+        return NodeAt(self.network.me, tuple(Address(f"127.0.0.{i}", self.port) for i in range(1, hosts + 1)), ())
+
+    def close(self) -> None:
+        self.network.close()
+        self.bulk.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[TurnedLoop]:
+    made = TurnedLoop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def agent(loop: TurnedLoop) -> Iterator[Callable[[str], Agent]]:
+    made: list[Agent] = []
+
+    def make(name: str) -> Agent:
+        made.append(Agent(loop, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the_same_one(
+    loop: TurnedLoop, agent: Callable[[str], Agent]
+) -> None:
+    one, two = agent("one"), agent("two")
+    connected: list[str] = []
+    one.network.connect(two.at(hosts=8), connected.append)
+    loop.until(lambda: connected)
+    assert connected == [""]
+    for caller, called in ((one, "two"), (two, "one"), (one, "two")):
+        loop.until(lambda caller=caller, called=called: caller.network.channel(called))
+        answers: list[tuple[Message | None, str]] = []
+        caller.network.ask(called, {"t": "anything"}, (), lambda *found, to=answers: to.append(found))
+        loop.until(lambda answers=answers: answers)
+        assert answers[0][1] == "", answers
+    for _ in range(20):
+        loop.turn(0.005)  # what the others' ends lead to
+    assert one.network.channel("two") is not None
+    assert two.network.channel("one") is not None
+    assert one.receiver.closed == two.receiver.closed == []
