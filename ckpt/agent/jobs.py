@@ -68,6 +68,7 @@ class Job(Carrier):
         self.first = first
         self.restore: Restore | None = None
         self.gone_s: float | None = None
+        self._sent_away = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
         self._recovery: Recovery | None = None
 
@@ -95,6 +96,11 @@ class Job(Carrier):
         """Whether no work was lost with it: each rank came to its end, or left when it was told to."""
         group = self.group
         return not group.superseded_by and all(m.presence is Presence.LEFT and not m.broke for m in group.members)
+
+    @property
+    def came_to_its_end(self) -> bool:
+        """Whether nobody goes on with it: each rank had done what it was to do."""
+        return self.ended_in_order and not self._sent_away
 
     @property
     def newest_step(self) -> int:
@@ -235,6 +241,7 @@ class Job(Carrier):
                 group.wanted(Tick.parse(str(fields["tick"])))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
+                self._sent_away = self._sent_away or fields.get("outcome") == "notice"
                 group.leave(rank, (peer, int(fields["id"])), in_order)
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
