@@ -1,0 +1,164 @@
+"""A job of several nodes under torchrun's elasticity, and what its ranks say."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.nodes.lan import HUB_AT, STORE_PORT, Lan, Place
+from tests.session.scripts import Line, lines_of
+
+# A node that is dead is noticed after keep_alive_interval x keep_alive_max_attempt; whoever comes within last_call is
+# of the same round.
+RENDEZVOUS = "is_host=0,join_timeout=180,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
+
+
+LINGER_S = 60  # of an agent whose ranks are gone
+AGENTS_S = 30.0  # in which the agents of a job that came to its end are gone: they do not linger
+
+
+class Elastic:
+    """One torchrun a node, of the same job. `folder`: for the store and the logs."""
+
+    def __init__(
+        self, lan: Lan, folder: Path, steps: int, *options: str, nodes: tuple[int, int] = (2, 4), apart: bool = False
+    ) -> None:
+        """`nodes`: how few and how many. `apart`: the agents use the net of their own."""
+        self.lan, self.folder, self.steps = lan, folder, steps
+        self.url = str(folder / "run")
+        self.env: dict[str, str] = {}
+        self._id = secrets.token_hex(4)
+        self._options, self._count, self._apart = options, nodes, apart
+        self._logs: dict[str, Path] = {}
+        self.places: dict[str, Place] = {}
+
+    def start(self, count: int = 1) -> list[str]:
+        """On so many new nodes; their names."""
+        return [self._start(self.lan.node()) for _ in range(count)]
+
+    def _start(self, node: Place) -> str:
+        name = node.name.rpartition("-")[2]
+        self.places[name] = node
+        log = self._logs[name] = self.folder / f"{name}.log"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self._count[0]}:{self._count[1]}"),
+            *("--nproc-per-node", "1", "--max-restarts", "1000", "--monitor-interval", "0.1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HUB_AT}:{STORE_PORT}", "--rdzv-id", self._id),
+            *("--rdzv-conf", RENDEZVOUS, "--local-addr", node.at["lan"]),
+            *("-m", "tests.nodes.train", self.url, str(self.steps), *self._options),
+        ]
+        env = {
+            "NODE": name,
+            "CKPT_RUNTIME_DIR": str(node.folder),
+            "CKPT_AGENT_LOG": str(self.folder / f"{name}.agent.log"),
+            "CKPT_LINGER_S": str(LINGER_S),
+            "CKPT_NOTICES": "given",  # signals are, the firmware's cloud is not
+            "GLOO_SOCKET_IFNAME": "lan",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else ranks find the addresses of those before (torch 2.13)
+            **({"CKPT_LISTEN": f"{node.at['own']}:0"} if self._apart else {}),
+            **self.env,
+        }
+        node.start(command, log, env)
+        return name
+
+    def kill(self, name: str) -> float:
+        """The whole node. When that was, Unix time."""
+        return self.places.pop(name).kill()
+
+    def lines(self) -> list[Line]:
+        """Of all nodes, in the order of time."""
+        return sorted((line for log in self._logs.values() for line in lines_of(log)), key=lambda line: line["at"])
+
+    def wait_for(self, what: Callable[[Line], bool], since: float = 0.0, timeout_s: float = 150.0) -> Line:
+        """The first such line that was said after `since`."""
+        return self.wait_for_all([what], since, timeout_s)[0]
+
+    def wait_for_all(
+        self, what: Iterable[Callable[[Line], bool]], since: float = 0.0, timeout_s: float = 150.0
+    ) -> list[Line]:
+        wanted = list(what)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            lines = [line for line in self.lines() if line["at"] > since]
+            found = [next((line for line in lines if each(line)), None) for each in wanted]
+            if None not in found:
+                return [line for line in found if line is not None]
+            ended = [name for name, node in self.places.items() if node.started[-1].poll() is not None]
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"not seen{f'; ended: {ended}' if ended else ''}:\n{self.tail()}")
+            time.sleep(0.02)
+
+    def restored(self, world: int, since: float, timeout_s: float = 150.0) -> list[Line]:
+        """What each rank of the next start with so many says of where it came from."""
+        wanted = [
+            lambda line, rank=rank: "restored" in line and line["world"] == world and line["rank"] == rank
+            for rank in range(world)
+        ]
+        return self.wait_for_all(wanted, since, timeout_s)
+
+    def restored_by_any(self, since: float, timeout_s: float = 150.0) -> list[Line]:
+        """The same of the next start, with however many."""
+        first = self.wait_for(lambda line: "restored" in line, since, timeout_s)
+        return self.restored(first["world"], since, timeout_s)
+
+    def safe_step(self) -> int:
+        """The newest of which a rank was told that it is in other nodes' memory."""
+        done = [line["data"]["identity"] for line in self.lines() if line.get("event") == "peers.done"]
+        return max((step_of(identity) for identity in done), default=0)
+
+    def safe_after(self, since: float, world: int, timeout_s: float = 150.0) -> int:
+        """Waits until a checkpoint of so many ranks, begun after that, is in other nodes' memory; its step."""
+        line = self.wait_for(
+            lambda line: line.get("event") == "peers.done" and line["world"] == world, since, timeout_s
+        )
+        return step_of(line["data"]["identity"])
+
+    def last_step(self) -> int:
+        return max(line["step"] for line in self.lines() if "step" in line)
+
+    def node_of(self, rank: int) -> str:
+        """Where that rank trained last."""
+        return next(line["node"] for line in reversed(self.lines()) if line["rank"] == rank and "step" in line)
+
+    def end(self, timeout_s: float = 180.0) -> list[Line]:
+        """Waits for a clean end, of the agents too."""
+        deadline = time.monotonic() + timeout_s
+        for name, node in self.places.items():
+            code = node.started[-1].wait(max(1.0, deadline - time.monotonic()))
+            assert code == 0, f"{name}: exit code {code}\n{self.tail()}"
+        deadline = time.monotonic() + AGENTS_S
+        while left := [pid for node in self.places.values() for pid in node.pids()]:
+            assert time.monotonic() < deadline, f"processes {left} are still there\n{self.tail()}"
+            time.sleep(0.05)
+        return self.lines()
+
+    def tail(self) -> str:
+        """The end of what everything said, for people."""
+        logs = [*self._logs.values(), *self.folder.glob("*.agent.log")]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
+
+
+def step_of(identity: str) -> int:
+    from ckpt.types import Identity
+
+    return Identity.parse(identity).tick.step
+
+
+def check_memory(came: list[Line], at_least: int) -> None:
+    """All ranks went on from one checkpoint, no older than that, and nothing of it was read from the store."""
+    assert len({line["identity"] for line in came}) == 1, came
+    for line in came:
+        assert line["restored"] >= at_least > 0, (at_least, line)
+        assert line["bytes"].keys() <= {"restored from local", "restored from peer"}, line
+        assert sum(line["bytes"].values()), line
+
+
+def check_losses(lines: list[Line], wanted: list[float]) -> None:
+    """Each rank's, in each attempt, at each step: bit for bit; and no step is missing."""
+    said = [(line["step"], line["loss"], line["node"]) for line in lines if "loss" in line]
+    wrong = [each for each in said if each[1] != wanted[each[0] - 1]]
+    assert not wrong, f"{len(wrong)} losses differ from those of an uninterrupted run, the first: {wrong[0]}"
+    assert {step for step, _, _ in said} == set(range(1, len(wanted) + 1))

@@ -1,0 +1,45 @@
+"""Nodes of a torchrun job are lost and come: training goes on, from memory alone and bit for bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.lan import Lan
+from tests.nodes.train import losses
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+
+
+def test_from_4_nodes_to_3_to_2_to_4_in_other_meshes_the_state_is_intact_and_comes_from_memory(
+    lan: Lan, tmp_path: Path
+) -> None:
+    mesh, steps = tmp_path / "mesh.json", 100_000
+    mesh.write_text("[4]")
+    end = tmp_path / "end"
+    job = Elastic(lan, tmp_path, steps, "--every", "10", "--mesh", str(mesh), "--end", str(end))
+    first = job.start(4)
+    job.safe_after(0.0, world=4)
+    for world, victim in ((3, job.node_of(0)), (2, job.node_of(1))):
+        safe = job.safe_step()
+        killed = job.kill(victim)
+        check_memory(job.restored(world, killed), at_least=safe)
+        job.safe_after(killed, world=world)
+    mesh.write_text("[2, 2]")
+    safe, grown = job.safe_step(), time.time()
+    job.start(2)
+    came = job.restored(4, grown)
+    check_memory(came, at_least=safe)
+    trained = [line["step"] for line in job.lines() if "step" in line and line["at"] < came[0]["at"]]
+    assert came[0]["restored"] == max(trained), "who is told to leave by SIGTERM saves its last step first"
+    assert job.wait_for(lambda line: "ready" in line and line["world"] == 4, grown)["ready"] == [2, 2]
+    job.safe_after(grown, world=4)
+    end.touch()
+    lines = job.end()
+    check_losses(lines, losses(job.last_step()))
+    assert {line["world"] for line in lines if line["node"] in first} == {2, 3, 4}
+    assert json.loads(mesh.read_text()) == [2, 2]

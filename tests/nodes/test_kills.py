@@ -1,0 +1,56 @@
+"""A node is killed, at any moment: the job goes on with another in its place, or with fewer, from memory, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.lan import Lan
+from tests.nodes.train import losses
+
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+
+EVERY = 20
+STORE_BYTES_S = 200e3  # so slow that a commit takes many steps, and the newest checkpoints are in memory only
+
+
+def test_a_node_that_is_killed_at_any_moment_of_a_save_is_replaced_and_nothing_is_read_from_the_store(
+    lan: Lan, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    options = ("--every", str(EVERY), "--mib", "3", "--bandwidth", str(STORE_BYTES_S), "--end", str(end))
+    job = Elastic(lan, tmp_path, 100_000, *options, nodes=(2, 3), apart=True)
+    job.start(3)
+    since = 0.0
+    for moment, rank in ((after_a_save, 0), (in_the_copy, 1), (at_the_snapshot, 2)):
+        job.safe_after(since, world=3)
+        victim = job.node_of(rank)
+        moment(job, lan, victim)
+        safe = job.safe_step()
+        killed = job.kill(victim)
+        job.start()
+        came = job.restored_by_any(killed)
+        check_memory(came, at_least=safe)
+        since = job.restored(3, killed)[0]["at"]
+    job.safe_after(since, world=3)
+    end.touch()
+    lines = job.end()
+    check_losses(lines, losses(job.last_step()))
+
+
+def after_a_save(job: Elastic, lan: Lan, victim: str) -> None:
+    job.safe_after(time.time(), world=3)
+
+
+def in_the_copy(job: Elastic, lan: Lan, victim: str) -> None:
+    """Its link is so slow that a copy takes over a second."""
+    lan.slow(job.places[victim], mbit=4)
+    began = job.wait_for(lambda line: line.get("step", 1) % EVERY == 0, time.time())
+    job.wait_for(lambda line: line.get("step") == began["step"] + 5, began["at"] - 1)
+
+
+def at_the_snapshot(job: Elastic, lan: Lan, victim: str) -> None:
+    job.wait_for(lambda line: line.get("step", 1) % EVERY == 0, time.time())
