@@ -1,4 +1,4 @@
-"""A node is killed, at any moment: the job goes on with another in its place, or with fewer, from memory, bit for bit."""
+"""A node is killed at any moment: the job goes on, with another in its place or without, from memory, bit for bit."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.trainer import restore
+from ckpt.trainer.fill import Filler
 from tests.session.scripts import say_line
 
 COLUMNS = 256
@@ -109,6 +112,43 @@ def mesh_of(world: int, file: Path | None) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
 
 
+class Parts:
+    """How long the parts of entering take, seconds: until it is known what is restored and where it lies (plan), until
+    all of it has arrived (fetch), and of that the time in which this rank copied and hashed (copy)."""
+
+    def __init__(self) -> None:
+        self._began_s, self._fill_s, self._copy_s, self._filling_s = time.monotonic(), 0.0, 0.0, 0.0
+        self._lock, self._copying = threading.Lock(), 0
+        fill, call = restore.fill, Filler.__call__
+
+        def timed_fill(*args: Any) -> dict[str, int]:
+            self._filling_s = time.monotonic()
+            try:
+                return fill(*args)
+            finally:
+                self._fill_s += time.monotonic() - self._filling_s
+
+        def timed_call(filler: Filler, frame: int, raw: memoryview) -> bool:
+            with self._lock:
+                self._copying += 1
+                if self._copying == 1:
+                    self._since_s = time.monotonic()
+            try:
+                return call(filler, frame, raw)
+            finally:
+                with self._lock:
+                    self._copying -= 1
+                    if not self._copying:
+                        self._copy_s += time.monotonic() - self._since_s
+
+        restore.fill, Filler.__call__ = timed_fill, timed_call  # type: ignore[method-assign]
+
+    def end(self) -> dict[str, float]:
+        plan_s = (self._filling_s or time.monotonic()) - self._began_s
+        rest_s = time.monotonic() - self._began_s - plan_s - self._fill_s
+        return {"plan": plan_s, "fetch": self._fill_s - self._copy_s, "copy": self._copy_s, "agree": rest_s}
+
+
 def _all_see(file: Path, step: int) -> bool:
     if step % 10:
         return False
@@ -127,6 +167,7 @@ def main() -> None:
     parser.add_argument("--mesh", type=Path, help="a file that names the shape of the mesh")
     parser.add_argument("--end", type=Path, help="a file: once it is there, all ranks stop at the same step")
     parser.add_argument("--bandwidth", type=float, help="to the store, bytes/s")
+    parser.add_argument("--parts", action="store_true", help="say how long the parts of entering took")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives, seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,14 +196,21 @@ def main() -> None:
     def hear(event: ckpt.Event) -> None:
         say(event=event.name, message=event.message, data=event.data)
 
+    parts = Parts() if args.parts else None
     limits = ckpt.Limits(bandwidth=args.bandwidth)
     with ckpt.Checkpointer(args.url, state, policy=ckpt.Every(steps=args.every), limits=limits, sinks=(hear,)) as ck:
         came, read = ck.restored, ck.receipt["bytes"]
+        if parts is not None:
+            say(parts=parts.end())
         say(restored=came.step, level=came.level, identity=came.identity, bytes=read, lost=ck.receipt["steps_lost"])
         assert ck.state["steps"] == came.step, (ck.state["steps"], came)
         assert table.is_of(came.step), f"the table is not that of step {came.step}"
         for step in ck.steps(args.steps):
-            loss = models.train(step, counts=step % world == rank)
+            try:
+                loss = models.train(step, counts=step % world == rank)
+            except RuntimeError as exc:
+                say(broke=str(exc)[:500])
+                raise
             table.train()
             ck.state["steps"] = step
             say(step=step, loss=loss)

@@ -1,0 +1,91 @@
+"""Do a hundred nodes, killed one after the other at random moments of a torchrun job, cost it nothing but time?
+
+    python -m benchmarks.soak [--kills N] [--nodes N] [--seed S] [--small] [--json FILE]
+
+One job of several nodes, each a network namespace with torchrun, one rank and its agent. Again and again one of them is
+killed, everything in it at once, at a random moment of training or saving, and another takes its place, or none does
+for a while. Each time: where the job went on from (never older than what was known to be safe), what that was read from
+(memory only), and how long it took; in the end every loss against those of an uninterrupted run, bit for bit. The seed
+is printed, and gives the same victims and delays.
+
+As root only: it makes network namespaces. A hundred kills take about an hour.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.report import Row, parser, report
+from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.lan import lan
+from tests.nodes.train import losses
+
+EVERY = 20
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--kills", type=int)
+    made.add_argument("--nodes", type=int, default=3)
+    made.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
+    args = made.parse_args()
+    kills = args.kills or (1 if args.small else 100)
+    nodes = 2 if args.small else args.nodes
+    dice = random.Random(args.seed)
+    print(f"seed {args.seed}: {kills} kills, {nodes} nodes", flush=True)
+    back_s, lost, far = [], [], 0
+    with lan() as net, tempfile.TemporaryDirectory() as folder:
+        end = Path(folder, "end")
+        options = ("--every", str(EVERY), "--mib", "2", "--bandwidth", "100e3", "--end", str(end))
+        job = Elastic(net, Path(folder), 10_000_000, *options, nodes=(max(1, nodes - 1), nodes))
+        try:
+            job.start(nodes)
+            since, world = 0.0, nodes
+            print("kill  node rank  of replaced   safe   from  back s  read")
+            for number in range(1, kills + 1):
+                job.safe_after(since, world)
+                rank, replaced = dice.randrange(world), world < nodes or dice.random() < 0.7
+                victim = job.node_of(rank)
+                time.sleep(dice.uniform(0.0, 3.0))
+                safe = job.safe_step()
+                killed = job.kill(victim)
+                if replaced:
+                    job.start(nodes - world + 1)
+                came = job.restored_by_any(killed)
+                check_memory(came, at_least=safe)
+                world = nodes if replaced else world - 1
+                since = job.restored(world, killed)[0]["at"]
+                back_s.append(came[-1]["at"] - killed)
+                lost.append(max((line["lost"] or 0) for line in came))
+                read = {level: sum(line["bytes"].get(level, 0) for line in came) for level in came[0]["bytes"]}
+                far += sum(count for level, count in read.items() if level.endswith("store"))
+                shown = ", ".join(f"{count / 2**20:.1f} MiB {level}" for level, count in sorted(read.items()))
+                print(
+                    f"{number:4} {victim:>5} {rank:4} {world:3} {replaced!s:>8} {safe:6} {came[0]['restored']:6} "
+                    f"{back_s[-1]:7.1f}  {shown}",
+                    flush=True,
+                )
+            job.safe_after(since, world)
+            end.touch()
+            lines = job.end()
+            check_losses(lines, losses(job.last_step()))
+        except BaseException:
+            print(job.tail(), file=sys.stderr)
+            raise
+        finally:
+            net.clear()
+    rows = [
+        Row("kills", len(back_s), "", "printed", None),
+        Row("read from the store", far / 2**20, "MiB", "nothing", not far),
+        Row("back after, the median", sorted(back_s)[len(back_s) // 2], "s", "printed", None),
+        Row("steps done again, at most", max(lost), "steps", "printed", None),
+    ]
+    return report("soak", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
