@@ -143,6 +143,7 @@ class Checkpointer:
             take_over=take_over,
         )
         self._receipt = Receipt()
+        self.events.add(self._receipt.hear)
         self._entered: _Parts | None = None
         self._step = 0
         self._sub = 0
@@ -268,7 +269,7 @@ class Checkpointer:
                 f"this process has a Checkpointer on {self.url} already: put all of the state into one, or give each "
                 "a URL of its own"
             )
-        settings = read()
+        settings, began_s = read(), time.monotonic()
         if self._notices == "off":
             settings = replace(settings, notices="off")
         with contextlib.ExitStack() as stack:
@@ -280,10 +281,12 @@ class Checkpointer:
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
-        self._receipt.start_step = self._receipt.end_step = self._step
+        self._receipt.start_step = self._step
         self._receipt.restored_from = self.restored.source
+        self._receipt.entry_s = time.monotonic() - began_s
         saver.link.levels.begin()  # what entering took is not unsaved time
         saver.link.enter(self._step + 1)
+        self._update_receipt()
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
         parting.begin()

@@ -388,6 +388,8 @@ class Carrier:
         error = failure(done)
         if isinstance(done.exception(), Superseded):
             self.supersede(error)
+        if not error:  # told before anybody who waits for it goes on: the receipt counts it
+            self._tell_committed(identity, done.result())
         now_s = time.monotonic()
         self.group.committed(slot, error, now_s)
         if self.learning is not None:
@@ -397,7 +399,11 @@ class Carrier:
         if error:
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
             return
-        result = done.result()
+        keep, store = self.options.keep, self._services.store
+        if keep != Keep() and not self.group.superseded_by:
+            self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
+
+    def _tell_committed(self, identity: Identity, result: Committed) -> None:
         text = (
             f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
             f"{result.packs} packs, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
@@ -410,9 +416,6 @@ class Carrier:
             "seconds": result.seconds,
         }
         self.emit("commit.done", text, data=facts)
-        keep, store = self.options.keep, self._services.store
-        if keep != Keep() and not self.group.superseded_by:
-            self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
     def follow_learning(self) -> None:
         """Asks how often to save, and does so from now on."""

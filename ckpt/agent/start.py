@@ -43,6 +43,7 @@ class Start:
     job: Job | None = None
     resolving: bool = False
     has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
+    newest_step: int = 0  # of the line, be it struck out
     chosen: Candidate | None = None
 
 

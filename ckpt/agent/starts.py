@@ -273,6 +273,7 @@ class Starts:
         """The newest that is not struck out. One of which each rank is held by some node is put together first."""
         found = candidates.candidates(start.view, self._remembered(start))
         start.has_any = start.has_any or bool(found)  # one that cannot be put together is no candidate any more
+        start.newest_step = found[0].identity.tick.step if found else start.newest_step
         held: list[tuple[Candidate, Checkpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
             checkpoint = self._in_memory(each.identity)
@@ -372,6 +373,7 @@ class Starts:
         )
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
         lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
+        lost += [start.newest_step - identity.tick.step] if start.newest_step > identity.tick.step else []
         level = "local" if where is not None else "peer" if gathered is not None else "store"
         body |= {
             "parent": str(identity),

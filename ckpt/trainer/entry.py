@@ -89,6 +89,7 @@ class Found:
     identity: str | None
     source: str
     sources: dict[str, int]
+    steps_lost: int | None = None
 
 
 def enter(
@@ -119,8 +120,8 @@ def enter(
     except BaseException:
         saver.link.give_up()
         raise
-    receipt.bytes_by_level.update({f"restored from {level}": count for level, count in found.sources.items()})
-    receipt.steps_lost = decision.fields.get("steps_lost")
+    receipt.read_bytes.update(found.sources)
+    receipt.steps_lost = found.steps_lost
     return saver, found
 
 
@@ -266,7 +267,8 @@ def _restore(
             level = candidate["level"]
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.tick.step} from {where}"
-            return Found(identity.tick, level, str(identity), source, sources), decision
+            lost = decision.fields.get("steps_lost")
+            return Found(identity.tick, level, str(identity), source, sources, lost), decision
         failures.append(f"step {identity.tick.step}: {bad}")
         events.emit(
             "restore.struck",

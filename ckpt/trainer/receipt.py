@@ -7,26 +7,82 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.events import Event
+
+# Events that say that the safe path was taken, or an older or smaller thing than was wanted: their words are the why.
+FALLEN = frozenset(
+    {
+        "claim.postponed",
+        "memory.plan",
+        "memory.short",
+        "restore.mismatch",
+        "restore.struck",
+        "snapshot.differs",
+        "snapshot.unpinned",
+        "store.lost",
+    }
+)
+FALLEN_MAX = 50  # different ones that are kept
+WORDS_MAX = 500  # characters of each
+
+
+@dataclass(slots=True)
+class Committed:
+    """What the job's commits came to, in bytes: of the state, as written, and referred to since they had not changed.
+    Known on the rank that the agent tells of the job, the lowest one."""
+
+    commits: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    referred_bytes: int = 0
+
 
 @dataclass(slots=True)
 class Receipt:
-    """`stalls_s`: how long training stood still for each snapshot. `bytes_by_level`: what reached each level, and on
-    a restore what came from each. `proven`: what was trusted because this run showed it (lazy copies, replicas).
+    """`entry_s`: how long entering took. `stalls_s`: how long training stood still for each snapshot.
+    `staged_bytes`: of this rank's snapshots in this host's memory. `read_bytes`: what was restored on this rank, by
+    the level that it came from. `proven`: what was trusted because this run showed it (hashes, lazy copies, replicas).
     `fell_back`: what was not, and why. `steps_lost`: between the last step of the former run that is known of and the
-    one restored."""
+    one restored; None where nothing was."""
 
     start_step: int = 0
     end_step: int = 0
     restored_from: str = "nothing"
     steps_lost: int | None = None
+    entry_s: float = 0.0
     snapshots: int = 0
     missed: int = 0
     stalls_s: list[float] = field(default_factory=list)
-    bytes_by_level: dict[str, int] = field(default_factory=dict)
+    staged_bytes: int = 0
+    read_bytes: dict[str, int] = field(default_factory=dict)
+    committed: Committed = field(default_factory=Committed)
     committed_step: int | None = None
     proven: list[str] = field(default_factory=list)
     fell_back: list[str] = field(default_factory=list)
     agent_restarts: int = 0
+    fallen: list[str] = field(default_factory=list)  # what events said of it
+
+    def hear(self, event: Event) -> None:
+        """A sink: counts commits, and remembers what fell back. On the thread that emits."""
+        if event.name == "commit.done":
+            self.committed.commits += 1
+            self.committed.raw_bytes += int(event.data.get("raw_bytes", 0))
+            self.committed.stored_bytes += int(event.data.get("stored_bytes", 0))
+            self.committed.referred_bytes += int(event.data.get("referred_bytes", 0))
+        elif event.name in FALLEN and event.loud:
+            text = event.message.removeprefix("ckpt: ")[:WORDS_MAX]
+            if text not in self.fallen and len(self.fallen) < FALLEN_MAX:
+                self.fallen.append(text)
+
+    @property
+    def bytes_by_level(self) -> dict[str, int]:
+        """What reached each level, and what came from each."""
+        found = {f"restored from {level}": count for level, count in sorted(self.read_bytes.items())}
+        if self.snapshots:
+            found["local"] = self.staged_bytes
+        if self.committed.commits:
+            found["store"] = self.committed.stored_bytes
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         stalls = sorted(self.stalls_s)
@@ -35,12 +91,16 @@ class Receipt:
             "end_step": self.end_step,
             "restored_from": self.restored_from,
             "steps_lost": self.steps_lost,
+            "entry_s": round(self.entry_s, 3),
             "snapshots": self.snapshots,
             "missed": self.missed,
             "stall_ms_median": round(1e3 * statistics.median(stalls), 3) if stalls else None,
             "stall_ms_max": round(1e3 * stalls[-1], 3) if stalls else None,
             "stall_s_total": round(sum(stalls), 6),
-            "bytes": dict(self.bytes_by_level),
+            "bytes": self.bytes_by_level,
+            "commits": self.committed.commits,
+            "committed_raw_bytes": self.committed.raw_bytes,
+            "committed_referred_bytes": self.committed.referred_bytes,
             "committed_step": self.committed_step,
             "proven": list(self.proven),
             "fell_back": list(self.fell_back),
@@ -53,8 +113,11 @@ class Receipt:
     def restored_line(self) -> str:
         """One line at the start of a run that goes on."""
         lost = "" if self.steps_lost is None else f", {self.steps_lost} steps of the former run to do again"
-        read = ", ".join(f"{count / 2**20:.1f} MiB {level}" for level, count in sorted(self.bytes_by_level.items()))
-        return f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}"
+        read = ", ".join(f"{_size(count)} {level}" for level, count in sorted(self.read_bytes.items()))
+        return (
+            f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}, entered in {self.entry_s:.2f} s"
+            f"{self._trust()}"
+        )
 
     def line(self) -> str:
         """One line, without a line break."""
@@ -65,10 +128,29 @@ class Receipt:
             if body["stall_ms_median"] is None
             else f", stall {body['stall_ms_median']:.1f} ms (at most {body['stall_ms_max']:.1f})"
         )
+        staged = f"; {_size(self.staged_bytes)} staged" if self.snapshots else ""
         committed = "nothing committed" if self.committed_step is None else f"step {self.committed_step} committed"
-        proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""
-        fell = f"; fell back: {'; '.join(self.fell_back)}" if self.fell_back else ""
         return (
             f"ckpt: steps {self.start_step + 1}..{self.end_step} from {self.restored_from}{lost}; "
-            f"{self.snapshots} snapshots, {self.missed} missed{stall}; {committed}{proven}{fell}"
+            f"{self.snapshots} snapshots, {self.missed} missed{stall}{staged}; {committed}{self._stored()}"
+            f"{self._trust()}"
         )
+
+    def _stored(self) -> str:
+        done = self.committed
+        if not done.commits:
+            return ""
+        unchanged = f", {_size(done.referred_bytes)} unchanged" if done.referred_bytes else ""
+        return (
+            f" ({_size(done.raw_bytes)} in {done.commits} commits: {_size(done.stored_bytes)} stored in the store"
+            f"{unchanged})"
+        )
+
+    def _trust(self) -> str:
+        proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""
+        fell = f"; fell back: {'; '.join(self.fell_back)}" if self.fell_back else ""
+        return " ".join(f"{proven}{fell}".split("\n"))
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 // 10 else f"{count / 2**10:.1f} KiB"

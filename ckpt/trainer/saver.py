@@ -28,6 +28,7 @@ from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import Link, Offer, Plan, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
+from ckpt.trainer.replicas import Replicas
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 from ckpt.types import Epoch, Identity, Tick
@@ -77,6 +78,7 @@ class Saver:
         self.link = Link(url, settings, events, tasks, self._bind, self.quiet)
         self._snapshotter = snapshotter
         self._replicated = replicated
+        self._replicas = Replicas()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._open = 0
@@ -190,8 +192,9 @@ class Saver:
 
     def prove(self, receipt: Receipt) -> None:
         """Puts down what was trusted, and what was not and why."""
-        receipt.proven = self._snapshotter.proven()
-        receipt.fell_back = self._snapshotter.fell_back()
+        hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
+        receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
+        receipt.fell_back = [*self._snapshotter.fell_back(), *self._replicas.fell_back(), *receipt.fallen]
 
     def close(self) -> None:
         """Lets what is under way into the arenas finish, then ends the stager, the copies and the link."""
@@ -249,6 +252,9 @@ class Saver:
             self.link.levels.put(filling.tick, "local", False, why)
         else:
             self.receipt.snapshots += 1
+            values_bytes = len(filling.shared) + len(filling.own) + len(filling.about)
+            self.receipt.staged_bytes += filling.plan.staging.data_bytes + values_bytes
+            self._replicas.note(filling.plan.declaration)
         self.link.report(
             "staged",
             {
