@@ -51,7 +51,7 @@ def rclone() -> Iterator[Server]:
     port = free_port()
     words = ["serve", "s3", at, "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY_ID},{SECRET}"]
     try:
-        with _running([_program("rclone"), "--config", os.devnull, *words], port):
+        with running([program("rclone"), "--config", os.devnull, *words], port):
             yield Server("rclone", f"http://127.0.0.1:{port}", "bucket")
     finally:
         shutil.rmtree(at, ignore_errors=True)
@@ -61,7 +61,7 @@ def rclone() -> Iterator[Server]:
 def moto() -> Iterator[Server]:
     """moto's server in a process of its own: strict about preconditions, blind to credentials."""
     port = free_port()
-    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
+    with running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
         server = Server("moto", f"http://127.0.0.1:{port}", "bucket")
         make_bucket(server)
         yield server
@@ -87,14 +87,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
     """From the environment's scripts, else from PATH."""
     beside = Path(sysconfig.get_path("scripts"), name)
     return str(beside) if beside.exists() else name
 
 
 @contextlib.contextmanager
-def _running(words: list[str], port: int) -> Iterator[None]:
+def running(words: list[str], port: int) -> Iterator[None]:
+    """A server that has begun to listen on that port of the loopback."""
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:

@@ -31,7 +31,7 @@ from ckpt import storage
 from ckpt.store import keys
 
 HERE = Path(__file__).parent
-STEPS, EVERY, RANKS = 160, 20, 2
+RANKS = 2
 BANDWIDTH = 30e6  # bytes per second to the store, so that a save takes long enough to be hit
 START_TIMEOUT_S = 120.0
 
@@ -49,17 +49,18 @@ class Kill:
 class Job:
     """One training run, started as often as it takes."""
 
-    def __init__(self, name: str, url: str, folder: Path, runtime: str) -> None:
+    def __init__(self, name: str, url: str, folder: Path, runtime: str, steps: int, every: int) -> None:
+        self.steps, self.every = steps, every
         self.name, self.url, self.log = name, url, folder / name
         self.log.mkdir(parents=True)
         self.runtime = runtime
         self.starts = 0
 
-    def start(self, *, steps: int = STEPS) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        script = [str(HERE / "train.py"), self.url, "--folder", str(self.log), "--steps", str(steps)]
-        script += ["--every", str(EVERY), "--bandwidth", str(BANDWIDTH), "--launch", str(self.starts)]
+        script = [str(HERE / "train.py"), self.url, "--folder", str(self.log), "--steps", str(self.steps)]
+        script += ["--every", str(self.every), "--bandwidth", str(BANDWIDTH), "--launch", str(self.starts)]
         # The launch id says that these starts are one job; a scheduler's job id would do as well.
         ours = {
             "CKPT_LAUNCH": f"demo-{self.name}",
@@ -157,7 +158,9 @@ def compare(straight: Job, killed: Job) -> None:
     differ = sorted(step for step, loss in expected.items() if found[step] != loss)
     if differ:
         raise SystemExit(f"losses differ, first at (rank, step) {differ[0]}")
-    print(f"\n{len(expected)} losses ({RANKS} ranks x {STEPS} steps): equal bit for bit to the undisturbed run\n")
+    print(
+        f"\n{len(expected)} losses ({RANKS} ranks x {killed.steps} steps): equal bit for bit to the undisturbed run\n"
+    )
 
 
 def command(*words: str) -> None:
@@ -171,17 +174,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", help="save below this URL instead of a local folder, such as s3://bucket/demo")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="local files; emptied first")
+    parser.add_argument("--steps", type=int, default=160, help="of each run; more than 5 times --every")
+    parser.add_argument("--every", type=int, default=20, help="save every so many steps")
     args = parser.parse_args()
+    if args.steps <= 5 * args.every:
+        parser.error("--steps must be more than 5 times --every: the second kill comes right after that")
     shutil.rmtree(args.folder, ignore_errors=True)
     store = f"{args.store.rstrip('/')}/{uuid.uuid4().hex[:8]}" if args.store else f"{args.folder}/store"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ckpt-demo-", dir="/tmp") as runtime:
-        straight = Job("undisturbed", f"{store}/undisturbed", args.folder / "logs", runtime)
-        killed = Job("killed", f"{store}/killed", args.folder / "logs", runtime)
+        about = args.folder / "logs", runtime, args.steps, args.every
+        straight = Job("undisturbed", f"{store}/undisturbed", *about)
+        killed = Job("killed", f"{store}/killed", *about)
         finish(straight.start())
         kills = [
-            kill_during_save(killed, 3 * EVERY, agent_too=False),
-            kill_during_save(killed, 5 * EVERY, agent_too=True),
+            kill_during_save(killed, 3 * args.every, agent_too=False),
+            kill_during_save(killed, 5 * args.every, agent_too=True),
         ]
         finish(killed.start())
     report(kills, killed, straight)
