@@ -4,6 +4,7 @@
 #   make test     all tests
 #   make check    lint, format, types, layers
 #   make bench    every benchmark, each against its ceiling in the same run
+#   make emulators   Azurite, which the tests of az:// need and skip without; needs node and npm
 #
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; STORE=s3://bucket/demo where the demo saves.
 
@@ -17,7 +18,11 @@ PYTEST_ARGS ?=
 # Nothing that is started from here asks the cloud that this machine may be in.
 export CKPT_NOTICES ?= off
 
-.PHONY: demo test check format bench clean
+# What it depends on is taken as of that day; its scripts are not run.
+AZURITE := azurite@3.35.0
+AZURITE_DAY := 2026-01-01
+
+.PHONY: demo test check format bench emulators clean
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
@@ -42,6 +47,8 @@ bench: .venv/.ready-dev
 		$(BIN)/python -m "benchmarks.$$name" || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed, or a bar not met (docs/benchmarks.md):$$failed" >&2; exit 1; }
 
+emulators: .venv/.ready-azurite
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -56,4 +63,11 @@ clean:
 .venv/.ready-dev: .venv/.ready
 	@echo "installing what the tests need into .venv (once)"
 	@$(PIP) pip "setuptools>=77" --editable ".[test,check]"
+	@touch $@
+
+.venv/.ready-azurite: Makefile | .venv/.ready
+	@command -v npm >/dev/null || { echo "error: no npm found; install node and npm" >&2; exit 2; }
+	@echo "installing $(AZURITE) into .venv/azurite (once)"
+	@npm install --prefix .venv/azurite --before=$(AZURITE_DAY) --ignore-scripts --omit=dev --no-save \
+		--no-audit --no-fund --loglevel=error $(AZURITE) >/dev/null
 	@touch $@

@@ -1,8 +1,8 @@
 """s3://, gs:// and az:// through obstore.
 
 Credentials, region and endpoint come from the clouds' usual variables (AWS_ACCESS_KEY_ID, AWS_REGION,
-AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...), and for S3 from
-AWS_PROFILE and ~/.aws through botocore where no variable gives them.
+AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_BASE_URL, AZURE_STORAGE_ACCOUNT_NAME,
+AZURE_STORAGE_ENDPOINT, ...), and for S3 from AWS_PROFILE and ~/.aws through botocore where no variable gives them.
 
 - Up to SINGLE_BYTES_MAX an object is one put: buffers are handed over as they are, joined nowhere. Above that it is a
   multipart upload of parallel parts; obstore aborts it when a part fails. Put-if-absent is always one single put.
@@ -11,7 +11,8 @@ AWS_PROFILE and ~/.aws through botocore where no variable gives them.
 - Nothing on the way is trusted for integrity: the payload is not signed over TLS or the loopback, where that would
   only cost CPU; every reader checks its own hashes.
 - A server that answers a ranged get with 200 (rclone) is found out by the first one; see signed_http.py.
-- gs and az have no multipart uploads that stay behind: what is unfinished there the cloud drops by itself in a week.
+- Unfinished multipart uploads are ended on s3 only. Azure drops them by itself in a week; Google keeps them until a
+  lifecycle rule of the bucket ends them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
 
 _STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+# The variables that name the endpoint, the strongest first.
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_GOOGLE = "https://storage.googleapis.com"
 _LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
 _S3_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
@@ -56,7 +64,11 @@ _METADATA_SERVICE = re.compile(
     r"169\.254\.169\.254|metadata\.google\.internal|/latest/(?:api/token|meta-data/iam)|/computeMetadata/v1/|"
     r"/metadata/identity/oauth2/"
 )
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_NO_BUCKET = re.compile(
+    r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
+)
+_BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter is what obstore makes of a 206
+_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")
 
 
 def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
@@ -66,7 +78,7 @@ def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
     Errors: UsageError where the environment makes no sense."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
-    config = s3_config(os.environ) if scheme == "s3" else {}
+    config = s3_config(os.environ) if scheme == "s3" else other_config(scheme, os.environ)
     return CloudBackend(url, scheme, bucket, prefix, config, timeout_s)
 
 
@@ -77,18 +89,37 @@ def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
         from ckpt.backends.aws_profile import profile_config
 
         config.update(profile_config(env.get("AWS_PROFILE")))
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = next((env[name] for name in names if env.get(name)), config.get("endpoint"))
+    endpoint = _endpoint("s3", env, config.get("endpoint"))
     if endpoint:
-        parsed = urllib.parse.urlsplit(endpoint)
-        if parsed.scheme not in ("http", "https") or not parsed.hostname:
-            raise UsageError(f"AWS_ENDPOINT_URL={endpoint!r} is no endpoint; give one like https://s3.example.com:443")
-        config["endpoint"] = endpoint.rstrip("/")
-        config["client_options"] = {"allow_http": parsed.scheme == "http"}
+        config["endpoint"] = endpoint
+        config["client_options"] = {"allow_http": endpoint.startswith("http://")}
     private = not endpoint or endpoint.startswith("https://") or _LOOPBACK.match(endpoint)
     if private and "AWS_UNSIGNED_PAYLOAD" not in env:
         config["unsigned_payload"] = True
     return config
+
+
+def other_config(scheme: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """What GCSStore and AzureStore do not take from the environment by themselves: that an endpoint which was named
+    with http:// is meant to be asked without TLS."""
+    endpoint = _endpoint(scheme, env)
+    if endpoint is None:
+        return {}
+    name = "base_url" if scheme == "gs" else "endpoint"
+    return {name: endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+
+
+def _endpoint(scheme: str, env: Mapping[str, str], default: str | None = None) -> str | None:
+    """The endpoint that the environment names. Errors: UsageError where it is none."""
+    name = next((name for name in _ENDPOINTS[scheme] if env.get(name)), None)
+    endpoint = env[name] if name else default
+    if endpoint is None:
+        return None
+    parsed = urllib.parse.urlsplit(endpoint)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        named = name or "the profile's endpoint_url"
+        raise UsageError(f"{named}={endpoint!r} is no endpoint; give one like https://storage.example.com:443")
+    return endpoint.rstrip("/")
 
 
 def _has_profile(env: Mapping[str, str]) -> bool:
@@ -160,7 +191,7 @@ class CloudBackend:
             except _NotPartial:
                 self._is_ranged = False
             except StorageError as exc:
-                if isinstance(exc.__cause__, BaseError) and "status code: 416" in str(exc.__cause__):
+                if isinstance(exc.__cause__, BaseError) and _BEHIND_END.search(str(exc.__cause__)):
                     self._check_end(key, start + length)
                 raise
             else:
@@ -209,7 +240,7 @@ class CloudBackend:
 
     def now_s(self) -> float:
         """From the Date header of a reply; where none can be had, the modification time of a new object."""
-        date_s = self._by_hand.date_s()
+        date_s = self._by_hand.date_s(self._clock_url)
         if date_s is not None:
             return date_s
         key = f"clock/{secrets.token_hex(8)}"
@@ -235,6 +266,13 @@ class CloudBackend:
     def _sign(self, method: str, key: str) -> str:
         with self._translated(f"sign a request for {key}", asks=False):
             return str(obstore.sign(self._small, method, key, datetime.timedelta(minutes=15)))  # type: ignore[call-overload]
+
+    def _clock_url(self) -> str:
+        """Any reply has the time. For gs no signature is asked for: without a key at hand that is a request to Google,
+        which most service accounts are not allowed to make."""
+        if self._scheme == "gs":
+            return f"{self._config.get('base_url', _GOOGLE)}/{self._bucket}"
+        return self._sign("HEAD", "clock")
 
     def _info(self, meta: Mapping[str, Any]) -> ObjectInfo:
         modified_s = meta["last_modified"].timestamp()
@@ -278,8 +316,8 @@ class CloudBackend:
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
                 "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
             )
-        if status := re.search(r"status code: (\d{3})", text):
-            return self._failed(what, int(status[1]), said)
+        if status := _STATUS.search(text):
+            return self._failed(what, int(status[1] or status[2]), said)
         if isinstance(exc, AlreadyExistsError):
             return AlreadyExists(f"{self.url}: {what}: it is there already")
         if isinstance(exc, FileNotFoundError):
@@ -287,7 +325,8 @@ class CloudBackend:
         if "redirect" in text:
             return StorageError(f"{self.url}: the bucket is in another region; set AWS_REGION to it ({said})")
         if "Builder" in text or "InvalidCertificate" in text or "certificate" in text:
-            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check AWS_ENDPOINT_URL ({said})")
+            names = ", ".join(_ENDPOINTS[self._scheme])
+            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names} ({said})")
         if "HTTP error" in text:
             kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
             return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")

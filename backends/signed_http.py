@@ -65,10 +65,11 @@ class SignedHttp:
                 raise lost(_host(url), what, f"{done} bytes of {length} came")
         return out
 
-    def date_s(self) -> float | None:
-        """The server's clock, Unix seconds; None where it cannot be had this way. Any reply will do."""
+    def date_s(self, url: Callable[[], str]) -> float | None:
+        """The clock of the server at that URL, Unix seconds; None where there is no URL (a StorageError), or no time
+        in the reply. Any reply will do."""
         try:
-            with self._exchange("ask the time", "HEAD", self._sign("HEAD", "clock"), {}) as reply:
+            with self._exchange("ask the time", "HEAD", url(), {}) as reply:
                 date = reply.getheader("Date")
             return email.utils.parsedate_to_datetime(date).timestamp() if date else None
         except (StorageError, ValueError):

@@ -61,7 +61,7 @@ class Settings:
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
 
 
-STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "S3_")  # what the storage libraries read by themselves
+STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "AZURITE_", "S3_")  # what the storage libraries read
 
 
 def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

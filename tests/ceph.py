@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.servers import KEY_ID, SECRET, Server, free_port, make_bucket
+from tests.servers import KEY_ID, SECRET, Server, free_port
 
 START_S = 90.0
 PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "ceph", "monmaptool", "radosgw-admin")
@@ -131,7 +131,7 @@ def _start(at: Path, bytes_max: int, started: list[subprocess.Popen[bytes]]) -> 
             raise RuntimeError(f"a Ceph process ended early; see {at}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", rgw), 1):
             server = Server("ceph", f"http://127.0.0.1:{rgw}", "bucket")
-            make_bucket(server)
+            server.make_bucket(server.bucket)
             return server
         time.sleep(0.2)
     raise RuntimeError(f"Ceph did not start within {START_S:g} s")

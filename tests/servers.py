@@ -42,6 +42,13 @@ class Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    def make_bucket(self, name: str) -> None:
+        _signed(self, "PUT", f"/{name}")
+
+    def remove_bucket(self, name: str) -> None:
+        """Only an empty one."""
+        _signed(self, "DELETE", f"/{name}")
+
 
 @contextlib.contextmanager
 def rclone() -> Iterator[Server]:
@@ -63,17 +70,8 @@ def moto() -> Iterator[Server]:
     port = free_port()
     with running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
         server = Server("moto", f"http://127.0.0.1:{port}", "bucket")
-        make_bucket(server)
+        server.make_bucket(server.bucket)
         yield server
-
-
-def make_bucket(server: Server, name: str | None = None) -> None:
-    _signed(server, "PUT", f"/{name or server.bucket}")
-
-
-def remove_bucket(server: Server, name: str) -> None:
-    """Only an empty one."""
-    _signed(server, "DELETE", f"/{name}")
 
 
 def start_upload(server: Server, key: str) -> None:
@@ -94,10 +92,10 @@ def program(name: str) -> str:
 
 
 @contextlib.contextmanager
-def running(words: list[str], port: int) -> Iterator[None]:
-    """A server that has begun to listen on that port of the loopback."""
+def running(words: list[str], port: int, cwd: str | None = None) -> Iterator[None]:
+    """A program from when it answers on that port until the end of the block."""
     with tempfile.TemporaryFile() as out:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd)
         try:
             deadline_s = time.monotonic() + START_S
             while not _answers(port):

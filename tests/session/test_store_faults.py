@@ -10,7 +10,6 @@ import torch
 
 import ckpt
 from ckpt.store.keys import parse_record
-from tests import servers
 from tests.cli.stores import opened
 from tests.servers import Server
 from tests.session.loops import losses, make, wait_agent_gone
@@ -29,7 +28,7 @@ def test_a_bucket_that_vanishes_fails_the_saves_and_the_end_and_not_the_training
             if step == 2:
                 ck.save().wait("store", timeout_s=60)
                 empty(moto)
-                servers.remove_bucket(moto, moto.bucket)
+                moto.remove_bucket(moto.bucket)
             if step == 3:
                 lost = ck.save()
                 with pytest.raises(ckpt.SaveFailed, match="no bucket"):

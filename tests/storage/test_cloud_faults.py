@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import settings, storage
-from ckpt.backends.cloud import CloudBackend, open_cloud, s3_config
+from ckpt.backends.cloud import CloudBackend, open_cloud, other_config, s3_config
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -253,6 +253,25 @@ def test_the_payload_is_signed_only_on_a_bare_network(
 def test_a_wrong_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UsageError, match="AWS_ENDPOINT_URL"):
         s3_config({"AWS_ACCESS_KEY_ID": "x", "AWS_ENDPOINT_URL_S3": endpoint})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variable", "name"),
+    [
+        ("gs", "GOOGLE_BASE_URL", "base_url"),
+        ("az", "AZURE_STORAGE_ENDPOINT", "endpoint"),
+        ("az", "AZURE_ENDPOINT", "endpoint"),
+    ],
+)
+def test_other_clouds_are_asked_without_tls_only_where_the_endpoint_says_so(
+    scheme: str, variable: str, name: str
+) -> None:
+    assert other_config(scheme, {}) == {}
+    for endpoint, plain in (("http://127.0.0.1:1/a", True), ("https://example.com/a", False)):
+        expected = {name: endpoint, "client_options": {"allow_http": plain}}
+        assert other_config(scheme, {variable: endpoint + "/"}) == expected
+    with pytest.raises(UsageError, match=variable):
+        other_config(scheme, {variable: "localhost:1"})
 
 
 def test_other_clouds_open_without_asking_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ckpt.errors import AlreadyExists, CkptError, DamagedData, NotFound, Storage
 from ckpt.storage import Backend, PutMode
 from ckpt.storage.names import TEMPORARY
 from ckpt.storage.probe import probe
-from tests.servers import make_bucket, remove_bucket, start_upload
+from tests.servers import start_upload
 from tests.storage.conftest import Kind
 
 NO_KEYS = [
@@ -268,12 +268,12 @@ def test_a_bucket_that_vanishes_is_named_and_is_not_an_empty_store(kind: Kind, p
     if kind.server is None:
         assert "bucket" not in place
         return
-    bucket = f"gone-{random.randrange(10**9)}"
-    make_bucket(kind.server, bucket)
+    bucket = f"gone{random.randrange(10**9)}"  # no hyphen: for gs it is sent as %2D, which moto does not read
+    kind.server.make_bucket(bucket)
     store = storage.open(f"{kind.scheme}://{bucket}/run", settings=replace(settings.read(), retry_s=5.0))
     store.put("k", [b"x"])
     store.delete(["k"])
-    remove_bucket(kind.server, bucket)
+    kind.server.remove_bucket(bucket)
     attempts: list[Callable[[], object]] = [
         lambda: store.put("k", [b"x"]),
         lambda: store.get("k", 10),
