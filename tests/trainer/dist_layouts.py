@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -200,8 +201,8 @@ def special(rank: int, world: int) -> None:
         parts = [whole[rank : rank + 1, :3], whole[rank : rank + 1, 3:]]
         parts = [part.clone() if fill else torch.zeros_like(part) for part in parts]
         local = LocalShardsWrapper(parts, [(rank, 0), (rank, 3)])
-        made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(8, 1))
-        return {"table": made}
+        meta = TensorMeta(whole.shape, (8, 1), whole.dtype)  # from_local takes no wrapper of two before torch 2.7
+        return {"table": DTensor(local, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)}
 
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, rt.save_rank(walker_of(table(True), rank, world), rank, world))

@@ -73,6 +73,15 @@ def job(make: Any, seed: int) -> dict[str, Any]:
     return {"model": model, "optim": optim, "sched": torch.optim.lr_scheduler.MultiStepLR(optim, [1, 1, 7])}
 
 
+def assert_same_job(one: dict[str, Any], two: dict[str, Any]) -> None:
+    last = one["sched"].get_last_lr()[0]
+    if torch.is_tensor(last) and last is one["optim"].param_groups[0]["lr"]:
+        # In torch 2.6 the scheduler's rates are tensors of the optimizer until it loads a state, and then equal ones.
+        assert one["sched"].state_dict() == two["sched"].state_dict()
+        one, two = ({name: job[name] for name in ("model", "optim")} for job in (one, two))
+    rt.assert_same_state(one, two)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_training_goes_on_bit_for_bit_in_a_fresh_process_and_in_a_used_one(kind: str, steps_before: int) -> None:
@@ -83,11 +92,11 @@ def test_training_goes_on_bit_for_bit_in_a_fresh_process_and_in_a_used_one(kind:
     other = job(OPTIMIZERS[kind], 2)
     train(other["model"], other["optim"], steps_before, seed=5)
     rt.restore(other, checkpoint)
-    rt.assert_same_state(saved, other)
+    assert_same_job(saved, other)
     for state in (saved, other):
         train(state["model"], state["optim"], 2, seed=9)
         state["sched"].step()
-    rt.assert_same_state(saved, other)
+    assert_same_job(saved, other)
 
 
 def test_the_restored_optimizer_equals_what_torch_itself_would_load() -> None:

@@ -529,16 +529,21 @@ def test_an_empty_shard_declares_no_box() -> None:
 def test_boxes_are_where_torch_puts_the_elements_strided_and_uneven_ones_too() -> None:
     rng = random.Random(SEED)
     several = 0
-    for _ in range(400):
+    for _ in range(2000):
         shape = tuple(rng.randrange(1, 13) for _ in range(rng.randrange(1, 4)))
         sizes = tuple(rng.randrange(1, 5) for _ in range(rng.randrange(1, 4)))
         placements = [_placement(rng, len(shape)) for _ in sizes]
         at = tuple(rng.randrange(n) for n in sizes)
         whole = torch.arange(math.prod(shape)).reshape(shape)
         local = whole
-        for size, index, placement in zip(sizes, at, placements, strict=True):
-            if not isinstance(placement, Replicate):
-                local = placement._split_tensor(local, size, with_padding=False)[0][index]
+        try:
+            for size, index, placement in zip(sizes, at, placements, strict=True):
+                if not isinstance(placement, Replicate):
+                    local = placement._split_tensor(local, size, with_padding=False)[0][index]
+        except AssertionError as exc:
+            if "only allows even sharding" not in str(exc):
+                raise
+            continue  # torch 2.6 cuts nothing strided unevenly
         boxes, runs = _boxes(shape, sizes, at, placements, "t")
         found = [whole[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))] for b in boxes]
         assert sum(box.size for box in boxes) == local.numel()
