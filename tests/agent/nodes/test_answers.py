@@ -130,7 +130,7 @@ def wanted() -> Wanted:
 def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_written_them() -> None:
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.write(0, wanted(), lambda result, error: then(result, error))
+        remote.write(wanted(), lambda result, error: then(result, error))
         return net
 
     places = np.zeros(2, PLACE)
@@ -154,7 +154,7 @@ def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_writte
 def test_who_waits_on_a_thread_for_a_nodes_packs_hears_of_it_even_when_the_job_is_over() -> None:
     remote, net = share()
     heard: list[str] = []
-    remote.write(0, wanted(), lambda result, error: heard.append(error))
+    remote.write(wanted(), lambda result, error: heard.append(error))
     remote.dropped = True
     net.asked[-1].refuse("gone")
     assert heard == ["gone"]
