@@ -16,7 +16,7 @@ from ckpt.agent.others import Others
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.starts import LISTED_MAX
-from ckpt.agent.storeside import keep_from
+from ckpt.agent.storeside import Pass, keep_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.notices.notice import Notice, Withdrawn
@@ -147,10 +147,10 @@ class Node(Others):
             rule = keep_from(fields.get("keep") or {}, "keep")
             also = [Identity.parse(str(text)) for text in fields.get("also") or []]
             epoch = job.epoch if job is not None and self._store.is_claimed(job.epoch) else None
-            yes = bool(fields["yes"])
+            what = Pass.ALL if fields["yes"] else Pass.LOOK
             self._bulk.run(
                 Lane.COMMIT,
-                lambda: self._store.prune(epoch, rule, also, yes),
+                lambda: self._store.prune(epoch, rule, also, what),
                 lambda done: self._pruned(peer, request_id, done),
             )
 

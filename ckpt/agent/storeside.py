@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 
 CODECS: tuple[CodecOption, ...] = ("auto", "raw", "zstd", "planes")
 IMPATIENT_S = 5.0  # how long a store that fails is asked again where this node's memory could do without it
+
+
+class Pass(Enum):
+    """What a prune is to do. `LOOK`: say what it would. `DUE`: that, if there is anything; after each commit, so it
+    asks the store for no more than it must. `ALL`: also end uploads that nobody will, which no plan can name."""
+
+    LOOK = auto()
+    DUE = auto()
+    ALL = auto()
 
 
 class LostStore(StorageError):
@@ -224,7 +234,7 @@ class StoreSide:
             run.check(epoch)
 
     def prune(
-        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), execute: bool = True
+        self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE
     ) -> dict[str, Any]:
         """One pass; what it did, or would do. Errors: Superseded; StorageError; UsageError."""
         from ckpt.store.prune import Pruner
@@ -233,9 +243,8 @@ class StoreSide:
         with self._lock:
             pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
         plan = pruner.plan(run.view(), keep, also)
-        if execute and plan:
-            pruner.execute(plan)
-        facts = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
+        facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
         for name in ("retire", "abandoned", "waiting"):
             facts[name] = [str(identity) for identity in facts[name]]
         return facts

@@ -93,13 +93,12 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool) -> dict[str,
             view = run.view()
         pruner = Pruner(run, None)
         plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
-        if yes:
-            pruner.execute(plan)
-    return _plan_facts(plan)
+        aborted = pruner.execute(plan) if yes else 0
+    return _plan_facts(plan, aborted)
 
 
-def _plan_facts(plan: PrunePlan) -> dict[str, Any]:
-    facts = asdict(plan)
+def _plan_facts(plan: PrunePlan, aborted: int) -> dict[str, Any]:
+    facts = asdict(plan) | {"uploads_aborted": aborted}
     for name in ("retire", "abandoned", "waiting"):
         facts[name] = [str(identity) for identity in getattr(plan, name)]
     return facts
@@ -130,8 +129,11 @@ def _say_plan(body: dict[str, Any], yes: bool) -> None:
         out.say(f"{done}deleted: {key}")
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
+    if aborted := body.get("uploads_aborted"):
+        out.say(f"ended: {aborted} uploads that nobody would have finished")
     if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting")):
-        out.say("nothing to do")
+        if not aborted:
+            out.say("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")
         return
     out.say(f"{done}deleted now: {out.size(body.get('deleted_bytes', 0))}")
     out.say(f"deleted by a later prune: {out.size(body.get('freed_later_bytes', 0))}")

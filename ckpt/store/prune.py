@@ -150,8 +150,9 @@ class Pruner:
             blocked=blocked,
         )
 
-    def execute(self, plan: PrunePlan) -> None:
-        """Carries the plan out; may be done again after any failure. Errors: Superseded; StorageError."""
+    def execute(self, plan: PrunePlan) -> int:
+        """Carries the plan out, empty or not, and aborts uploads that nobody will end, older than the grace: how many.
+        May be done again after any failure. Errors: Superseded; StorageError."""
         if self.epoch is not None:
             self.run.check(self.epoch)
         backend = self.run.backend
@@ -175,6 +176,7 @@ class Pruner:
             loud=bool(plan.blocked),
             uploads_aborted=ended,
         )
+        return ended
 
     def _to_retire(self, view: RunView, keep: Keep, sizes: Mapping[str, int]) -> set[Identity]:
         """Only what can be restored counts: a line whose newest records or packs are gone keeps its older ones."""

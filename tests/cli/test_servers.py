@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt import Checkpointer
 from tests import servers
 from tests.cli.stores import a_run, ckpt, opened
 from tests.servers import Server, start_upload
+from tests.session.loops import make, wait_agent_gone
 
 URL = "s3://bucket/runs/one"
 
@@ -56,3 +58,27 @@ def test_prune_ends_uploads_that_nobody_will_finish_and_only_those_of_the_run(mo
         assert unfinished(URL) == 0
         assert unfinished("s3://bucket/runs/other") == 1
         assert [row["step"] for row in ckpt(monkeypatch, "ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]
+
+
+def test_prune_asked_of_a_running_agent_ends_uploads_too_where_nothing_is_retired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with servers.moto() as server:  # it says of every upload that it began in 2010
+        reach(server, monkeypatch)
+        job = make()
+        with Checkpointer(URL, job.state) as ck:
+            for step in ck.steps(2):
+                job.train(step)
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+            start_upload(server, "runs/one/data/unfinished")
+            looked = ckpt(monkeypatch, "prune", URL)
+            assert looked.code == 0
+            assert "--yes also ends uploads" in looked.out
+            said = ckpt(monkeypatch, "prune", URL, "--yes", "--json")
+            assert said.code == 0
+            assert said.json["uploads_aborted"] == 1
+            assert said.json["retire"] == []
+            assert "nothing to do" in ckpt(monkeypatch, "prune", URL, "--yes").out
+        wait_agent_gone(URL)
+        assert unfinished(URL) == 0
