@@ -35,7 +35,7 @@ def restore(
     """Write the tensors of a checkpoint to a file or a folder.
 
     A name that ends in .safetensors or .pt gives one file; any other a folder of .safetensors files with the index
-    that Hugging Face reads. Memory stays at a few frames."""
+    that Hugging Face reads. It takes some 100 MiB of memory beside the libraries, however large the checkpoint is."""
     from ckpt.store.export import export
     from ckpt.store.prune import Lease
     from ckpt.store.reader import FrameReader, open_record

@@ -1,7 +1,9 @@
 """A checkpoint as a file that other tools read: .safetensors, a folder of them with the Hugging Face index, or .pt.
 
-Tensors are streamed in parts of some MiB, so that memory stays at a few frames. What is being written has another name
-until it is whole and on the disk. A rank's own tensor is called `<name>@<coordinate>`. Values are not exported.
+Tensors are streamed in parts of some MiB, so that memory stays at what `slabs` says (about 75 MiB, 95 where numbers are
+converted, with what the heap keeps for the next part), however large the checkpoint is. What is being written has
+another name until it is whole and on the disk. A rank's own tensor is called `<name>@<coordinate>`. Values are not
+exported.
 """
 
 from __future__ import annotations

@@ -98,12 +98,14 @@ class _Get:
 
 
 class FrameReader:
-    """Reads frames of one record. Thread-safe; holds nothing open."""
+    """Reads frames of one record, by at most `gets` requests at once, of up to `get_bytes` each (or one frame).
+    Thread-safe; holds nothing open."""
 
-    def __init__(self, backend: Backend, source: Record, *, gets: int = GETS_MAX) -> None:
+    def __init__(self, backend: Backend, source: Record, *, gets: int = GETS_MAX, get_bytes: int = GET_BYTES) -> None:
         self.backend = backend
         self.record = source
         self._gets = gets
+        self._get_bytes = get_bytes
 
     def read(
         self,
@@ -167,7 +169,7 @@ class FrameReader:
         for number, at in zip(numbers[order].tolist(), places[order].tolist(), strict=True):
             its_pack, offset, length, _ = at
             end = offset + length
-            if its_pack != pack or offset - stop > GAP_BYTES_MAX or end - start > GET_BYTES:
+            if its_pack != pack or offset - stop > GAP_BYTES_MAX or end - start > self._get_bytes:
                 close()
                 pack, start, stop, held = its_pack, offset, end, []
             stop = max(stop, end)

@@ -1,6 +1,8 @@
-"""Tensors of a checkpoint as a stream of slabs: parts of about 16 MiB, each contiguous in its tensor, in order.
+"""Tensors of a checkpoint as a stream of slabs: parts of about 8 MiB, each contiguous in its tensor, in order.
 
-However the tensors were sharded, memory stays at what has been read ahead plus the frames that later slabs still need.
+However the tensors were sharded, memory stays at what has been read ahead (AHEAD_BYTES, and a slab), what is on its way
+and not yet decoded (GETS times GET_BYTES), the slab in hand, and the frames that later slabs still need: none where the
+tensors were whole, or sharded by rows.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from ckpt.store.numbers import Bits, bits_dtype
 from ckpt.store.reader import FrameReader
 from ckpt.types import ITEMSIZE, Box
 
-SLAB_BYTES = 16 << 20
-AHEAD_BYTES = 64 << 20  # of frames, fetched at once
+SLAB_BYTES = 8 << 20
+AHEAD_BYTES = 16 << 20  # of frames, fetched one lot after the other
+GETS, GET_BYTES = 4, 4 << 20  # at once, and a frame each: what they hold comes on top
 HELD_BYTES_MAX = 256 << 20  # of frames that are kept for later slabs; above it some are read again
 
 
@@ -46,6 +49,7 @@ def stream(reader: FrameReader, wants: Sequence[Want]) -> Iterator[tuple[int, Bi
     """(index of the want, its bits as an array of the box's shape and numbers.bits_dtype), in order of the wants.
 
     Errors: StateMismatch for a want that the checkpoint has not; as FrameReader.read."""
+    reader = FrameReader(reader.backend, reader.record, gets=GETS, get_bytes=GET_BYTES)
     lengths = reader.record.manifest.frames["length"]
     per_want = cuts_by_want(reader.record.manifest, wants)
     left = Counter(frame for needed in per_want for frame in needed)
