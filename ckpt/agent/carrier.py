@@ -289,7 +289,9 @@ class Carrier:
             )
 
         own = dict(self.own.arenas.get(slot, {}))
-        protection.replicate(identity, own, lambda error: self._guard(lambda: ended(error)))
+        held = self.group.safe
+        safe = Identity(self.epoch, held.round.tick) if held is not None and held.round is not None else None
+        protection.replicate(identity, safe, own, lambda error: self._guard(lambda: ended(error)))
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger("ckpt")
 PIECE_BYTES = 4 << 20  # of what lies behind the data
 COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
 ARENA_BYTES_MAX = 1 << 42
-SPARE_MAX = 64  # arenas without content that are kept warm for the next generation
+FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,13 @@ class Copies:
 
     # -- letting go
 
+    def make_room(self, identity: Identity, safe: Identity | None) -> None:
+        """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
+        `safe`, came of attempts that failed. `safe`: None where that is not known: then the newest of them stay."""
+        failed = sorted({i for i, _ in self.kept if i.epoch == identity.epoch and i not in (identity, safe)})
+        gone = set(failed if safe is not None else failed[:-FAILED_MAX])
+        self.forget(gone.__contains__)
+
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
         for key in [key for key in self.kept if goes(key[0])]:
@@ -240,11 +247,6 @@ class Copies:
         self.kept.clear()
         self._spare.clear()
 
-    def drop_spare(self) -> None:
-        for arena in self._spare:
-            arena.close()
-        self._spare.clear()
-
     def of(self, identity: Identity) -> dict[int, Arena]:
         """The copies of that checkpoint, by rank."""
         return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
@@ -261,8 +263,9 @@ class Copies:
         return Arena.create(size)
 
     def _put_back(self, arena: Arena) -> None:
+        """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
         arena.begin_fill()
-        if len(self._spare) < SPARE_MAX:
-            self._spare.append(arena)
-        else:
-            arena.close()
+        self._spare.append(arena)
+        kept_bytes = sum(each.bytes for each in self.kept.values())
+        while sum(each.bytes for each in self._spare) > kept_bytes:
+            self._spare.pop(0).close()

@@ -210,6 +210,7 @@ class Following:
                 self.ranks.close_arenas(int(fields["slot"]))
             case "claimed":
                 self.claim = claim_told(self.epoch, fields)
+                self._end_restore()  # all ranks have what they wanted
             case "drop":
                 self.over = True
             case "measure":

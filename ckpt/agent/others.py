@@ -311,6 +311,8 @@ class Others(Starts):
                 channel.reply(request_id, {})
 
         wanted = decode_described(message.blobs[0])
+        safe = fields["safe"]
+        self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:

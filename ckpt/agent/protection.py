@@ -101,9 +101,12 @@ class Protection:
         text = f"any {least} of {len(placement.kept)} nodes may be lost" if least else "not every node has one"
         return f"copies: {text}; each node keeps up to {most >> 20:,} MiB for others"
 
-    def replicate(self, identity: Identity, own: Mapping[int, Arena], then: Callable[[str], None]) -> None:
-        """`then` hears "" once every copy is where it should be, and right; or what went wrong."""
+    def replicate(
+        self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], None]
+    ) -> None:
+        """`safe`: the newest that is safe until now. `then` hears "" once every copy is where it should be, and right;
+        or what went wrong."""
         assert self.placement is not None
         ranks = {node.name: node.ranks for node in self._nodes}
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
-        Replication(self._network, self._copies, self._nodes, wanted, identity, own, then).begin()
+        Replication(self._network, self._copies, self._nodes, wanted, identity, safe, own, then).begin()

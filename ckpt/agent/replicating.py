@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
 from ckpt.agent.wire import Message
-from ckpt.errors import CkptError
+from ckpt.errors import AgentError, CkptError
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 class Replication:
     """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
-    `own`: the arenas of what this node gives. The givers keep them as they are until `then` has heard "" or what went
-    wrong."""
+    `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
+    them as they are until `then` has heard "" or what went wrong."""
 
     def __init__(
         self,
@@ -32,9 +32,11 @@ class Replication:
         nodes: Sequence[NodeAt],
         wanted: Mapping[str, tuple[Sequence[int], Sequence[str]]],
         identity: Identity,
+        safe: Identity | None,
         own: Mapping[int, Arena],
         then: Callable[[str], None],
     ) -> None:
+        self._safe = safe
         self._network, self._copies, self._then = network, copies, then
         self._nodes = {node.name: node for node in nodes}
         self._wanted = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
@@ -66,7 +68,14 @@ class Replication:
         self._network.ask(source, fields, (), heard)
 
     def _published(self, source: str, blob: bytes, error: str) -> None:
-        for holder in self._wanted[source][1]:
+        ranks, holders = self._wanted[source]
+        if not error:
+            try:
+                if sorted(each.rank for each in decode_described(blob)) != sorted(ranks):
+                    raise AgentError("it describes snapshots of other ranks than it was asked for")
+            except CkptError as exc:
+                error = str(exc)
+        for holder in holders:
             if error:
                 self._ended(source, holder, f"agent {source} does not give what is to be copied: {error}")
             else:
@@ -75,18 +84,15 @@ class Replication:
     def _keep(self, source: str, holder: str, blob: bytes) -> None:
         node = self._nodes[source]
         if holder == self._network.me:
-            try:
-                wanted = decode_described(blob)
-            except CkptError as exc:
-                self._ended(source, holder, f"agent {source} describes its snapshots wrong: {exc}")
-                return
-            addresses = self._network.addresses(node)
+            wanted, addresses = decode_described(blob), self._network.addresses(node)
             then = lambda error: self._ended(source, holder, error)  # noqa: E731
+            self._copies.make_room(self._identity, self._safe)
             self._copies.keep(self._network.transport, self._identity, source, addresses, wanted, then)
             return
         fields = {
             "t": "keep",
             "identity": str(self._identity),
+            "safe": str(self._safe) if self._safe is not None else None,
             "source": source,
             "addresses": [str(address) for address in node.addresses],
         }
