@@ -28,7 +28,8 @@ STEP = identity(5)
 
 
 @pytest.fixture
-def turned() -> Iterator[Turned]:
+def turned(arenas: dict[int, Arena]) -> Iterator[Turned]:
+    """Its threads end before the arenas go that they may read."""
     made = Turned()
     yield made
     made.close()
@@ -205,9 +206,8 @@ def replicate(answer: Callable[[Net], None], own: dict[int, Arena], turned: Turn
     net, heard = Net(transport=Offers()), list[str]()
     copies = Copies(cast(Bulk, turned.bulk), turned.post)
     try:
-        Replication(
-            cast(Network, net), copies, NODES, {"a": ("b",), "b": ("a",)}, STEP, 0, {0: own[0]}, heard.append
-        ).begin()
+        wanted = {"a": ((0,), ("b",)), "b": ((1,), ("a",))}
+        Replication(cast(Network, net), copies, NODES, wanted, STEP, None, {0: own[0]}, heard.append).begin()
         turned.until(lambda: len(net.asked) == 2)
         answer(net)
         turned.until(lambda: heard)
@@ -232,7 +232,10 @@ class Offers:
         raise AgentError("nothing is to be had here")
 
 
-@pytest.mark.parametrize("blobs", [[], [b""], [b"\xc1"], [msgpack.packb(5)], [msgpack.packb([[0, 1, 2]])], [b"x" * 99]])
+WRONG_BLOBS = [[], [b""], [b"\xc1"], [b"x" * 99], *([msgpack.packb(each)] for each in (5, [], {}, [[0, 1, 2]], [5]))]
+
+
+@pytest.mark.parametrize("blobs", WRONG_BLOBS)
 def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_nothing_up(
     blobs: list[bytes], turned: Turned, arenas: dict[int, Arena]
 ) -> None:

@@ -1,0 +1,211 @@
+"""Copies of snapshots that one node keeps for another: whole or not at all, no more of them than are of use, and the
+newest that is safe never gives way to one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.arena import PAGE, Arena
+from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
+from ckpt.agent.holdings import sealed
+from ckpt.agent.peers.transport import Frames, Transport
+from ckpt.errors import AgentError, DamagedData
+from ckpt.types import Identity
+from tests.agent.nodes.staged import Turned, identity, staged
+
+
+class Carried:
+    """A transport that copies within the process, as much as the test lets it."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, tuple[memoryview, Frames]] = {}
+        self.broken: set[str] = set()
+        self.wrong: set[str] = set()  # these come from the offer of another name
+        self.waiting: list[Callable[[], None]] = []
+
+    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+        if name in self.offers:
+            raise AgentError(f"{name} is offered already")
+        self.offers[name] = source, frames
+
+    def withdraw(self, name: str) -> None:
+        del self.offers[name]
+
+    def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames) -> Any:
+        return Carrying(self, name, target, frames)
+
+
+class Carrying:
+    def __init__(self, transport: Carried, name: str, target: memoryview, frames: Frames) -> None:
+        self.done: Future[None] = Future()
+        if name in transport.broken or name not in transport.offers:
+            self.done.set_exception(AgentError("the link was cut"))
+            return
+        source = transport.offers[name][0]
+        for offset, length in frames.places():
+            target[offset : offset + length] = source[offset : offset + length]
+        self.done.set_result(None)
+
+    def cancel(self) -> None: ...
+
+
+@pytest.fixture
+def turned() -> Iterator[Turned]:
+    made = Turned()
+    yield made
+    made.close()
+
+
+class Held:
+    """One who has snapshots and one who is to keep them."""
+
+    def __init__(self, turned: Turned) -> None:
+        self.turned = turned
+        self.transport = Carried()
+        self.giver, self.keeper = Copies(turned.bulk, turned.post), Copies(turned.bulk, turned.post)
+        self.originals: dict[Identity, dict[int, Arena]] = {}
+
+    def copy(self, which: Identity, broken: Sequence[int] = (), safe: Identity | None = None) -> str:
+        """What is heard of it."""
+        arenas = self.originals.setdefault(which, {}) or staged(which, 2)
+        self.originals[which] = arenas
+        told: list[tuple[list[Described], str]] = []
+        link = cast(Transport, self.transport)
+        self.giver.publish(link, which, arenas, lambda found, error: told.append((found, error)))
+        self.turned.until(lambda: told)
+        assert not told[0][1]
+        self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
+        heard: list[str] = []
+        wanted = decode_described(encode_described(told[0][0]))
+        self.keeper.make_room(which, safe)
+        self.keeper.keep(link, which, "a", [], wanted, heard.append)
+        self.turned.until(lambda: heard)
+        self.giver.withdraw(link, which)
+        assert not self.transport.offers
+        return heard[0]
+
+    def kept(self) -> set[tuple[int, int]]:
+        """Step and rank of what the keeper has."""
+        return {(each.tick.step, rank) for each, rank in self.keeper.kept}
+
+    def close(self) -> None:
+        self.giver.close()
+        self.keeper.close()
+        for arenas in self.originals.values():
+            for arena in arenas.values():
+                arena.close()
+
+
+@pytest.fixture
+def held(turned: Turned) -> Iterator[Held]:
+    made = Held(turned)
+    yield made
+    made.close()
+
+
+def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    for (which, rank), arena in held.keeper.kept.items():
+        original = held.originals[which][rank]
+        assert sealed(arena) == sealed(original) == ((which, rank), 2)
+        at, length = original.tail()
+        assert bytes(arena.view[: at + length]) == bytes(original.view[: at + length])
+    assert held.kept() == {(5, 0), (5, 1)}
+    assert held.copy(identity(5)) == "", "it is kept already"
+
+
+def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> None:
+    assert "cut" in held.copy(identity(5), broken=[1])
+    assert held.kept() == {(5, 0)}
+    assert held.copy(identity(5)) == "", "the next attempt brings what was missing"
+    assert held.kept() == {(5, 0), (5, 1)}
+
+
+def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    for step in range(10, 100, 5):
+        assert held.copy(identity(step), broken=[1], safe=identity(5))
+        assert held.kept() == {(5, 0), (5, 1), (step, 0)}
+    assert held.copy(identity(100), safe=identity(5)) == ""
+    held.keeper.before(identity(100))
+    assert held.kept() == {(100, 0), (100, 1)}
+
+
+def test_where_nobody_knows_what_is_safe_the_newest_attempts_stay(held: Held) -> None:
+    """As after a restart of the coordinator's agent: one of them may be it."""
+    assert held.copy(identity(5)) == ""
+    assert held.copy(identity(10), broken=[0])
+    assert held.copy(identity(15), broken=[0])
+    assert held.kept() == {(5, 0), (5, 1), (10, 1), (15, 1)}
+    for step in range(20, 60, 5):
+        held.copy(identity(step), broken=[0])
+    assert len({step for step, _ in held.kept()}) == 3
+
+
+def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
+    for step in range(5, 50, 5):
+        assert held.copy(identity(step)) == ""
+        held.keeper.before(identity(step))
+    one = sum(arena.bytes for arena in held.keeper.kept.values())
+    assert held.keeper.bytes <= 2 * one
+    held.keeper.forget(lambda each: True)
+    assert held.keeper.bytes == 0
+
+
+def test_what_holds_something_else_than_it_should_is_not_kept(held: Held) -> None:
+    """The giver's first page says that it is another step's."""
+    which = identity(5)
+    mine, other = staged(which, 2), staged(identity(6), 2)
+    try:
+        found = described(which, mine)
+        lied = [Described(each.rank, each.size, other[each.rank].page(), each.frames) for each in found]
+        for rank in range(2):
+            held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
+        heard: list[str] = []
+        held.keeper.keep(cast(Transport, held.transport), which, "a", [], lied, heard.append)
+        held.turned.until(lambda: heard)
+        assert "something else" in heard[0]
+        assert not held.keeper.kept
+        with pytest.raises(DamagedData):
+            described(which, other)
+    finally:
+        for arena in [*mine.values(), *other.values()]:
+            arena.close()
+
+
+def test_what_is_described_wrong_is_refused_with_an_agent_error() -> None:
+    import msgpack
+
+    arenas = staged(identity(5), 2)
+    try:
+        right = described(identity(5), arenas)
+    finally:
+        for arena in arenas.values():
+            arena.close()
+    rows = msgpack.unpackb(encode_described(right))
+    again = decode_described(msgpack.packb(rows))
+    assert [(each.rank, each.size, each.page) for each in again] == [(e.rank, e.size, e.page) for e in right]
+    frames = rows[0][3]
+    for at, wrong in [
+        *((0, each) for each in (-1, None, "x", [])),
+        *((1, each) for each in (0, PAGE - 1, 1 << 43, -5, float("inf"), "x")),
+        *((2, each) for each in (b"", rows[0][2][:-1], 5)),
+        *((3, each) for each in (b"", frames[:-1], frames + b"\0" * 32, 7)),
+    ]:
+        row = [wrong if n == at else each for n, each in enumerate(rows[0])]
+        with pytest.raises(AgentError):
+            decode_described(msgpack.packb([row]))
+    for whole in (5, None, {}, [[]], [5], rows * COPIES_MAX, [rows[0] + [1]]):
+        if whole != {}:
+            with pytest.raises(AgentError):
+                decode_described(msgpack.packb(whole))
+    within = Frames.placed(
+        right[0].frames.offsets[:1] * 0, right[0].frames.lengths[:1], right[0].frames.hashes[:1], 1 << 20
+    )
+    with pytest.raises(AgentError, match="wrong"):  # the first page is written last, by the keeper itself
+        decode_described(msgpack.packb([[0, 1 << 20, rows[0][2], within.encode()]]))
