@@ -350,7 +350,7 @@ class Others(Starts):
 
     def _start_elsewhere(self, channel: Channel, fields: dict[str, Any]) -> None:
         """A start that another node coordinates moves aside what is under way here."""
-        launch, take_over = str(fields["launch"])[:200], bool(fields["take_over"])
+        launch, take_over, request_id = str(fields["launch"])[:200], bool(fields["take_over"]), int(fields["id"])
         self._refuse_superseded(launch, take_over)
         if self._start is not None:
             self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile on another node"))
@@ -359,7 +359,7 @@ class Others(Starts):
         if self.current is not None:
             self._move_aside(self.current, launch)
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
-        channel.reply(int(fields["id"]), {}, [packed])
+        channel.reply(request_id, {}, [packed])
 
     def _give_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
         """What another node needs to know of the snapshots that lie here, but for their bytes."""
