@@ -55,6 +55,8 @@ class Cluster:
     def connect(self, *spread: int, launch: str = "test") -> list[FakeRank]:
         """Ranks, one for each number: that of its node. Their agents listen, and each rank knows where all are."""
         world = len(spread)
+        for rank in self.job:  # what the agents hold is not given back by this
+            rank.close()
         self.job = [FakeRank(self.url, rank, world, launch, self.settings(node)) for rank, node in enumerate(spread)]
         self._made += self.job
         self.at = dict(enumerate(spread))

@@ -1,0 +1,258 @@
+"""What other agents say to a real one: from a stranger nothing is heard; from one who knows the secret every malformed
+message is an error to it, or the end of its connection, and never of the agent, nor of the job that it has part in."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers import secret
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.wire import Message
+from ckpt.tasks import Tasks
+from tests.agent.nodes.cluster import Cluster, pid_of
+from tests.agent.nodes.staged import WRONG, spoiled
+from tests.agent.peers.loop import TurnedLoop
+
+OTHER = "00000099-0123456789abcdef"
+WHICH = f"{OTHER}-000000000005.0000"
+
+SAID: dict[str, dict[str, Any]] = {
+    "start": {"launch": "other", "take_over": False, "id": 1},
+    "parts": {"identity": WHICH, "ranks": [0], "world": 2, "id": 1},
+    "serve": {"identity": WHICH, "rank": 0},
+    "publish": {"identity": WHICH, "ranks": [0], "id": 1},
+    "write": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
+    "keep": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "safe": None, "id": 1},
+    "kept": {"identity": WHICH},
+    "withdraw": {"identity": WHICH},
+    "unserve": {"identity": WHICH},
+    "forget": {"epoch": OTHER},
+    "reply": {"id": 1},
+    "error": {"id": 1, "kind": "agent", "message": "x"},
+    "nonsense": {"epoch": OTHER, "id": 1},
+}
+OF_A_NODE: dict[str, dict[str, Any]] = {
+    "rank": {"rank": 1, "number": 1, "pid": 1, "m": {"t": "warm", "slot": 0, "division": "x"}},
+    "gone": {"rank": 1, "number": 1, "how": "died"},
+    "lacks": {"slot": 0},
+    "steps": {"steps": [[1, 5, 0]]},
+    "candidate": {"identity": WHICH, "id": 1},
+}
+OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
+    "to": {"rank": 1, "number": 1, "m": {"t": "level"}},
+    "lose": {"rank": 0, "number": 77},
+    "word": {"word": 0},
+    "verdict": {"round": 0},
+    "offer": {"slot": 3, "division": "x"},
+    "close-arenas": {"slot": 3},
+    "claimed": {"parent": None, "ancestors": [], "launch": "test"},
+    "measure": {"sizes": [[1, 4096]], "limit": None, "id": 1},
+    "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
+    "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
+    "other": {"id": 1},
+}
+BELIEVED = ("start", "kept", "forget")  # they speak for another start
+BLOBS: list[list[bytes]] = [[], [b""], [b"x" * 33], [msgpack.packb([[0, 4096, b"", b""]])], [b"", b"", b""]]
+
+
+class Liar:
+    """An agent of the run, played by the test. `heard`: what it is told."""
+
+    def __init__(self, known: bytes, name: str) -> None:
+        self.loop = TurnedLoop()
+        self._tasks = Tasks("liar", pool_size=1)
+        self.heard: list[Message] = []
+        self.network = Network(self.loop, self, name, self)
+        (self.address,) = self.network.listen(known, "127.0.0.1:0")
+
+    def run(self, lane: Any, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """As Bulk."""
+        future = self._tasks.submit(work)
+        future.add_done_callback(lambda done: self.loop.post(lambda: then(done)))
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        self.heard.append(message)
+
+    def peer_closed(self, channel: Channel) -> None: ...
+
+    def connect(self, node: NodeAt) -> str:
+        """What went wrong; "" once there is a connection."""
+        said: list[str] = []
+        self.network.connect(node, said.append)
+        self.loop.until(lambda: said)
+        return said[0]
+
+    def say(self, node: NodeAt, fields: dict[str, Any], blobs: list[bytes]) -> None:
+        """On a new connection where the last one was closed for what was said on it."""
+        while True:
+            channel = self.network.channel(node.name)
+            if channel is not None and channel.open:
+                channel.send(fields, blobs)
+                self.loop.turn(0)
+                return
+            assert self.connect(node) == ""
+
+    def alive(self, node: NodeAt) -> None:
+        """The agent still answers whoever connects."""
+        answers: list[str] = []
+        while not answers:
+            if self.network.channel(node.name) is None:
+                assert self.connect(node) == ""
+            fields = {"t": "parts", "identity": WHICH, "ranks": [0], "world": 1}
+            heard: list[str] = []
+            self.network.ask(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
+            self.loop.until(lambda heard=heard: heard)  # type: ignore[misc]
+            answers = [error for error in heard if "held here" in error]
+
+    def close(self) -> None:
+        self.network.close()
+        self._tasks.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def liar(cluster: Cluster) -> Iterator[Callable[..., Liar]]:
+    made: list[Liar] = []
+
+    def make(name: str = "liar", known: bytes | None = None) -> Liar:
+        made.append(Liar(known or cluster.secret, name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def node_of(cluster: Cluster, rank: int) -> NodeAt:
+    told = next(node for node in cluster.job[0].nodes if rank in node["ranks"])
+    return NodeAt(told["name"], tuple(Address.parse(text) for text in told["addresses"]), (rank,))
+
+
+def is_whole(start: dict[str, Any]) -> bool:
+    """Whether it says all that a start has to say."""
+    with contextlib.suppress(LookupError, OverflowError, ValueError, TypeError):
+        return {"launch", "take_over"} <= start.keys() and int(start["id"]) is not None
+    return False
+
+
+def packs(fields: dict[str, Any]) -> bool:
+    with contextlib.suppress(OverflowError, ValueError, TypeError):
+        return bool(msgpack.packb(fields))
+    return False
+
+
+def test_whoever_does_not_know_the_secret_gets_no_connection_and_no_answer(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    cluster.start(0, 1)
+    stranger = liar(known=secret.make())
+    for rank in range(2):
+        assert stranger.connect(node_of(cluster, rank))
+        address = node_of(cluster, rank).addresses[0]
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096)):
+            with (
+                socket.create_connection((address.host, address.port), timeout=30) as sock,
+                contextlib.suppress(OSError),
+            ):
+                sock.sendall(said)
+                sock.shutdown(socket.SHUT_WR)
+                assert sock.recv(1) == b""
+    assert not stranger.heard
+    assert cluster.checkpoint("peer")
+    cluster.finish()
+
+
+def test_no_message_of_an_agent_that_has_no_part_in_the_job_ends_an_agent_or_the_job(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """But for those that speak for another start: they are believed, since their sender knows the secret."""
+    cluster.start(0, 1)
+    cluster.checkpoint("peer")
+    pids = [pid_of(rank) for rank in cluster.job]
+    hostile, epoch = liar(), cluster.job[0].epoch
+    right = {**SAID, **{kind: {"epoch": epoch, **fields} for kind, fields in {**OF_A_NODE, **OF_A_COORDINATOR}.items()}}
+    for node in (node_of(cluster, 0), node_of(cluster, 1)):
+        for kind, fields in right.items():
+            for each in [*spoiled(fields), fields, {}]:
+                if (kind in BELIEVED and each == fields) or (kind == "start" and is_whole(each)):
+                    continue
+                if packs(each) and isinstance(each, dict) and all(isinstance(name, str) for name in each):
+                    hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+        hostile.alive(node)
+    assert [pid_of(rank) for rank in cluster.job] == pids
+    assert not any(rank.lost.is_set() for rank in cluster.job)
+    assert cluster.checkpoint("peer", "store")
+    cluster.finish()
+
+
+def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """The liar coordinates a job whose rank 1 is on a real node."""
+    coordinator = liar("coordinator")
+    (rank, _) = cluster.connect(1, 1)[:2]
+    told = {"name": "coordinator", "addresses": [str(coordinator.address)], "domains": [], "ranks": [0]}
+    real = {**rank.nodes[0], "ranks": [1]}
+    node = NodeAt(real["name"], tuple(Address.parse(text) for text in real["addresses"]), (1,))
+    rank.rank, rank.nodes = 1, [told, real]
+    pid = pid_of(rank)
+    assert coordinator.connect(node) == ""
+    joining = Tasks("joining", pool_size=1)
+    try:
+        joined = joining.submit(lambda: rank.join(OTHER))
+        coordinator.loop.until(lambda: coordinator.heard)
+        asked = coordinator.heard[0].fields
+        assert (asked["t"], asked["rank"]) == ("rank", 1)
+        head = {"t": "to", "epoch": OTHER, "rank": 1, "number": asked["number"]}
+        coordinator.say(node, {**head, "m": {"t": "reply", "id": asked["m"]["id"]}}, [])
+        while not joined.done():
+            coordinator.loop.turn(0.05)
+        joined.result()
+    finally:
+        joining.close()
+    for kind, fields in OF_A_COORDINATOR.items():
+        for each in [*spoiled(fields), fields, *({"id": wrong} for wrong in WRONG)]:
+            if packs(each) and isinstance(each, dict) and all(isinstance(name, str) for name in each):
+                coordinator.say(node, {"t": kind, "epoch": OTHER, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+    coordinator.alive(node)
+    assert pid_of(rank) == pid
+    assert cluster.status(1)["pid"] == pid
+    assert math.isfinite(cluster.status(1)["following"][0]["arena_bytes"])
+
+
+def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
+    asker, asked, other = liar("asker"), liar("asked"), liar("other")
+    nodes = {each.network.me: NodeAt(each.network.me, (each.address,), ()) for each in (asker, asked, other)}
+
+    def until(holds: Callable[[], object]) -> None:
+        for _ in range(6000):
+            if holds():
+                return
+            for each in (asker, asked, other):
+                each.loop.turn(0.005)
+        raise AssertionError
+
+    connected: list[str] = []
+    for name in ("asked", "other"):
+        asker.network.connect(nodes[name], connected.append)
+    until(lambda: connected == ["", ""] and asked.network.channel("asker") and other.network.channel("asker"))
+    heard: list[Message | None] = []
+    asker.network.ask("asked", {"t": "parts"}, [], lambda answer, error: heard.append(answer))
+    until(lambda: asked.heard)
+    number = int(asked.heard[0].fields["id"])
+    for kind in ("reply", "error"):
+        other.network.tell("asker", {"t": kind, "id": number, "message": "lie", "who": "other"})
+    until(lambda: asker.network.channel("other") is None)
+    assert not heard
+    asked.network.tell("asker", {"t": "reply", "id": number, "who": "asked"})
+    until(lambda: heard)
+    assert [each.fields["who"] for each in heard if each is not None] == ["asked"]
