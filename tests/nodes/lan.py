@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -50,6 +51,29 @@ def why_not() -> str:
     return ""
 
 
+def sweep() -> None:
+    """Removes what runs that were killed left behind: their namespaces name a process that is gone."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        found = re.fullmatch(r"ckpt-(\d+)-[0-9a-f]{6}-\w+", name)
+        if found is not None and not Path("/proc", found[1]).exists():
+            _kill_all(name)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _pids(name: str) -> list[int]:
+    return [int(word) for word in _run("ip", "netns", "pids", name).split()]
+
+
+def _kill_all(name: str) -> None:
+    deadline = time.monotonic() + GONE_S
+    while pids := _pids(name):
+        assert time.monotonic() < deadline, f"{name}: {pids} cannot be killed"
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -81,16 +105,12 @@ class Place:
         return process
 
     def pids(self) -> list[int]:
-        return [int(word) for word in _run("ip", "netns", "pids", self.name).split()]
+        return _pids(self.name)
 
     def kill(self) -> float:
         """SIGKILL to everything in it; when that was (Unix time). Returns once all is gone."""
-        began_s, deadline = time.time(), time.monotonic() + GONE_S
-        while pids := self.pids():
-            assert time.monotonic() < deadline, f"{self.name}: {pids} cannot be killed"
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        began_s = time.time()
+        _kill_all(self.name)
         for process in self.started:
             process.wait(GONE_S)
         return began_s
@@ -107,6 +127,7 @@ class Lan:
     def __init__(self) -> None:
         if why := why_not():
             raise RuntimeError(why)
+        sweep()
         self._name = f"ckpt-{os.getpid()}-{secrets.token_hex(3)}"
         self._made = 0
         self.nodes: dict[str, Place] = {}

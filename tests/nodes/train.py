@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.trainer import restore
+from ckpt.trainer import entry, restore
 from ckpt.trainer.fill import Filler
 from tests.session.scripts import say_line
 
@@ -114,12 +114,21 @@ def mesh_of(world: int, file: Path | None) -> DeviceMesh:
 
 class Parts:
     """How long the parts of entering take, seconds: until it is known what is restored and where it lies (plan), until
-    all of it has arrived (fetch), and of that the time in which this rank copied and hashed (copy)."""
+    all of it has arrived (fetch), and of that the time in which this rank copied and hashed (copy). "asked": of the
+    plan, what the agents needed for their answer, on rank 0."""
 
     def __init__(self) -> None:
-        self._began_s, self._fill_s, self._copy_s, self._filling_s = time.monotonic(), 0.0, 0.0, 0.0
+        self._began_s = time.monotonic()
+        self._fill_s = self._copy_s = self._filling_s = self._ask_s = 0.0
         self._lock, self._copying = threading.Lock(), 0
-        fill, call = restore.fill, Filler.__call__
+        fill, call, ask = restore.fill, Filler.__call__, entry._ask
+
+        def timed_ask(*args: Any) -> entry.Decision:
+            began_s = time.monotonic()
+            try:
+                return ask(*args)
+            finally:
+                self._ask_s += time.monotonic() - began_s
 
         def timed_fill(*args: Any) -> dict[str, int]:
             self._filling_s = time.monotonic()
@@ -141,12 +150,18 @@ class Parts:
                     if not self._copying:
                         self._copy_s += time.monotonic() - self._since_s
 
-        restore.fill, Filler.__call__ = timed_fill, timed_call  # type: ignore[method-assign]
+        restore.fill, Filler.__call__, entry._ask = timed_fill, timed_call, timed_ask  # type: ignore[method-assign]
 
     def end(self) -> dict[str, float]:
         plan_s = (self._filling_s or time.monotonic()) - self._began_s
         rest_s = time.monotonic() - self._began_s - plan_s - self._fill_s
-        return {"plan": plan_s, "fetch": self._fill_s - self._copy_s, "copy": self._copy_s, "agree": rest_s}
+        return {
+            "plan": plan_s,
+            "fetch": self._fill_s - self._copy_s,
+            "copy": self._copy_s,
+            "agree": rest_s,
+            "asked": self._ask_s,
+        }
 
 
 def _all_see(file: Path, step: int) -> bool:

@@ -14,7 +14,7 @@ from tests.session.scripts import ROOT
 
 
 @pytest.mark.parametrize(
-    "name", ["step", "stall", "many", "agent", "restore", "peak", "restart", "peer", "startup", "walk"]
+    "name", ["step", "stall", "many", "agent", "restore", "peak", "restart", "peer", "startup", "walk", "everystep"]
 )
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

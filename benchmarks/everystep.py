@@ -1,0 +1,160 @@
+"""How much slower are steps of 100 ms with a checkpoint in a peer's memory at every step?
+
+    python -m benchmarks.everystep [--small] [--json FILE]
+
+A job of two ranks, each with an agent of its own, as on two nodes, and 64 MiB of state in all, half on each: it is
+staged at every step, and the other's agent fetches it. In turns with that, the same loop without ckpt. One core free:
+of each step a rank computes a quarter, and waits for the rest, so that of two cores at least one is idle. Saturated:
+both ranks compute all the time, and the agents take from them what they need.
+
+One generation is in flight: a step that finds it under way is not staged at the peer. How many were is printed. The
+store takes 1 MB/s: it is not what is asked about.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from benchmarks.report import Row, parser, report
+from tests.session.scripts import ROOT, lines_of, say_line
+
+RANKS = 2
+STEP_S = 0.1
+BAR = 0.02
+
+
+class Work:
+    """A fixed number of matrix products, after which the step waits until STEP_S is over."""
+
+    def __init__(self, busy_s: float) -> None:
+        self._a = torch.ones(256, 256)
+        counts = []
+        for _ in range(5):
+            began = time.thread_time()
+            for _ in range(100):
+                torch.mm(self._a, self._a)
+            counts.append(100 * busy_s / (time.thread_time() - began))
+        self.count = max(1, int(statistics.median(counts)))
+
+    def step(self) -> None:
+        until = time.perf_counter() + STEP_S
+        for _ in range(self.count):
+            torch.mm(self._a, self._a)
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
+def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    state = torch.zeros((mib << 18) // RANKS)
+    work = Work(busy_s)
+    reached: list[str] = []
+
+    def loop(after: Callable[[], None]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            work.step()
+            after()
+            dist.barrier()
+        return (time.perf_counter() - began) / steps
+
+    def hear(event: ckpt.Event) -> None:
+        if event.name == "peers.done":
+            reached.append(event.data["identity"])
+
+    shard = ckpt.Shard(state, (RANKS * len(state),), (rank * len(state),))
+    limits = ckpt.Limits(bandwidth=1e6, exit_s=1)
+    without: list[float] = []
+    with_: list[float] = []
+    policy = ckpt.Every(steps=1)
+    with ckpt.Checkpointer(f"{folder}/run", {"own": shard}, policy=policy, limits=limits, sinks=(hear,)) as ck:
+
+        def end() -> None:
+            state[0] += 1
+            ck.step()
+
+        loop(end)  # the arenas are made and warmed
+        for _ in range(rounds):
+            without.append(loop(lambda: None))
+            before = len(reached)
+            with_.append(loop(end))
+            shown = len(reached) - before
+        say_line({"rank": rank, "with": with_, "without": without, "reached": shown, "bytes": ck.receipt})
+        dist.barrier()
+        os._exit(0)  # what is still to be committed is of no interest
+
+
+def once(mib: int, steps: int, rounds: int, busy_s: float) -> tuple[float, float, float]:
+    """Seconds a step with and without, and the share of steps that reached the peer."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        log = Path(folder, "log")
+        processes = []
+        for rank in range(RANKS):
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CKPT_LINGER_S": "0"}
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"CKPT_RUNTIME_DIR": f"{folder}/{rank}", "CKPT_LISTEN": "127.0.0.1:0", "CKPT_LAUNCH": "everystep"}
+            call = f"from benchmarks.everystep import worker; worker({folder!r}, {mib}, {steps}, {rounds}, {busy_s})"
+            with log.open("ab") as out:
+                processes.append(
+                    subprocess.Popen([sys.executable, "-c", call], env=env, cwd=ROOT, stdout=out, stderr=out)
+                )
+        try:
+            codes = [process.wait(60 + 4 * STEP_S * steps * (2 * rounds + 1)) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        said = {line["rank"]: line for line in lines_of(log)}
+        if any(codes) or len(said) < RANKS:
+            raise RuntimeError(f"the job failed: {log.read_text()[-4000:]}")
+        _wait_for_agents(Path(folder))
+    with_, without = (statistics.median(said[0][name]) for name in ("with", "without"))
+    return with_, without, said[0]["reached"] / steps
+
+
+def _wait_for_agents(folder: Path) -> None:
+    """They end by themselves once their ranks are gone."""
+    deadline = time.monotonic() + 60
+    while list(folder.glob("*/*.sock")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def main() -> int:
+    args = parser(__doc__).parse_args()
+    mib, steps, rounds = (8, 10, 1) if args.small else (64, 50, 3)
+    rows = []
+    for name, busy_s, bar in (("one core free", STEP_S / 4, BAR), ("saturated", STEP_S, None)):
+        with_, without, share = once(mib, steps, rounds, busy_s)
+        more = with_ / without - 1
+        rows += [
+            Row(f"{name}: a step", 1e3 * with_, "ms", "printed", None, 1e3 * without, with_ / without),
+            Row(
+                f"{name}: slower",
+                100 * more,
+                "%",
+                f"at most {100 * bar:g} %" if bar else "printed",
+                more <= bar if bar else None,
+            ),
+            Row(f"{name}: steps that reached the peer", 100 * share, "%", "printed", None),
+        ]
+    return report("everystep", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

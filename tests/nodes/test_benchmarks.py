@@ -1,0 +1,26 @@
+"""The benchmarks that need nodes run small, so that they cannot rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.nodes import lan as lans
+from tests.session.scripts import ROOT
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["recover", "soak"])
+def test_the_benchmark_of_nodes_runs(name: str, tmp_path: Path) -> None:
+    if why := lans.why_not():
+        pytest.skip(why)
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert json.loads(out.read_text())["rows"]
