@@ -25,6 +25,7 @@ SKIPS_ALLOWED = (
     "needs a CUDA device",
     "needs network namespaces",  # a container without CAP_NET_ADMIN
     "needs a file system that can fill up",  # mounting one needs CAP_SYS_ADMIN
+    "needs a pid namespace",  # making one needs CAP_SYS_ADMIN
     "not as root",  # root passes every permission check
     "only as root",  # another user has to be at hand
 )

@@ -32,6 +32,10 @@ PAST_S = 10.0  # a deadline that has passed when it is told may come at any mome
 ATTEMPT_STEPS = 3  # how long signalled ranks have for their next boundary: so many steps ...
 ATTEMPT_S = 1.0  # ... and this
 END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
+OUTCOME_S = (
+    1.5  # before a deadline, whatever is still under way: ranks wait until a second before it, and in a container
+)
+# the agent ends with them
 EXTRA_TRIES = 3
 NOTICES_MAX = 100
 SIGNAL = "signal"  # the source of a notice that a rank's signal made
@@ -57,6 +61,11 @@ class Standing:
     at_once: bool = False
 
 
+Saved = tuple[
+    str, Tick | None, Tick | None, str
+]  # the level of the newest one, its tick, the newest committed, an error
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What is to be reported once it is settled. `how`: "left"; "ended" (the ranks were told to end where they are);
@@ -66,6 +75,7 @@ class Report:
     why: str
     deadline_s: float
     sources: tuple[str, ...]
+    told: Saved | None = None  # what was told of it already
 
 
 class Leaving(Facts):
@@ -156,8 +166,9 @@ class Leaving(Facts):
                     times.append(max(now_s, each.deadline_s - self.need_s))
         if self._attempts(now_s) and not self._ended and not self._all_leave:
             times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
-        if self._report is not None and self._report.deadline_s > now_s:
-            times.append(self._report.deadline_s)
+        if self._report is not None:
+            ends_s = self._report.deadline_s
+            times += [at_s for at_s in (ends_s - OUTCOME_S, ends_s) if at_s > now_s]
         return min((each for each in times if each is not None), default=None)
 
     # -- decisions
@@ -286,7 +297,8 @@ class Leaving(Facts):
         self._out.append(Answer(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
 
     def _tell_outcome(self, now_s: float) -> None:
-        """Once what was saved is settled, or the deadline has come."""
+        """Once what was saved is settled. Where that takes up to the deadline, shortly before it as it is then, and
+        again when more of it has come to be."""
         report, newest = self._report, self.newest
         round_ = newest.round if newest is not None else None
         if report is None:
@@ -294,11 +306,15 @@ class Leaving(Facts):
         store = round_.store if round_ is not None else Store.DONE
         again = store is Store.FAILED and round_ is not None and not round_.last_try and report.how != "stayed"
         under_way = bool(self._open()) or self.at_work or store in (Store.NEW, Store.RUNNING) or again
-        if under_way and now_s < report.deadline_s and not self.superseded_by:
+        may_change = under_way and now_s < report.deadline_s and not self.superseded_by
+        if may_change and now_s < report.deadline_s - OUTCOME_S:
             return
-        self._report = None
         level = "none" if round_ is None else "store" if store is Store.DONE else "local"
         tick = round_.tick if round_ is not None else None
+        saved = level, tick, self.committed_tick, self.last_error
+        self._report = replace(report, told=saved) if may_change else None
+        if saved == report.told:
+            return
         left_s = report.deadline_s - now_s
         body = {
             "how": report.how,

@@ -9,7 +9,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import Why
-from ckpt.agent.leaving import ATTEMPT_S, END_S, NOTICES_MAX, RESERVE_S, SIGNAL, Course, Standing
+from ckpt.agent.leaving import ATTEMPT_S, END_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Course, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver
@@ -223,18 +223,40 @@ def test_what_was_saved_is_reported_once_it_is_committed() -> None:
     assert [a for a in driver.said if isinstance(a, do.Emit) and a.name == "notice.outcome" and a.loud]
 
 
-def test_where_the_commit_does_not_end_before_the_deadline_that_is_reported_then() -> None:
+def leaving_in_20_s() -> tuple[Warned, Any]:
     driver = Warned()
     driver.warn(20.0, at_once=True)
     word = driver.take()
     driver.hold(word)
     driver.group.assembled(word.slot, word.round, "")
     driver.decide()
-    assert driver.group.next_wake_s(driver.now_s) == driver.now_s + 20
-    driver.now_s += 20.0
+    return driver, word
+
+
+def test_where_the_commit_does_not_end_before_the_deadline_that_is_reported_while_the_ranks_are_there() -> None:
+    driver, _ = leaving_in_20_s()
+    assert driver.group.next_wake_s(driver.now_s) == driver.now_s + 20 - OUTCOME_S
+    driver.now_s += 20.0 - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()
-    assert (body["level"], body["committed_step"], body["left_s"]) == ("local", None, 0.0)
+    assert (body["level"], body["committed_step"], body["left_s"]) == ("local", None, OUTCOME_S)
+    driver.now_s += OUTCOME_S
+    driver.decide()
+    assert len(driver.outcomes()) == 1, "nothing has changed"
+    assert driver.group.next_wake_s(driver.now_s) is None
+    driver.commit()
+    assert len(driver.outcomes()) == 1, "what comes after the deadline was not saved before it"
+
+
+def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> None:
+    driver, word = leaving_in_20_s()
+    driver.now_s += 19.0
+    driver.decide()
+    driver.now_s += 0.5
+    driver.commit()
+    early, late = driver.outcomes()
+    assert (early["level"], early["committed_step"]) == ("local", None)
+    assert (late["level"], late["committed_step"], late["left_s"]) == ("store", word.step, 0.5)
 
 
 def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_store() -> None:
