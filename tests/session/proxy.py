@@ -10,6 +10,9 @@ Fault model, for each request that a rule of `fail` picks (the newest rule that 
 
 `met` is the log of the requests that met a fault, as "PUT run/commits/x" lines. Everything else passes unchanged, Host
 and signature included.
+
+`limit` makes the way to the server a link of so many bytes per second, which all requests share; replies are not
+slowed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import fnmatch
 import http.client
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +40,8 @@ class Fault:
     status: int = 0
     code: str = ""
 
+
+SLICE_BYTES = 256 << 10  # of what goes through a limited link at once
 
 RESET, LOST_REPLY, CUT, HELD = Fault("reset"), Fault("lost reply"), Fault("cut"), Fault("held")
 
@@ -69,6 +75,9 @@ class Proxy(ThreadingHTTPServer):
         self._healed = threading.Event()
         self._held = 0
         self._ending = False
+        self._bytes_per_s = float("inf")
+        self.carried = 0  # bytes
+        self._free_s = 0.0  # when the link has carried what was put on it
 
     def fail(
         self, fault: Fault, method: str = "*", key: str = "*", count: float = float("inf"), *, who: str = "*"
@@ -77,6 +86,26 @@ class Proxy(ThreadingHTTPServer):
         signed with that access key id."""
         with self._changed:
             self._rules.append(_Rule(fault, method, key, count, who))
+
+    def limit(self, bytes_per_s: float) -> None:
+        """From now on; inf: no more."""
+        with self._changed:
+            self._bytes_per_s = bytes_per_s
+            self._changed.notify_all()
+
+    def carry(self, count: int) -> None:
+        """Waits until so many bytes have come over the link."""
+        with self._changed:
+            done_s = self._free_s = max(self._free_s, time.monotonic()) + count / self._bytes_per_s
+            while not self._ending and self._bytes_per_s < float("inf") and (left_s := done_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            self.carried += count
+            self._changed.notify_all()
+
+    def wait_carried(self, count: int, timeout_s: float = 60.0) -> None:
+        """Waits until so many bytes have come over the link, now or before."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.carried >= count, timeout_s), f"{self.carried} bytes have come"
 
     def heal(self) -> None:
         """No request meets a fault any more. Returns once those that were held have been passed on."""
@@ -118,6 +147,7 @@ class Proxy(ThreadingHTTPServer):
 
     def end(self) -> None:
         self._ending = True
+        self.limit(float("inf"))
         self.heal()
         self.shutdown()
         self.server_close()
@@ -146,7 +176,10 @@ class _Handler(FaultyHandler):
 
     def do_GET(self) -> None:
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = self._receive(length := int(self.headers.get("Content-Length", 0)))
+        if len(data) < length:  # the client died in the middle of it: the server never hears of it
+            self.close_connection = True
+            return
         who = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         fault, healed = self.server.judge(self.command, path.removeprefix(f"/{self.server.bucket}/"), who)
         if fault == HELD:
@@ -172,6 +205,13 @@ class _Handler(FaultyHandler):
                 self._reply(status, headers, body, fault)
 
     do_PUT = do_HEAD = do_POST = do_DELETE = do_GET
+
+    def _receive(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count and (part := self.rfile.read(min(SLICE_BYTES, count - len(data)))):
+            data += part
+            self.server.carry(len(part))
+        return bytes(data)
 
     def _pass_on(self, data: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         with contextlib.closing(http.client.HTTPConnection(self.server.upstream, timeout=UPSTREAM_TIMEOUT_S)) as to:

@@ -14,7 +14,21 @@ from tests.session.scripts import ROOT
 
 
 @pytest.mark.parametrize(
-    "name", ["step", "stall", "many", "agent", "restore", "peak", "restart", "peer", "startup", "walk", "everystep"]
+    "name",
+    [
+        "step",
+        "stall",
+        "many",
+        "agent",
+        "restore",
+        "peak",
+        "restart",
+        "peer",
+        "startup",
+        "walk",
+        "everystep",
+        "preempt",
+    ],
 )
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

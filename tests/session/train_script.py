@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--stuck-at", type=int, default=0, help="after that step nothing more happens")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
+    parser.add_argument("--save-at", type=int, nargs="*", default=(), help="explicit saves, not waited for")
+    parser.add_argument("--mib", type=int, default=0, help="so much more state, all of which changes in every step")
     args = parser.parse_args()
     torch.set_num_threads(1)
     distributed = dist.is_torchelastic_launched()
@@ -38,6 +40,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if distributed else 0
     job = make(args.seed)
+    noise = torch.Generator().manual_seed(args.seed)
+    more = torch.randint(-(1 << 31), 1 << 31, (args.mib << 18,), dtype=torch.int32, generator=noise)
+    more[:1] = 0
 
     def say(**fields: object) -> None:
         say_line({"rank": rank, **fields})
@@ -47,15 +52,20 @@ def main() -> None:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     with ckpt.Checkpointer(
         args.url,
-        job.state,
+        {**job.state, **({"more": more} if args.mib else {})},
         policy=ckpt.Adaptive(at_risk_s=args.at_risk) if args.at_risk else ckpt.Every(steps=args.every),
         take_over=args.take_over,
         sinks=(lambda event: say(event=event.name, message=event.message),),
     ) as ck:
+        assert not args.mib or int(more[0]) == ck.restored.step, "it holds another step than it says"
         say(restored=ck.restored.step, level=ck.restored.level, attempt=attempt, pid=os.getpid())
         for step in ck.steps(args.steps):
             loss = job.train(step)
+            more.add_(1)
             say(step=step, loss=loss)
+            if step in args.save_at:
+                ck.step()
+                ck.save()
             time.sleep(args.pace)
             if step == args.die_at and rank == 1 and not attempt:
                 say(dies=time.time())

@@ -1,0 +1,159 @@
+"""How much time there is decides what is saved, over a link that is slow: real processes, a real server behind a proxy.
+
+The link is a gigabit per second and the state a gibibyte, both by a sixteenth: a commit takes some nine seconds,
+however fast the machine is. What is looked at is what the outcome says, and what the store then holds when everything
+else is gone; not how long it took.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.session.proxy import HELD, Proxy
+from tests.session.runs import URL, agent_status
+from tests.session.scripts import Script, torchrun, train
+from tests.session.test_notices import CODE, ENDLESS, MODULE, at_step, code_of, outcome, said
+from tests.session.test_notices import given as given  # a fixture, for every test here
+
+MIB = 64
+LINK = 1e9 / 8 / 16  # bytes per second
+WORDS = ("--mib", str(MIB))
+SELDOM = (*WORDS, "--every", "1000000")
+
+
+@pytest.fixture
+def link(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setenv("CKPT_LAUNCH", "one")  # a start after the machine has gone waits for nobody
+    store.limit(LINK)
+    yield store
+    store.limit(float("inf"))
+
+
+def appear(tmp_path: Path, lead_s: float) -> None:
+    """A notice that says so many seconds."""
+    (tmp_path / "part").write_text(f"+{lead_s:g}")
+    os.rename(tmp_path / "part", tmp_path / "word")
+
+
+def committed(script: Script, that: str = "") -> None:
+    script.wait_for(lambda line: line.get("event") == "commit.done" and that in line["message"])
+
+
+def wait_outcome(tmp_path: Path, script: Script) -> dict[str, Any]:
+    """What the event says is what the file says."""
+    script.wait_for(lambda line: line.get("event") == "notice.outcome")
+    found = outcome(tmp_path)
+    assert any(f"{found['left_s']:.1f} s before the deadline" in text for text in said(script, "notice.outcome"))
+    return found
+
+
+def goes(script: Script, agent: psutil.Process) -> None:
+    """The machine, with all that is in its memory."""
+    trainer = psutil.Process(script.process.pid) if script.process.poll() is None else None
+    for each in (agent, trainer):
+        if each is not None:
+            each.suspend()  # neither sees the other one die
+    for each in (agent, trainer):
+        if each is not None:
+            each.kill()
+    script.process.wait(30)
+    agent.wait(30)
+
+
+def holds(store: Proxy, tmp_path: Path, step: int) -> None:
+    """The next start, which finds nothing but the store, goes on from that step, with that step's content."""
+    store.limit(float("inf"))
+    again = train(tmp_path / "again", URL, step, *SELDOM, CKPT_NOTICES="off")
+    begun = again.wait_for(lambda line: "restored" in line)
+    assert (begun["restored"], begun["level"]) == (step, "store")
+    again.end()
+
+
+def test_two_minutes_are_enough_for_a_commit_and_most_of_them_are_left(tmp_path: Path, link: Proxy) -> None:
+    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, CKPT_SIGTERM_S="120")
+    at_step(script)
+    script.process.terminate()
+    assert code_of(script, 150) == CODE
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["left_s"] > 60
+    assert found["committed_step"] == found["step"] == max(line["step"] for line in script.lines() if "step" in line)
+    holds(link, tmp_path, found["step"])
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("attempt", range(3))
+def test_torchruns_half_a_minute_is_enough_for_a_commit_of_what_is_a_commit_apart(
+    tmp_path: Path, link: Proxy, attempt: int
+) -> None:
+    """It is signalled while the first commit is under way, a third of it, two thirds, or just begun: that one ends
+    first."""
+    words = (*WORDS, "--every", "20")
+    script = torchrun(tmp_path / "log", 2, MODULE, URL, str(ENDLESS), *words)
+    link.wait_carried((1 + attempt * MIB // 3) << 20)
+    script.process.terminate()
+    assert code_of(script) not in (0, -signal.SIGKILL)
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["left_s"] > 0
+    last = [max(line["step"] for line in script.lines() if line.get("step") and line["rank"] == r) for r in (0, 1)]
+    assert last == [found["step"]] * 2
+    assert found["step"] > 20
+    holds(link, tmp_path, found["step"])
+
+
+def test_what_is_complete_is_pushed_where_another_commit_would_come_too_late(tmp_path: Path, link: Proxy) -> None:
+    """A commit takes 14 s, the first one shows. The second one is all but done when a notice says 12 s."""
+    link.limit(MIB * 2**20 / 14)
+    script = noticing(tmp_path, 20, 40)
+    committed(script, "step 20 ")
+    agent = psutil.Process(agent_status(URL)["pid"])
+    link.fail(HELD, "PUT", "*/commits/*")
+    link.limit(float("inf"))
+    link.wait_met("*/commits/*")
+    appear(tmp_path, 12)
+    script.wait_for(lambda line: line.get("event") == "notice")
+    assert agent_status(URL)["job"]["notices"]["course"] == "push"
+    link.limit(LINK / 2)  # what is taken once that is done does not get into the store any more
+    link.heal()
+    found = wait_outcome(tmp_path, script)
+    goes(script, agent)
+    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 40)
+    assert found["step"] > 40
+    holds(link, tmp_path, 40)
+
+
+@pytest.mark.parametrize("lead_s", [30, 5, 2])
+def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
+    tmp_path: Path, link: Proxy, lead_s: float
+) -> None:
+    script = noticing(tmp_path, 20)
+    committed(script, "step 20 ")
+    agent = psutil.Process(agent_status(URL)["pid"])
+    appear(tmp_path, lead_s)
+    found = wait_outcome(tmp_path, script)
+    goes(script, agent)
+    assert found["notices"] == [f"file {tmp_path / 'word'}"]
+    assert found["left_s"] >= 0
+    if lead_s > 20:
+        assert (found["how"], found["level"], found["committed_step"]) == ("left", "store", found["step"])
+        assert found["step"] > 20
+    elif lead_s > 2:
+        assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
+        assert found["step"] > 20
+    else:  # they may pass before a rank comes to its next boundary
+        assert found["committed_step"] == 20 <= found["step"]
+    holds(link, tmp_path, found["committed_step"])
+
+
+def noticing(tmp_path: Path, *saves: int) -> Script:
+    """It saves after these steps, and else when it is told that the machine goes away."""
+    words = ("--save-at", *map(str, saves), "--pace", "0.02")
+    return train(tmp_path / "log", URL, ENDLESS, *SELDOM, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
