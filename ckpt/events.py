@@ -1,41 +1,58 @@
 """Events: what happened that a person may want to know, as one JSON object each.
 
 An event never influences what is decided. Sinks are called on the thread that emits and must not block; one that
-raises is not called again.
+raises is not called again. `JsonLines` is the one that writes them to a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
+import math
+import os
+import queue
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ckpt.tasks import Tasks
+
 log = logging.getLogger("ckpt")
+
+FILE_BYTES_MAX = 64 << 20  # then the file is renamed, and one older one is kept
+WAITING_MAX = 1000  # events that the disk has not taken yet; further ones are counted, not written
+FLUSH_S = 2.0  # how long closing waits for a disk that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`name` is stable and dotted ("commit.failed"); `loud` events also go to the log as warnings."""
+    """`name` is stable and dotted ("commit.failed"); `loud` events also go to the log as warnings. `by_agent`: it
+    happened in the agent, and is told here."""
 
     name: str
     message: str
     loud: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     time_s: float = field(default_factory=time.time)  # wall clock, for people only
+    by_agent: bool = False
 
-    def to_json(self) -> str:
+    def to_json(self, about: Mapping[str, Any] | None = None) -> str:
+        """One line. `about`: further entries. What JSON has no number for is null."""
         body = {
             "event": self.name,
             "message": self.message,
             "time": self.time_s,
             "loud": self.loud,
+            **(about or {}),
             **self.data,
         }
-        return json.dumps(body, default=str)
+        return json.dumps(_finite(body), default=str)
 
 
 Sink = Callable[[Event], None]
@@ -50,13 +67,112 @@ class Events:
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
 
+    def remove(self, sink: Sink) -> None:
+        with contextlib.suppress(ValueError):  # it had failed, and is gone already
+            self._sinks.remove(sink)
+
     def emit(self, name: str, message: str, *, loud: bool = False, **data: Any) -> None:
-        event = Event(name, message, loud, data)
+        self.tell(Event(name, message, loud, data))
+
+    def tell(self, event: Event) -> None:
+        name, message, loud = event.name, event.message, event.loud
         log.log(logging.WARNING if loud else logging.INFO, "%s", message)
         for sink in list(self._sinks):
             try:
                 sink(event)
             except Exception:
                 log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
-                with contextlib.suppress(ValueError):  # another thread was first
-                    self._sinks.remove(sink)
+                self.remove(sink)
+
+
+class JsonLines:
+    """A sink that appends each event to a file, one JSON object a line.
+
+    Several processes may append to one file, as long as it lies on a disk of this host: each line is one write. The
+    file is renamed to PATH.1, over the one before, when it has FILE_BYTES_MAX bytes. Writing is done by a thread: a
+    disk that hangs, is full or gone costs lines, of which the log and the next line that can be written tell, and
+    nothing else. `about`: entries of every line."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.about = dict(about)
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING_MAX)
+        self._lost = 0
+        self._told = False
+        self._torn = False
+        self._tasks = Tasks("events")
+        self._tasks.start("write", self._write)
+
+    def __call__(self, event: Event) -> None:
+        if event.by_agent:
+            return  # it writes its own
+        self._put(event)
+
+    def close(self) -> None:
+        """What waits is written, for FLUSH_S at most; a disk that hangs keeps its thread until the process ends."""
+        self._tasks.stopping.set()
+        with contextlib.suppress(queue.Full):  # then the thread finds nothing more after what waits
+            self._waiting.put(None, timeout=FLUSH_S)
+        try:
+            self._tasks.close(FLUSH_S)
+        except Exception as exc:
+            log.warning("ckpt: not all events were written to %s: %s", self.path, exc)
+
+    def _put(self, event: Event) -> None:
+        line = event.to_json(self.about).encode() + b"\n"
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._lost += 1
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            try:
+                if self._lost:
+                    lost, self._lost = self._lost, 0
+                    text = f"{lost} events could not be written here"
+                    self._append(Event("events.lost", text, data={"lost": lost}).to_json(self.about).encode() + b"\n")
+                self._append(line)
+                self._told = False
+            except OSError as exc:
+                self._lost += 1
+                if not self._told:
+                    self._told = True
+                    log.warning("ckpt: events cannot be written to %s now: %s", self.path, exc)
+            if self._tasks.stopping.is_set() and self._waiting.empty():
+                return
+
+    def _append(self, line: bytes) -> None:
+        """Errors: OSError."""
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        try:
+            if self._rotate(fd, len(line)):
+                return self._append(line)
+            line = b"\n" + line if self._torn else line
+            self._torn = False
+            if os.write(fd, line) < len(line):
+                self._torn = True  # the next one begins a line of its own
+                raise OSError(errno.ENOSPC, "only a part of a line could be written")
+        finally:
+            os.close(fd)
+
+    def _rotate(self, fd: int, count: int) -> bool:
+        """Whether the path names another file now, to be opened anew."""
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or not info.st_size or info.st_size + count <= FILE_BYTES_MAX:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX)  # held by others for as long as a rename takes
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), info):
+                os.replace(self.path, self.path.with_name(f"{self.path.name}.1"))
+        return True
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else None
+    if isinstance(tree, dict):
+        return {str(key): _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return tree

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
-from ckpt.events import Events, Sink
+from ckpt.events import Events, JsonLines, Sink
 from ckpt.plan.placement import ONE_COPY, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
@@ -80,6 +82,7 @@ class _Parts:
     updates: Updates
     parting: Parting
     closing: contextlib.ExitStack
+    last: contextlib.ExitStack  # what is of use until nothing more happens
 
 
 class Checkpointer:
@@ -272,12 +275,13 @@ class Checkpointer:
         settings, began_s = read(), time.monotonic()
         if self._notices == "off":
             settings = replace(settings, notices="off")
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as last, contextlib.ExitStack() as stack:
+            self._write_events(settings.events, last)
             tasks = stack.enter_context(Tasks("trainer", pool_size=4))
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
             updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
             parting = Parting(saver.link, tasks, self.events, settings)
-            self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all())
+            self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all(), last.pop_all())
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
@@ -313,12 +317,23 @@ class Checkpointer:
                 parts.closing.close()
                 self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
             finally:
+                parts.last.close()
                 parts.parting.close()
         if failure is not None:
             if error is not None:
                 error.add_note(f"ckpt: {failure}")
             else:
                 raise CommitFailed(str(failure)) from failure
+
+    def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> None:
+        """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""
+        if path is None:
+            return
+        about = {"by": "trainer", "url": self.url, "host": socket.gethostname(), "pid": os.getpid()}
+        lines = JsonLines(path, about)
+        closing.callback(lines.close)
+        self.events.add(lines)
+        closing.callback(self.events.remove, lines)
 
     def _finish_normally(self) -> CkptError | None:
         """Saves the last step unless it is saved, and waits for its commit."""

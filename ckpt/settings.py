@@ -34,6 +34,8 @@ class Settings:
     job left; None: a file in runtime_dir. Both are absolute.
     `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
     `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
+    `events`: a file to which events are appended, one JSON object a line; absolute; None: none.
+    `metrics`: (host, port) at which the agent shows what Prometheus reads; the host an address, not a name; None: not.
     `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
     `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
     `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
@@ -52,6 +54,8 @@ class Settings:
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
     domain: str = ""
+    events: Path | None = None
+    metrics: tuple[str, int] | None = None
     listen: str = ""
     secret_file: Path | None = None
     slurm_job: str = ""
@@ -117,6 +121,27 @@ def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     return text
 
 
+def _address(name: str, text: str) -> tuple[str, int]:
+    """A literal address: looking a name up may take long, and the agent's one thread has no time for that."""
+    import ipaddress
+
+    host, colon, port = text.rpartition(":")
+    host = {"": "127.0.0.1", "localhost": "127.0.0.1"}.get(host, host)
+    try:
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        found = ipaddress.ip_address(bare)
+        right = bool(colon) and port.isascii() and port.isdecimal() and int(port) <= 65535
+        right = right and (found.version == 4) == (bare == host)
+    except ValueError:
+        right = False
+    if not right:
+        raise UsageError(
+            f"{name}={text[:200]!r} is no address to listen on; unset it or give :PORT (this host only), 0.0.0.0:PORT "
+            "or [::]:PORT (whoever can reach it)"
+        )
+    return bare, int(port)
+
+
 def _absolute(path: str) -> Path:
     """The agent works in another folder than the trainer that started it, and must find the same place."""
     return Path(os.path.abspath(path))
@@ -130,6 +155,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
     secret_file = env.get("CKPT_SECRET_FILE")
+    events, metrics = env.get("CKPT_EVENTS"), env.get("CKPT_METRICS")
     notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
@@ -146,6 +172,8 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
         domain=env.get("CKPT_DOMAIN", "")[:1000],
+        events=_absolute(events) if events else None,
+        metrics=_address("CKPT_METRICS", metrics) if metrics else None,
         listen=env.get("CKPT_LISTEN", ""),
         secret_file=_absolute(secret_file) if secret_file else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),

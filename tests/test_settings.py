@@ -60,3 +60,31 @@ def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
 def test_an_end_that_slurm_would_not_have_given_is_none(text: str) -> None:
     assert read({"SLURM_JOB_END_TIME": text}).slurm_end_s is None
     assert read({"SLURM_JOB_END_TIME": "1900000000"}).slurm_end_s == 1_900_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        (":9400", ("127.0.0.1", 9400)),
+        ("localhost:0", ("127.0.0.1", 0)),
+        ("0.0.0.0:9400", ("0.0.0.0", 9400)),
+        ("[::1]:9400", ("::1", 9400)),
+    ],
+)
+def test_metrics_are_shown_on_this_host_unless_an_address_says_otherwise(text: str, address: tuple[str, int]) -> None:
+    assert read({"CKPT_METRICS": text}).metrics == address
+    assert read({"CKPT_METRICS": ""}).metrics is None
+
+
+@pytest.mark.parametrize(
+    "text", ["9400", "host:9400", ":", ":70000", ":-1", "::1:9400", "[1.2.3.4]:1", ":²", "1.2.3.4", "x" * 1000]
+)
+def test_an_address_for_metrics_that_is_none_is_refused_by_its_name(text: str) -> None:
+    with pytest.raises(UsageError, match="CKPT_METRICS"):
+        read({"CKPT_METRICS": text})
+
+
+def test_the_file_for_events_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
+    assert read({"CKPT_EVENTS": ""}).events is None

@@ -25,7 +25,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage
 from ckpt.agent.listening import Sources
 from ckpt.errors import AgentError, CkptError
-from ckpt.events import Events
+from ckpt.events import Event, Events
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.plan.layout import Declaration, Layout, Staging
 from ckpt.plan.staging import stage
@@ -279,12 +279,8 @@ class Link:
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
             self.levels.fail_unknown(known, "the agent was restarted before all ranks had staged it")
         elif message.kind == "event":
-            self.events.emit(
-                str(fields["name"]),
-                str(fields["message"]),
-                loud=bool(fields.get("loud")),
-                **dict(fields.get("data") or {}),
-            )
+            told, data = (str(fields["name"]), str(fields["message"])), dict(fields.get("data") or {})
+            self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))
         message.close()
 
     def _on_plan(self, message: wire.Message) -> None:
