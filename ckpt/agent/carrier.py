@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from ckpt.agent import actions as do
 from ckpt.agent import memory
+from ckpt.agent.account import Account
 from ckpt.agent.bulk import MESSAGE_MAX, Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.control import ROUND_MAX
@@ -61,7 +62,7 @@ class Services:
     """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `copies`: what it keeps for
     other nodes; `network`: the way to them, once there is one. `listening`: to what the
     machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
-    place; None: nowhere."""
+    place; None: nowhere. `account`: what all of it costs. `told`: hears each event."""
 
     server: Server
     bulk: Bulk
@@ -72,6 +73,8 @@ class Services:
     outcome: Path | None = None
     copies: Copies | None = None
     network: Callable[[], Network | None] = lambda: None
+    account: Account = field(default_factory=Account)
+    told: Callable[[Event], None] = lambda event: None
 
 
 @dataclass(slots=True)
@@ -166,6 +169,7 @@ class Carrier:
         """An event, told to the lowest rank that is there: one is enough."""
         members = [member for _, member in sorted(self._members.items()) if member.peer.open]
         log.log(logging.WARNING if loud else logging.INFO, "%s", message, extra={"told": bool(members)})
+        self._services.told(Event(name, message, loud, {"epoch": str(self.epoch), **(data or {})}))
         if members:
             tell(members[0].peer, Event(name, message, loud, data or {}))
 
@@ -283,6 +287,9 @@ class Carrier:
                 return
             if self.learning is not None:
                 self.learning.replicated(seconds)
+            made = self.checkpoints.get(slot)
+            count = int(made.manifest.frames["length"].sum()) if made is not None else 0
+            self._services.account.replicated(self.epoch, identity.tick, count)
             facts = {"identity": str(identity), "seconds": seconds}
             self.emit(
                 "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
@@ -311,6 +318,8 @@ class Carrier:
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:
         identity = Identity(self.epoch, tick)
         round_ = self.group.slots[slot].round
+        if round_ is not None:
+            self._services.account.staged(time.monotonic(), tick, max(round_.staged.values()))
         if self.learning is not None and round_ is not None:
             self.learning.stalled(max(round_.staged.values()))
             self.follow_learning()
@@ -333,6 +342,10 @@ class Carrier:
         if not error:
             made = done.result()
             self.checkpoints[slot] = made
+            tick, count = made.identity.tick, int(made.manifest.frames["length"].sum())
+            self._services.account.complete(self.epoch, tick, count)
+            text, facts = f"step {tick.step} is whole in memory", {"identity": str(made.identity), "bytes": count}
+            self._services.told(Event("snapshot.done", text, data=facts))
             if set(made.disagreed) - self._disagreed:
                 self._disagreed.update(made.disagreed)
                 text = "tensors turned out to differ between the ranks that hold them and were saved per rank"
@@ -399,6 +412,7 @@ class Carrier:
             self.learning.commit_ended(now_s, self.ranks.hindmost(), took)
             self.follow_learning()
         if error:
+            self._services.account.commit_failed()
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
             return
         keep, store = self.options.keep, self._services.store
@@ -406,6 +420,8 @@ class Carrier:
             self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
     def _tell_committed(self, identity: Identity, result: Committed) -> None:
+        sizes = result.raw_bytes, result.stored_bytes
+        self._services.account.committed(self.epoch, identity.tick, result.seconds, *sizes)
         text = (
             f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
             f"{result.packs} packs, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"

@@ -142,6 +142,7 @@ class Restore:
         self.memory = memory
         self._count = count
         self.record: Record | None = None  # once it was opened
+        self.sources: dict[str, int] = {}  # bytes that the ranks have got, by level
         self._lengths = manifest.frames["length"].astype(np.int64)
         self._open_record = open_record
         self._bulk, self._later, self._post = bulk, later, post
@@ -185,7 +186,8 @@ class Restore:
             if good:
                 asked.left.discard(frame)
                 level = "store" if from_window else "peer" if frame in asked.far else "local"
-                asked.sources[level] = asked.sources.get(level, 0) + int(self._lengths[frame])
+                for sources in (asked.sources, self.sources):
+                    sources[level] = sources.get(level, 0) + int(self._lengths[frame])
             elif from_window:
                 self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
                 return

@@ -15,10 +15,12 @@ from ckpt.agent.jobs import finite
 from ckpt.agent.others import Others
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
+from ckpt.agent.showing import job_facts
 from ckpt.agent.starts import LISTED_MAX
 from ckpt.agent.storeside import Pass, keep_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
+from ckpt.events import Event
 from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.settings import Settings
 from ckpt.types import Identity
@@ -53,6 +55,7 @@ class Node(Others):
             self.network.close()
         self._bulk.close()
         self._store.close()
+        self.showing.close()
 
     # -- the server's side
 
@@ -82,6 +85,7 @@ class Node(Others):
             self._restored(_local(peer), message)
         else:
             job, rank = self._member(peer)
+            self.showing.heard(job, message)
             job.message(rank, peer, message)
 
     def ended(self, peer: AnyPeer) -> None:
@@ -105,6 +109,7 @@ class Node(Others):
         times = [self._tend_orphans(now_s)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
+        self._see()
         self._drop_former()
         times.append(self._end_s(now_s))
         return min((each for each in times if each is not None), default=None)
@@ -132,7 +137,7 @@ class Node(Others):
         fields, request_id = message.fields, int(message.fields["id"])
         job = self.current
         if message.kind == "status":
-            peer.reply(request_id, self._status())
+            peer.reply(request_id, self.status())
         elif message.kind == "preempt":
             if job is None or job.group.all_gone:
                 raise AgentError(f"no job is running on {self.url}")
@@ -162,16 +167,41 @@ class Node(Others):
         body = {k: list(v[:LISTED_MAX]) if isinstance(v, list | tuple) else v for k, v in done.result().items()}
         peer.reply(request_id, body)
 
-    def _status(self) -> dict[str, Any]:
+    # -- what is shown
+
+    def status(self) -> dict[str, Any]:
+        self._see()
+        job = self.current
         return {
             "url": self.url,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
-            "job": self.current.status() if self.current is not None else None,
+            **self.showing.facts(),
+            "starting": self._start.launch if self._start is not None else None,
+            "job": {**job.status(), **job_facts(job)} if job is not None else None,
             "following": [each.status() for each in self.followings],
-            "former": [job.status() for job in self.former[-4:]],
+            "former": [{**each.status(), **job_facts(each)} for each in self.former[-4:]],
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }
+
+    def _see(self) -> None:
+        self.showing.look(self.current, self._start is not None)
+
+    def _restored(self, peer: Peer, message: Message) -> None:
+        start = self._start
+        restore = start.job.restore if start is not None and start.job is not None else None
+        level = "none"
+        if start is not None and restore is not None:
+            known = self._slot_of(restore.identity) is not None
+            level = "local" if known else "peer" if restore.identity in start.gathered else "store"
+        super()._restored(peer, message)
+        assert self.current is not None
+        self.showing.restored(self.current, level, restore)
+
+    def _event(self, event: Event) -> None:
+        if self.current is None:  # else it tells it itself
+            self.showing.told(event)
+        super()._event(event)
 
     # -- notices
 

@@ -37,6 +37,7 @@ from ckpt.agent.listening import Listening
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
+from ckpt.agent.showing import Showing
 from ckpt.agent.start import Resolved, Start
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
@@ -82,6 +83,7 @@ class Starts:
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
         self._listening = Listening(server.post, self._heard, self._events)
+        self.showing = Showing(url, settings, server, self.status, self._event)
         self._services = Services(
             server,
             self._bulk,
@@ -92,11 +94,16 @@ class Starts:
             server.path.with_suffix(".outcome.json"),
             self.copies,
             lambda: self.network,
+            self.showing.account,
+            self.showing.told,
         )
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
         self._lease: tuple[Job, int] | None = None  # of the candidate that is being restored from memory
         self._refused: dict[str, str] = {}  # launches that were superseded here, and by what
+
+    def status(self) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _jobs(self) -> list[Job]:
         return [*self.former, *([self.current] if self.current is not None else [])]
