@@ -1,12 +1,11 @@
-"""ckpt watch, ckpt preempt: what a running job's agent says, and asking the job to go. On the job's own host."""
+"""The way to a running job's agent, on the job's own host; and ckpt preempt: asking the job to go."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -45,43 +44,6 @@ def the_agent(url: str) -> socket.socket:
     if sock is None:
         raise AgentError(f"no agent serves {url} for you on this host; one runs beside each job, on the job's host")
     return sock
-
-
-def watch(
-    url: out.Url,
-    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks.", min=0.1)] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
-    json: out.Json = False,
-) -> None:
-    """Show what a running job's agent is doing."""
-    never = threading.Event()
-    with talk(the_agent(url)) as agent:
-        while True:
-            status = agent.request("status").fields
-            if json:
-                out.as_json({key: value for key, value in status.items() if key not in ("t", "id")})
-            else:
-                for name, value in _flat(status):
-                    out.say(f"{name:<36} {value}")
-            if once:
-                return
-            out.say()
-            never.wait(every_s)
-
-
-def _flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if not before and name in ("t", "id"):
-            continue
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{before}{name}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            for index, item in enumerate(value):
-                yield from _flat(item, f"{before}{name}[{index}].")
-        elif isinstance(value, list):
-            yield f"{before}{name}", ", ".join(map(str, value)) or "none"
-        else:
-            yield f"{before}{name}", value
 
 
 def preempt(

@@ -29,7 +29,7 @@ MODULE = {
     "branch": "managing",
     "prune": "managing",
     "rehearse": "rehearse",
-    "watch": "live",
+    "watch": "watch",
     "preempt": "live",
     "doctor": "doctor",
 }

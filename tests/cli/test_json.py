@@ -37,7 +37,7 @@ FAILURE: dict[str, tuple[list[str], Exit]] = {
     "branch": (["{url}", "--at", "11"], Exit.NO_CHECKPOINT),
     "prune": (["{url}", "--best", "val_loss"], Exit.USAGE),
     "rehearse": (["{to}", "--", "no-such-program-here"], Exit.USAGE),
-    "watch": (["{url}", "--once"], Exit.AGENT),
+    "watch": ([NOWHERE, "--once"], Exit.NO_CHECKPOINT),
     "preempt": (["{url}"], Exit.AGENT),
     "doctor": (["{blocked}"], Exit.STORAGE),
 }

@@ -1,4 +1,4 @@
-"""ckpt watch, preempt and prune while a job runs: they ask its agent and decide nothing themselves."""
+"""ckpt preempt and prune while a job runs: they ask its agent and decide nothing themselves."""
 
 from __future__ import annotations
 
@@ -56,22 +56,6 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as ending:
                 ending.connect(listening.getsockname())
                 wire.send(ending, {"t": "end"})
-
-
-def test_watch_shows_what_the_agent_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = {"memory": {"arenas": 3, "bytes": 4096}, "ranks": [{"rank": 0, "step": 7}]}
-    with an_agent(tmp_path, {"status": status}) as asked:
-        assert ckpt(monkeypatch, "watch", tmp_path, "--once", "--json").json == status
-        said = ckpt(monkeypatch, "watch", tmp_path, "--once")
-    assert [each["t"] for each in asked] == ["hello", "status"] * 2
-    assert asked[0]["role"] == "tool"
-    words = said.out.split()
-    assert dict(zip(words[::2], words[1::2], strict=True)) == {
-        "memory.arenas": "3",
-        "memory.bytes": "4096",
-        "ranks[0].rank": "0",
-        "ranks[0].step": "7",
-    }
 
 
 def test_preempt_passes_the_deadline_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,238 @@
+"""How `ckpt watch` looks to people: from what the agent answers (or the store has) to lines. Reads no clock but for
+ages of what the store says, and asks nobody."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.cli import out
+
+Facts = dict[str, Any]
+
+EVENTS = 5
+LEVELS = ("local", "peer", "store")
+WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
+STATES = {
+    "appointed": "step {step} is being taken ({staged} of {of} ranks), for {for_}",
+    "hashed": "step {step} is hashed, for {for_}",
+    "copied": "step {step} is copied to other nodes",
+    "committed": "step {step} is written, for {for_}",
+    "failed": "step {step} could not be written",
+}
+PARTS = ("stall", "lost", "recovery", "starting", "ending")
+
+
+def console(stream: TextIO, width: int | None = None) -> Console:
+    return Console(file=stream, width=width, highlight=False, markup=False)
+
+
+def text(status: Facts, width: int | None) -> str:
+    stream = io.StringIO()
+    console(stream, width).print(render(status))
+    return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
+
+
+def render(status: Facts) -> RenderableType:
+    if status.get("pid") is None:
+        return _rows(_of_store(status))
+    job, account = status.get("job"), status.get("account")
+    parts: list[RenderableType] = [_rows(_head(status, job, account))]
+    if account is not None and job is not None:
+        parts += [Text(), _levels(job, account), Text()]
+    parts.append(_rows(_body(status, job, account)))
+    return Group(*parts)
+
+
+def _rows(rows: Iterator[tuple[str, str, str]]) -> Table:
+    """(label, text, style)."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for label, said, style in rows:
+        grid.add_row(Text(label, "bold"), Text(plain(said), style))
+    return grid
+
+
+def _of_store(status: Facts) -> Iterator[tuple[str, str, str]]:
+    yield "run", str(status["url"]), ""
+    yield "agent", "none runs for you on this host", "yellow"
+    if status.get("error"):
+        yield "", str(status["error"]), "red"
+    found = status.get("store")
+    if not found:
+        return
+    if found["step"] is None:
+        yield "store", "no checkpoint yet", ""
+    else:
+        when = out.ago(found["saved"]) if found["saved"] else "at an unknown time"
+        count = f"{found['checkpoints']} checkpoints"
+        yield "store", f"step {found['step']}, saved {when}: the next start goes on from it; {count} in all", ""
+    how = "has ended" if found["closed"] else "has not ended: it runs elsewhere, or died with its host"
+    yield "epoch", f"{found['epoch']} {how}", ""
+
+
+def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[tuple[str, str, str]]:
+    yield "run", str(status.get("url")), ""
+    agent = f"process {status['pid']}"
+    if "host" in status:
+        agent += f" on {status['host']}, up {span(status['up_s'])}, {out.size(status['resident_bytes'])}"
+    if status.get("metrics"):
+        agent += f", metrics at {status['metrics']}"
+    yield "agent", agent, ""
+    if job is None:
+        yield "job", "none" if not status.get("following") else "coordinated by the agent of another node", "yellow"
+        for each in status.get("following") or []:
+            ranks = ", ".join(map(str, each["ranks"][:16]))
+            yield "ranks", f"{ranks} of epoch {each['epoch']}; watch it at its coordinator, {each['coordinator']}", ""
+        return
+    yield "job", f"launch {job['launch']}, epoch {job['epoch']}, {_ranks(job['ranks'])}", ""
+    if account is not None:
+        pace = f"; step {account['ended_step']} ended" if account["ended_step"] else ""
+        pace += f", {span(job['step_s'])} a step" if pace and account["phase"] == "training" else ""
+        style = "red" if account["phase"] == "down" else ""
+        yield "now", f"{account['phase']} for {span(account['phase_s'])}{pace}", style
+    if job["superseded_by"]:
+        yield "", f"superseded by {job['superseded_by']}", "red"
+    if job["error"]:
+        yield "error", str(job["error"]), "red"
+
+
+def _ranks(ranks: list[str]) -> str:
+    counts = {state: ranks.count(state) for state in ("here", "left", "dead")}
+    rest = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != "here")
+    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}" + (f" ({rest})" if rest else "")
+
+
+def _levels(job: Facts, account: Facts) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("level", "safe step", "age", "saved", "interval", "by", "under way"):
+        table.add_column(name, justify="right" if name in ("safe step", "age", "saved") else "left")
+    known = {*account["safe"], *job["intervals"], *account["saved_bytes"]}
+    for level in (each for each in LEVELS if each in known):
+        safe, interval = account["safe"].get(level), job["intervals"].get(level)
+        cells = [
+            level,
+            str(safe["step"]) if safe else "none",
+            span(safe["age_s"]) if safe and safe["age_s"] is not None else "",
+            out.size(account["saved_bytes"].get(level, 0)),
+            _every(interval) if interval else "",
+            str(interval["by"]) if interval else "",
+            "; ".join(_under_way(each) for each in job["under_way"] if each["level"] == level),
+        ]
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    return table
+
+
+def _every(interval: Facts) -> str:
+    if interval["interval_s"] is not None:
+        return f"every {span(interval['interval_s'])}"
+    return f"every {interval['interval_steps']} steps" if interval["interval_steps"] else ""
+
+
+def _under_way(each: Facts) -> str:
+    for_s = each.get("for_s")
+    asked = "" if each["asked"] == "appointed" else f" ({each['asked']})"
+    return STATES[each["state"]].format(**each, for_="?" if for_s is None else span(for_s)) + asked
+
+
+def _body(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[tuple[str, str, str]]:
+    if job is not None:
+        for number, line in enumerate(job["policy"] or []):
+            yield "why" * (not number), line, ""
+        if job.get("rates"):
+            rates = (f"{name} {_rate(found)}" for name, found in job["rates"].items())
+            yield "failures", f"expected: {', '.join(rates)}", ""
+    if account is not None:
+        yield from _costs(account)
+    if job is not None:
+        yield from _memory(job["memory"])
+        yield from _notices(job["notices"])
+    for number, event in enumerate((status.get("events") or [])[-EVENTS:]):
+        style = "yellow" if event["loud"] else ""
+        yield "events" * (not number), f"{span(event['age_s'])} ago: {event['message']}", style
+
+
+def _rate(found: Facts) -> str:
+    every = f"every {span(1 / found['per_s'])}" if found["per_s"] else "never"
+    return f"{every} ({found['seen']} seen)"
+
+
+def _costs(account: Facts) -> Iterator[tuple[str, str, str]]:
+    if account["goodput"] is not None:
+        parts = (f"{name} {_share(account[f'{name}_s'], account['elapsed_s'])}" for name in PARTS)
+        yield "goodput", f"{account['goodput']:.1%} of {span(account['elapsed_s'])}; {', '.join(parts)}", ""
+    snapshots, commits = account["snapshots"], account["commits"]
+    text = f"{snapshots['number']} complete"
+    if snapshots["number"]:
+        text += f", training stood still {_each(snapshots)}"
+    yield "snapshots", text + (f"; {account['given_up']} given up" if account["given_up"] else ""), ""
+    text = f"{commits['number']} done"
+    if commits["number"]:
+        stored = account["saved_bytes"].get("store", 0)
+        text += f", {_each(commits)}, {out.size(stored)} written for {out.size(account['raw_bytes'])}"
+    failed = account["commits_failed"]
+    yield "commits", text + (f"; {failed} failed" if failed else ""), "yellow" if failed else ""
+    if account["failures"]:
+        text = f"{account['failures']}: {account['lost_steps']} steps ({span(account['lost_s'])}) were lost"
+        if account["phase"] != "training":
+            text += ", and what training will go on without"
+        if account["recoveries"]["number"]:
+            text += f"; until training went on {_each(account['recoveries'])}"
+        yield "losses", text, "yellow"
+    restored = [f"{out.size(count)} from {WHERE[level]}" for level, count in sorted(account["restored_bytes"].items())]
+    if restored:
+        yield "restored", ", ".join(restored), ""
+
+
+def _each(count: Facts) -> str:
+    return f"{span(count['seconds'] / count['number'])} each (the last {span(count['last_s'])})"
+
+
+def _share(part_s: float, whole_s: float) -> str:
+    return f"{span(part_s)} ({part_s / whole_s:.2%})" if part_s and whole_s else "0"
+
+
+def _memory(plan: Facts | None) -> Iterator[tuple[str, str, str]]:
+    if plan is None:
+        return
+    text = f"{plan['slots']} slots of {out.size(plan['slot_bytes'])}, {out.size(plan['kept_bytes'])} kept from before, "
+    text += f"{out.size(plan['commit_bytes'])} for commits: {out.size(plan['total_bytes'])} of "
+    text += f"{out.size(plan['allowed_bytes'])} ({plan['bound']})"
+    yield "memory", text, "" if plan["slots"] > 2 else "yellow"
+
+
+def _notices(notices: Facts) -> Iterator[tuple[str, str, str]]:
+    standing = notices["standing"]
+    if not standing:
+        yield "notices", "none", ""
+    for number, each in enumerate(standing):
+        sure = "goes away" if each["certain"] else "may go away"
+        text = f"this machine {sure} in {each['left_s']:.0f} s ({each['source']} {each['key']})"
+        if not number:
+            text += f"; course: {notices['course']}, {notices['needs_s']:.0f} s are needed"
+        yield "notices" * (not number), text, "red" if each["certain"] else "yellow"
+
+
+def plain(said: str) -> str:
+    """Nothing in it moves the cursor or colours the terminal: messages come from stores and from other programs."""
+    return "".join(c if c.isprintable() else "?" for c in said)
+
+
+def span(seconds: float) -> str:
+    """How long, for people: to two units at most."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    for small, large, unit, units in ((1, 60, "s", "min"), (60, 3600, "min", "h"), (3600, 86_400, "h", "d")):
+        if seconds < 100 * large or units == "d":
+            whole, rest = divmod(round(seconds / small), large // small)
+            return f"{whole} {units}" + (f" {rest} {unit}" if rest and whole < 10 else "")
+    raise AssertionError("unreachable")

@@ -1,0 +1,205 @@
+"""ckpt watch: what a run's agent is doing, for people as a live view, for programs as one JSON object each time.
+
+It only looks, and outlives what it looks at: where no agent runs it says what the store has, and goes on looking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import out
+from ckpt.cli.live import find_agent, talk
+from ckpt.errors import AgentError, CkptError, NoCheckpoint, UsageError
+
+if TYPE_CHECKING:
+    from ckpt.agent.client import Connection
+
+ANSWER_S = 10.0  # an agent that is at work answers at once
+STORE_EVERY_S = 10.0  # listing costs requests, and what it finds changes seldom
+
+
+def watch(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Where the run saves; without it, the job that runs here.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option("--job", metavar="LAUNCH", help="The job of that launch id that runs here.")
+    ] = None,
+    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Show what a run's agent is doing: levels, rates, what it costs and why. Ctrl-C ends it."""
+    if url is not None and job is not None:
+        raise UsageError("give a URL or --job, not both")
+    found = url if url is not None else _url_of(job)
+    with contextlib.closing(Looker(found)) as looker, _shown(json, once) as show, _quiet_when_unread():
+        while True:
+            show(looker.look(patient=not once))
+            if once:
+                return
+            threading.Event().wait(every_s)
+
+
+class Looker:
+    """Asks the agent of a URL, or, where there is none, the store."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._talking = contextlib.ExitStack()
+        self._agent: Connection | None = None
+        self._store: tuple[float, dict[str, Any]] | None = None
+
+    def close(self) -> None:
+        self._agent = None
+        self._talking.close()
+
+    def look(self, patient: bool) -> dict[str, Any]:
+        """`patient`: what cannot be had now is said, since it may come. Errors: otherwise CkptError."""
+        try:
+            status = self._ask()
+        except AgentError as exc:
+            self.close()
+            if not patient:
+                raise
+            return {"url": self.url, "pid": None, "job": None, "error": str(exc)}
+        if status is not None:
+            self._store = None
+            return status
+        return {"url": self.url, "pid": None, "job": None, **self._look_at_store(patient)}
+
+    def _ask(self) -> dict[str, Any] | None:
+        """None: no agent runs. Errors: AgentError; UsageError for a URL that is none."""
+        for _ in range(2):  # one that has ended since is asked again: another may be there
+            known = self._agent is not None
+            if self._agent is None:
+                sock = find_agent(self.url)
+                if sock is None:
+                    return None
+                self._agent = self._talking.enter_context(talk(sock))
+            try:
+                fields = self._agent.request("status", timeout_s=ANSWER_S).fields
+                return {key: value for key, value in fields.items() if key not in ("t", "id")}
+            except AgentError:
+                ended = known and not self._agent.is_open
+                self.close()
+                if not ended:
+                    raise
+        return None
+
+    def _look_at_store(self, patient: bool) -> dict[str, Any]:
+        if self._store is None or time.monotonic() - self._store[0] >= STORE_EVERY_S:
+            try:
+                found = store_facts(self.url)
+            except CkptError as exc:
+                if not patient or isinstance(exc, UsageError):
+                    raise
+                found = {"error": "nothing is saved there yet" if isinstance(exc, NoCheckpoint) else str(exc)}
+            self._store = time.monotonic(), found
+        return self._store[1]
+
+
+def store_facts(url: str) -> dict[str, Any]:
+    """What a start would go on from. Errors: NoCheckpoint; StorageError."""
+    from ckpt.cli import target
+
+    with target.store(url) as store:
+        run = target.view(store)
+    newest, line = run.newest_epoch, run.line
+    return {
+        "store": {
+            "checkpoints": len(line),
+            "branches": len(run.branches),
+            "step": line[-1].identity.tick.step if line else None,
+            "identity": str(line[-1].identity) if line else None,
+            "saved": line[-1].saved_s if line else None,
+            "epoch": str(newest) if newest else None,
+            "closed": newest in run.closed,
+        }
+    }
+
+
+def _url_of(launch: str | None) -> str:
+    """The URL of the job that runs on this host. Errors: AgentError where there is none; UsageError where several."""
+    running = [(str(status["url"]), _launches(status)) for status in _agents()]
+    found = [(url, its) for url, its in running if launch is None or launch in its]
+    if not found:
+        named = f" with the launch id {launch!r}" if launch is not None else ""
+        others = "; ".join(f"{url} (launch {', '.join(its) or 'none'})" for url, its in running)
+        raise AgentError(
+            f"no agent of yours runs on this host{named}{f'; there is {others}' if others else ''}. Name the URL"
+        )
+    if len(found) > 1:
+        names = "; ".join(f"{url} (launch {', '.join(its) or 'none'})" for url, its in found)
+        raise UsageError(f"several agents run on this host, name a URL, or a launch with --job: {names}")
+    return found[0][0]
+
+
+def _launches(status: dict[str, Any]) -> list[str]:
+    """Of the job that runs or begins there; else of the newest one before."""
+    job, former = status.get("job"), status.get("former") or []
+    found = [status.get("starting"), job["launch"] if job else None] if job or status.get("starting") else []
+    found = found or [former[-1]["launch"] if former else None]
+    return sorted({str(each) for each in found if each is not None})
+
+
+def _agents() -> Iterator[dict[str, Any]]:
+    """What each agent of this user on this host says; one that is just ending says nothing."""
+    from ckpt.agent.client import connect_nowait, places
+    from ckpt.settings import read
+
+    place = places("", read())
+    for path in sorted(place.folder.glob("agent-*.sock")):
+        with contextlib.suppress(AgentError):
+            sock = connect_nowait(replace(place, socket=path))
+            if sock is not None:
+                with talk(sock) as agent:
+                    yield agent.request("status", timeout_s=ANSWER_S).fields
+
+
+@contextmanager
+def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """How a look is shown: as JSON, in place on a terminal, else as text one after the other."""
+    if json:
+
+        def as_json(status: dict[str, Any]) -> None:
+            out.as_json(status)
+            sys.stdout.flush()
+
+        yield as_json
+        return
+    from ckpt.cli import view
+
+    if once or not sys.stdout.isatty():
+
+        def as_text(status: dict[str, Any]) -> None:
+            out.say(view.text(status, None if sys.stdout.isatty() else out.WIDTH_MAX))
+            if not once:
+                out.say()
+            sys.stdout.flush()
+
+        yield as_text
+        return
+    from rich.live import Live
+
+    with Live(console=view.console(sys.stdout), auto_refresh=False) as live:
+        yield lambda status: live.update(view.render(status), refresh=True)
+
+
+@contextmanager
+def _quiet_when_unread() -> Iterator[None]:
+    """Whoever reads has seen enough (`ckpt watch ... | head -1`)."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there

@@ -1,0 +1,237 @@
+"""ckpt watch: a live job, a job that is down, no agent, no run; on a terminal, in a pipe, as JSON; and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.cli import view
+from ckpt.errors import AgentError
+from tests.agent import test_agent
+from tests.agent.fake import FakeRank
+from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
+from tests.cli.stores import Said, a_run, begin, ckpt, save
+from tests.cli.test_live import an_agent
+
+url, ranks = test_agent.url, test_agent.ranks  # the fixtures
+ROOT = Path(__file__).parents[2]
+Ranks = Callable[..., list[FakeRank]]
+Monkey = pytest.MonkeyPatch
+
+
+def rows(said: Said) -> dict[str, str]:
+    """What stands beside each word at the beginning of a line."""
+    assert said.code == 0, said.err
+    found = {}
+    for line in said.out.splitlines():
+        label, _, rest = line.partition("  ")
+        if label:
+            found.setdefault(label, rest.strip())
+    return found
+
+
+def test_a_live_job_is_shown_with_its_levels_and_what_it_costs(url: str, ranks: Ranks, monkeypatch: Monkey) -> None:
+    job = ranks(2)
+    decision = start(job)
+    step = checkpoint(job, "store")
+    train(job, step + 2)
+    found = rows(ckpt(monkeypatch, "watch", url, "--once"))
+    assert found["run"] == url
+    assert str(job[0].connection.agent_pid) in found["agent"]
+    assert found["job"] == f"launch test, epoch {decision.fields['epoch']}, 2 ranks"
+    assert found["now"].startswith("training")
+    assert found["local"].split()[0] == str(step)
+    assert "every 5 steps" in found["local"]
+    assert found["store"].split()[0] == str(step)
+    assert found["goodput"].split()[0].endswith("%")
+    assert found["snapshots"].startswith("1 complete")
+    assert found["commits"].startswith("1 done")
+    assert "3 slots" in found["memory"]
+    assert found["notices"] == "none"
+    as_json = ckpt(monkeypatch, "watch", url, "--once", "--json").json
+    assert as_json["account"]["safe"]["store"]["step"] == step
+    assert as_json["job"]["intervals"]["store"]["interval_steps"] == 5
+    finish(job)
+
+
+def test_an_adaptive_job_says_its_intervals_and_why(url: str, ranks: Ranks, monkeypatch: Monkey) -> None:
+    policy = {"kind": "adaptive", "overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
+    job = ranks(1, options={**test_agent.OPTIONS, "policy": policy})
+    start(job)
+    said = ckpt(monkeypatch, "watch", url, "--once")
+    assert "none is measured yet" in rows(said)["why"]
+    assert "every 60 s" in rows(said)["local"]
+    assert "process every" in rows(said)["failures"]
+    ckpt(monkeypatch, "preempt", url, "--deadline-s", "500")
+    assert "goes away" in rows(ckpt(monkeypatch, "watch", url, "--once"))["notices"]
+    ckpt(monkeypatch, "preempt", url, "--cancel")
+    job[0].leave("exception")
+
+
+def test_a_job_that_died_is_shown_as_down(url: str, monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    (job,), _ = start_processes(url, 1)
+    last = train_processes([job])
+    job.tell(do="die")
+    job.end()
+    wait_for(lambda: rows(ckpt(monkeypatch, "watch", url, "--once"))["now"].startswith("down"))
+    found = rows(ckpt(monkeypatch, "watch", "--once"))  # the only one on this host
+    assert "1 dead" in found["job"]
+    assert found["losses"].startswith("1: ")
+    assert found["local"].split()[0] == str(last)
+    agent = ckpt(monkeypatch, "watch", url, "--once", "--json").json["pid"]
+    os.kill(agent, signal.SIGTERM)
+    test_agent.wait_gone(agent)
+
+
+def test_a_job_is_found_by_its_launch_id(tmp_path: Path, monkeypatch: Monkey) -> None:
+    job = {"launch": "1234", "epoch": "e"}
+    with (
+        an_agent(tmp_path / "a", {"status": {"url": "a", "pid": 1, "job": job}}),
+        an_agent(tmp_path / "b", {"status": {"url": "b", "pid": 2, "job": None, "former": [{"launch": "5678"}]}}),
+    ):
+        said = ckpt(monkeypatch, "watch", "--once")
+        assert (said.code, "a (launch 1234); b (launch 5678)" in said.err) == (2, True)
+        monkeypatch.chdir(tmp_path)
+        assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "1234").json["pid"] == 1
+        assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "5678").json["pid"] == 2
+        said = ckpt(monkeypatch, "watch", "--once", "--job", "9")
+        assert (said.code, "launch id '9'" in said.err) == (6, True)
+        assert ckpt(monkeypatch, "watch", "a", "--once", "--job", "9").code == 2
+    said = ckpt(monkeypatch, "watch", "--once")
+    assert (said.code, "no agent of yours runs on this host" in said.err) == (6, True)
+
+
+def test_where_no_agent_runs_it_says_what_the_store_has(tmp_path: Path, monkeypatch: Monkey) -> None:
+    a_run(tmp_path)
+    found = rows(ckpt(monkeypatch, "watch", tmp_path, "--once"))
+    assert found["agent"] == "none runs for you on this host"
+    assert found["store"].startswith("step 40, saved")
+    assert "has ended" in found["epoch"]
+    as_json = ckpt(monkeypatch, "watch", tmp_path, "--once", "--json").json
+    assert (as_json["pid"], as_json["store"]["step"], as_json["store"]["branches"]) == (None, 40, 1)
+    epoch = begin(tmp_path / "lost", closed=False)
+    save(tmp_path / "lost", epoch, 3)
+    assert "died with its host" in rows(ckpt(monkeypatch, "watch", tmp_path / "lost", "--once"))["epoch"]
+
+
+def test_where_there_is_nothing_at_all_it_says_so(tmp_path: Path, monkeypatch: Monkey) -> None:
+    said = ckpt(monkeypatch, "watch", tmp_path / "none", "--once")
+    assert (said.code, "no run has saved there" in said.err) == (3, True)
+
+
+def test_an_agent_that_refuses_is_an_error_when_asked_once(tmp_path: Path, monkeypatch: Monkey) -> None:
+    with an_agent(tmp_path, {"status": AgentError("not now")}):
+        said = ckpt(monkeypatch, "watch", tmp_path, "--once")
+    assert (said.code, "not now" in said.err) == (6, True)
+
+
+# -- as a process that goes on
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "ckpt.cli.main", "watch", *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+
+
+def test_each_look_is_one_line_of_json_and_what_it_looks_at_may_come_and_go(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", "--json", "--every-s", "0.1")
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as seen:
+        assert seen.stdout is not None
+
+        def until(right: Callable[[dict[str, Any]], bool]) -> None:
+            deadline = time.monotonic() + 60
+            while not right(json.loads(seen.stdout.readline())):
+                assert time.monotonic() < deadline
+
+        try:
+            until(lambda found: found["error"] == "nothing is saved there yet")
+            job = {"launch": "1", "epoch": "e"}
+            with an_agent(tmp_path / "run", {"status": {"url": "x", "pid": 7, "job": job}}):
+                until(lambda found: found["pid"] == 7)
+                seen.send_signal(signal.SIGINT)
+                assert seen.wait(60) == 130
+        finally:
+            seen.kill()
+        assert "Traceback" not in seen.stderr.read()
+
+
+def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    ours, its = pty.openpty()
+    process = subprocess.Popen(
+        command(tmp_path, "--every-s", "0.2"), env=environment(), stdin=its, stdout=its, stderr=its
+    )
+    os.close(its)
+    said = b""
+    try:
+        deadline = time.monotonic() + 60
+        while said.count(b"none runs for you") < 3:
+            assert time.monotonic() < deadline, said
+            if select.select([ours], [], [], 1)[0]:
+                said += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            said += part
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"Traceback" not in said
+    assert b"\x1b[?25l" in said  # the cursor was hidden ...
+    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # ... and is back
+    assert b"\x1b[1A" in said  # drawn over what was there
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    words = command(tmp_path, "--json", "--every-s", "0.1")
+    with subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as seen:
+        assert seen.stdout is not None
+        assert json.loads(seen.stdout.readline())["store"]["step"] == 40
+        seen.stdout.close()
+        assert seen.wait(60) == 0
+        assert seen.stderr.read() == ""
+
+
+# -- how it looks
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"), (0.0004, "0.4 ms"), (0.41, "410 ms"), (12, "12 s"), (99.4, "99.4 s"), (100, "1 min 40 s"),
+        (3600, "60 min"), (7500, "2 h 5 min"), (90_000, "25 h"), (400_000, "4 d 15 h"), (86_400 * 60, "60 d"),
+    ],
+)  # fmt: skip
+def test_how_long_is_said_in_at_most_two_units(seconds: float, text: str) -> None:
+    assert view.span(seconds) == text
+
+
+def test_what_others_wrote_does_not_reach_the_terminal_as_it_is() -> None:
+    status = {"url": "x", "pid": None, "error": "\x1b]0;title\x07\x1b[2J", "store": None}
+    text = view.text(status, 80)
+    assert "title" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
