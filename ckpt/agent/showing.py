@@ -212,7 +212,9 @@ def job_facts(job: Job) -> dict[str, Any]:
         facts["intervals"] = {level: dict(what) for level in levels}
         return facts
     decision = learning.decision
-    chosen = dict.fromkeys(levels, (decision.local_s, decision.local_by))  # copies are made of each
+    chosen: dict[str, tuple[float, str]] = {}
+    for level in levels:  # copies are made of each snapshot
+        chosen[level] = decision.local_s, decision.local_by
     chosen["store"] = decision.store_s, decision.store_by
     facts["intervals"] = {
         level: {"interval_s": seconds, "interval_steps": None, "by": by} for level, (seconds, by) in chosen.items()
