@@ -354,9 +354,7 @@ def _judged(w: World, number: int) -> None:
     if not w.broken:
         assert all(rank.phase == "holds" and rank.round == number for rank in w.ranks), "who does not hold leaves"
         (round_,) = (each.round for each in w.group.slots if each.round is not None and each.round.number == number)
-        assert len(round_.staged) == len(w.ranks), (
-            "they leave with a step that is not staged, as far as the agent knows"
-        )
+        assert len(round_.staged) == len(w.ranks), "they leave by a step that is not staged"
         assert {w.content[round_.slot, rank] for rank in range(len(w.ranks))} == {number}
 
 

@@ -28,6 +28,7 @@ from tests.session.scripts import ROOT
         "walk",
         "everystep",
         "preempt",
+        "listening",
     ],
 )
 def test_the_benchmark_runs_and_names_its_machine(name: str, tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""What does listening for notices cost, per step in the trainer and of a core in the agent?
+
+CPU time both: of the training thread over many steps with nothing due, and of the agent while all it has to do is to
+listen; against the same with CKPT_NOTICES=off. One after the other: signals, a file and Slurm, and with them each
+cloud, of which a machine is in one only. Fakes on the loopback answer at once that there is nothing to say. The row
+with the learnt policy listens to signals only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import ckpt
+from benchmarks.report import Row, parser, report
+from tests.notices.fakes import FakeService, serving
+from tests.notices.test_aws import Ec2
+from tests.notices.test_azure import Azure
+from tests.notices.test_gcp import Engine
+from tests.session.runs import agent_status
+
+STEP_US, CORE_PERCENT = 2.0, 0.1
+
+
+def main() -> int:
+    args = parser(__doc__).parse_args()
+    idle_s, steps = (1.0, 20_000) if args.small else (30.0, 500_000)
+    bare_us, bare = measure({"CKPT_NOTICES": "off"}, ckpt.Every(steps=10**9), steps, idle_s)
+    rows = [
+        Row("ck.step(), no notices", bare_us, "us", "printed", None),
+        Row("agent, no notices", bare, "% of a core", "printed", None),
+    ]
+    with listened_to() as sources:
+        for name, env in sources.items():
+            policy = ckpt.Adaptive() if name == "the learnt policy" else ckpt.Every(steps=10**9)
+            step_us, percent = measure({"CKPT_NOTICES": "given", **env}, policy, steps, idle_s)
+            more = percent - bare
+            rows.append(Row(f"ck.step(), {name}", step_us, "us", f"at most {STEP_US:g} us", step_us <= STEP_US))
+            rows.append(
+                Row(f"agent, {name}, more", more, "% of a core", f"at most {CORE_PERCENT} %", more <= CORE_PERCENT)
+            )
+    return report("listening", rows, args)
+
+
+def measure(env: dict[str, str], policy: ckpt.Every | ckpt.Adaptive, steps: int, idle_s: float) -> tuple[float, float]:
+    """Microseconds a step, and the agent's share of a core."""
+    model = torch.nn.Linear(4, 4)
+    state = {"model": model, "optim": torch.optim.Adam(model.parameters())}
+    with tempfile.TemporaryDirectory() as folder, environment({**env, "CKPT_RUNTIME_DIR": f"{folder}/agent"}):
+        run = f"{folder}/run"
+        with ckpt.Checkpointer(run, state, policy=policy) as ck:
+            for _ in range(1000):
+                ck.step()
+            pid = agent_status(run)["pid"]
+            time.sleep(min(idle_s, 5.0))  # it has found out what to listen to
+            before_s, began_s = cpu_s(pid), time.monotonic()
+            time.sleep(idle_s)
+            used_s, passed_s = cpu_s(pid) - before_s, time.monotonic() - began_s
+            costs_us = []
+            for _ in range(10):
+                started_s = time.thread_time()
+                for _ in range(steps // 10):
+                    ck.step()
+                costs_us.append(1e6 * (time.thread_time() - started_s) / (steps // 10))
+    return statistics.median(costs_us), 100 * used_s / passed_s
+
+
+def cpu_s(pid: int) -> float:
+    """Of all its threads, to the nanosecond: /proc/PID/stat counts hundredths of a second."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+class Machine(FakeService):
+    """One on Compute Engine, which is neither preempted nor maintained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        engines = {"preempted": Engine("FALSE"), "maintenance-event": Engine("NONE")}
+        for engine in engines.values():
+            engine.now_s, engine.closing = time.time, self.closing
+        self.answer = lambda asked: engines[asked.path.partition("?")[0].rpartition("/")[2]].reply(asked)
+        self.now_s = time.time
+
+
+@contextlib.contextmanager
+def listened_to() -> Iterator[dict[str, dict[str, str]]]:
+    """What to listen to, by name: the variables that say so."""
+    with (
+        serving(Ec2()) as ec2,
+        serving(Machine()) as machine,
+        serving(Azure()) as azure,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        ec2.says, ec2.tokens, ec2.answer, ec2.now_s = {}, 0, ec2.reply, time.time
+        azure.events, azure.started, azure.acknowledges = [], [], 200
+        azure.answer, azure.now_s = azure.reply, time.time
+        squeue = Path(folder, "squeue")
+        squeue.write_text("#!/bin/sh\necho 2-00:00:00\n")
+        squeue.chmod(0o700)
+        slurm = {"SLURM_JOB_ID": "7", "PATH": f"{folder}:{os.environ['PATH']}"}
+        always = {**slurm, "CKPT_NOTICE_FILE": f"{folder}/word"}
+        yield {
+            "signals, a file, Slurm": always,
+            "... and AWS": {**always, "AWS_EC2_METADATA_SERVICE_ENDPOINT": ec2.endpoint},
+            "... and Compute Engine": {**always, "GCE_METADATA_HOST": f"127.0.0.1:{machine.port}"},
+            "... and Azure": {**always, "CKPT_AZURE_METADATA_ENDPOINT": azure.endpoint},
+            "the learnt policy": {},
+        }
+
+
+@contextlib.contextmanager
+def environment(wanted: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
