@@ -81,8 +81,9 @@ class Group(Leaving):
 
     def _abandon_hopeless(self, now_s: float, steps: Sequence[int]) -> None:
         for member in self.members:
-            if member.presence is Presence.HERE and member.lost_s is not None and now_s >= member.lost_s + REJOIN_S:
-                member.presence = Presence.LEFT
+            lost_s = member.lost_s
+            if lost_s is not None and (now_s >= lost_s + REJOIN_S or self.superseded_by):  # then it cannot join again
+                member.presence = Presence.LEFT if member.presence is Presence.HERE else member.presence
         for slot, round_ in self._open():
             waiting = [r for r in range(self.world) if r not in round_.staged]
             gone = next((r for r in waiting if self.members[r].presence is not Presence.HERE), None)
