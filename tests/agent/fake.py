@@ -302,6 +302,10 @@ class FakeRank:
     def leave(self, outcome: str = "normal") -> dict[str, Any]:
         return self.request("leave", {"outcome": outcome}).fields
 
+    def leave_at_once(self) -> None:
+        """As who fails, and waits for nothing. Errors: AgentError always: there is no time for an answer."""
+        self.request("leave", {"outcome": "exception"}, timeout_s=0)
+
     def relayout(self, extra: int) -> None:
         self.extra, self.layout_step = extra, self.step
         with self.changed:

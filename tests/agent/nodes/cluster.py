@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.agent import client, wire
 from ckpt.agent.peers import secret
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, CkptError
 from ckpt.settings import Settings, read
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
@@ -169,9 +169,12 @@ class Cluster:
         self.hang_up(*nodes)
 
     def hang_up(self, *nodes: int) -> None:
-        """The ranks of these nodes are gone (of all, where none is named)."""
+        """The ranks of these nodes are gone for good (of all, where none is named). As threads they cannot die: they
+        say so instead."""
         for rank in self.job:
             if (not nodes or self.at[rank.rank] in nodes) and rank.connection is not None:
+                with contextlib.suppress(CkptError):
+                    rank.leave_at_once()
                 rank.connection.close()
 
     def status(self, node: int) -> dict[str, Any]:

@@ -73,7 +73,11 @@ class Proxy:
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()
-        far = socket.create_connection((self._to.host, self._to.port))
+        try:
+            far = socket.create_connection((self._to.host, self._to.port))
+        except OSError:  # nobody is there any more
+            near.close()
+            return
         number = len(self.passed)
         self.passed.append(-self._skip)
         fault = self._faults[number] if number < len(self._faults) else self._every

@@ -1,0 +1,119 @@
+"""Links that break and agents that hang: what was safe comes back, the job goes on where it can, and an agent that was
+away brings nothing old back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from ckpt.agent.peers.sockets import Address
+from ckpt.types import FRAME_BYTES, Tick
+from tests.agent.nodes.cluster import Cluster, come_back, together
+from tests.agent.peers.proxy import Fault, Proxy
+
+NAME = "0123456789abcdef"  # as long as agents' names are
+
+
+class Link(Proxy):
+    def cut(self) -> None:
+        """All that is connected now."""
+        for sock in list(self._socks):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+class Links:
+    """One for each address of an agent, made when it is first told of."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.every: Fault | None = None
+        self.of: dict[int, Link] = {}  # by node
+        self._stack = stack
+        self._made: dict[str, Link] = {}
+
+    def route(self, node: int, address: str) -> str:
+        if address not in self._made:
+            link = Link(Address.parse(address), NAME, [], self.every)
+            self._made[address] = self.of[node] = self._stack.enter_context(link)
+        return str(self._made[address].address)
+
+    def passed(self) -> list[int]:
+        return [count for link in self._made.values() for count in link.passed]
+
+
+@pytest.fixture
+def links(cluster: Cluster) -> Iterator[Links]:
+    with ExitStack() as stack:
+        made = Links(stack)
+        cluster.route = made.route
+        yield made
+        cluster.close()  # before their links
+
+
+def test_transfers_whose_connections_are_cut_again_and_again_are_gone_on_with(cluster: Cluster, links: Links) -> None:
+    """No connection brings all of what it was asked for: a frame or so, and a part of the next."""
+    links.every = Fault(after=FRAME_BYTES + (1 << 20))
+    cluster.connect(0, 1)
+    for rank in cluster.job:
+        rank.extra = 6 * FRAME_BYTES // 4  # elements, of which each rank stages the half
+    cluster.enter()
+    step = cluster.checkpoint("peer")
+    assert max(links.passed()) >= FRAME_BYTES + (1 << 20), links.passed()
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(2, 0)
+    assert decision.fields["candidate"]["step"] == step
+    assert set(cluster.fetched()) <= {"local", "peer"}
+
+
+def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster, links: Links) -> None:
+    cluster.start(0, 1, 1)
+    first = cluster.checkpoint("peer")
+    for _ in range(2):
+        away = [rank for rank in cluster.job if cluster.at[rank.rank] == 1]
+        links.of[1].cut()
+        for rank in away:
+            assert rank.lost.wait(60)
+        together(away, come_back)
+        together(away, lambda rank: rank.wait_warm())
+        again = cluster.checkpoint("peer")
+        assert again > first
+        first = again
+    assert cluster.save("peer", "store") == Tick(first, 1)
+    cluster.finish()
+
+
+def test_a_link_that_is_cut_while_copies_are_made_costs_that_checkpoint_at_most(cluster: Cluster, links: Links) -> None:
+    cluster.start(0, 1)
+    safe = cluster.checkpoint("peer")
+    step = cluster.checkpoint("local")
+    links.of[1].cut()
+    assert cluster.job[1].lost.wait(60)
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(0, 2)
+    assert decision.fields["candidate"]["step"] in (safe, step)
+
+
+def test_an_agent_that_hung_and_wakes_up_later_brings_nothing_old_back(cluster: Cluster) -> None:
+    cluster.start(0, 1, 2)
+    first = cluster.checkpoint("peer")
+    hung = cluster.pids[1]
+    os.kill(hung, signal.SIGSTOP)
+    cluster.hang_up()
+    decision = cluster.start(0, 2)
+    assert decision.fields["candidate"]["step"] == first
+    second = cluster.checkpoint("peer")
+    assert second > first
+    cluster.hang_up()
+    os.kill(hung, signal.SIGCONT)
+    decision = cluster.start(1, 2, 0)  # who hung coordinates
+    assert decision.fields["candidate"]["step"] == second
+    assert cluster.checkpoint("peer", "store") > second
+    cluster.finish()

@@ -1,0 +1,279 @@
+"""The pure parts of a job of several nodes: what is held where, what is told of it, and who keeps whose."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.agent import memory
+from ckpt.agent.checkpoint import Reader, put_together
+from ckpt.agent.copies import Copies
+from ckpt.agent.gathering import Places
+from ckpt.agent.holdings import Inventory, sealed
+from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.nodes import _Answers
+from ckpt.agent.protection import SLOTS_MIN, Protection
+from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.manifest import FRAME
+from ckpt.plan.placement import GENERATIONS, Replicas
+from ckpt.store.lineage import Claim
+from ckpt.types import Epoch, Identity
+from tests.agent.nodes.staged import EPOCH, WRONG, identity, spoiled, staged
+
+# --- inventories -----------------------------------------------------------------------------------------------------
+
+
+def claim(epoch: Epoch = EPOCH, parent: Identity | None = None) -> Claim:
+    return Claim(epoch, parent, (), "launch", "host", 0.0)
+
+
+def holding(*held: tuple[int, int], world: int = 2, claimed: bool = True) -> Inventory:
+    """Of a node that holds these (step, rank)."""
+    found = Inventory()
+    found.add_epoch(claim() if claimed else None, EPOCH, 9)
+    for step, rank in held:
+        found._add((identity(step), rank), world, "")
+    return found
+
+
+def together(**nodes: Inventory) -> Inventory:
+    whole = Inventory()
+    for name, each in nodes.items():
+        whole.add(each, name)
+    return whole
+
+
+def test_a_checkpoint_is_to_be_had_where_somebody_holds_each_of_its_ranks() -> None:
+    for held in itertools.product((False, True), repeat=4):
+        a = holding(*[(5, rank) for rank in range(2) if held[rank]])
+        b = holding(*[(5, rank) for rank in range(2) if held[2 + rank]])
+        whole = together(a=a, b=b)
+        everywhere = all(held[rank] or held[2 + rank] for rank in range(2))
+        assert whole.complete() == ([identity(5)] if everywhere else [])
+        assert [each.held for each in whole.remembered()] == [tuple(whole.complete())]
+        if everywhere:
+            by_rank = whole.by_rank(identity(5))
+            assert by_rank == {r: [n for n, at in (("a", r), ("b", 2 + r)) if held[at]] for r in range(2)}
+
+
+def test_a_checkpoint_of_an_epoch_that_nobody_knows_to_have_begun_is_no_candidate() -> None:
+    assert together(a=holding((5, 0), (5, 1), claimed=False)).remembered() == []
+    assert together(a=holding((5, 0), (5, 1), claimed=False), b=holding()).remembered()[0].held == (identity(5),)
+
+
+def test_who_speaks_of_another_world_than_the_first_is_not_counted() -> None:
+    whole = together(a=holding((5, 0), world=2), b=holding((5, 0), world=1))
+    assert whole.complete() == []
+    assert whole.by_rank(identity(5)) == {0: ["a"], 1: []}
+
+
+def test_this_node_comes_first_and_what_was_forgotten_is_gone() -> None:
+    whole = together(b=holding((5, 0), (5, 1), (4, 0)))
+    whole._add((identity(5), 1), 2, "")
+    assert whole.by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
+    whole.forget(identity(5))
+    whole.forget(identity(5))
+    assert whole.complete() == []
+    assert set(whole.holders) == {(identity(4), 0)}
+
+
+def test_an_arena_counts_where_it_is_sealed_and_its_coordinator_saw_all_of_it() -> None:
+    whole, unseen = staged(identity(5), 2), staged(identity(6), 2, hashed=False)
+    try:
+        found = Inventory()
+        found.add_arenas([*whole.values(), *unseen.values()])
+        assert set(found.holders) == {(identity(5), 0), (identity(5), 1)}
+        whole[1].begin_fill()
+        assert sealed(whole[1]) is None
+    finally:
+        for arena in [*whole.values(), *unseen.values()]:
+            arena.close()
+
+
+def test_an_inventory_comes_out_of_a_message_as_it_went_in() -> None:
+    made = holding((5, 0), (5, 1), (6, 1))
+    made.add_epoch(claim(Epoch(8, "f" * 16), identity(5)), Epoch(8, "f" * 16), 3)
+    again = Inventory.parse(msgpack.unpackb(msgpack.packb(made.fields())))
+    assert (again.holders, again.worlds, again.steps) == (made.holders, made.worlds, made.steps)
+    for epoch, each in made.claims.items():
+        assert (again.claims[epoch].parent, again.claims[epoch].launch) == (each.parent, each.launch)
+
+
+def test_no_inventory_that_is_malformed_is_taken_for_something_else_than_an_error_or_an_inventory() -> None:
+    right = msgpack.unpackb(msgpack.packb(holding((5, 0), (5, 1)).fields()))
+    expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
+    for each in [*spoiled(right), *WRONG]:
+        try:
+            found = Inventory.parse(each)
+        except expected:
+            continue
+        for key in found.holders:
+            assert 0 <= key[1] < found.worlds[key[0]]
+    with pytest.raises(AgentError, match="more than it can"):
+        Inventory.parse({"epochs": [], "arenas": [None] * ((1 << 16) + 1)})
+
+
+# --- parts, places and what is to be written -------------------------------------------------------------------------
+
+
+def test_parts_come_out_of_a_message_as_they_went_in_and_a_known_declaration_is_not_sent_again() -> None:
+    arenas = staged(identity(5), 2)
+    try:
+        reader = Reader()
+        parts = reader.read(identity(5), 2, arenas)
+        declared: dict[int, Any] = {}
+        first = encode_parts(parts, {}, reader.declared())
+        again = decode_parts(first, declared)
+        known = {rank: digest for rank, (digest, _) in declared.items()}
+        assert known == {rank: digest_of(data) for rank, data in reader.declared().items()}
+        second = encode_parts(parts, known, reader.declared())
+        assert len(second) < len(first)
+        for found in (again, decode_parts(second, declared)):
+            for one, other in zip(parts, found, strict=True):
+                assert np.array_equal(one.hashes, other.hashes)
+                assert (one.shared, one.own, one.at, one.metrics) == (other.shared, other.own, other.at, other.metrics)
+                assert one.declaration.coordinate == other.declaration.coordinate
+        with pytest.raises(KeyError):
+            decode_parts(second, {})
+    finally:
+        for arena in arenas.values():
+            arena.close()
+
+
+def places_of(world: int) -> tuple[Places, Any]:
+    arenas = staged(identity(5), world)
+    try:
+        made = put_together(identity(5), Reader().read(identity(5), world, arenas), arenas)
+        sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+        holders = {rank: ["", "b"] if rank % 2 else ["b", "c"] for rank in range(world)}
+        return Places(identity(5), made.ranks, made.offsets, sizes, holders), made.manifest
+    finally:
+        for arena in arenas.values():
+            arena.close()
+
+
+def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> None:
+    places, manifest = places_of(4)
+    told = msgpack.unpackb(msgpack.packb(places.fields()))
+    again = Places.parse(identity(5), told, places.blobs(), manifest)
+    assert np.array_equal(again.ranks, places.ranks)
+    assert np.array_equal(again.offsets, places.offsets)
+    assert (again.sizes, again.holders) == (places.sizes, places.holders)
+    assert again.seen_by("c", "a").holders == {0: ["", "b"], 1: ["a", "b"], 2: ["", "b"], 3: ["a", "b"]}
+    numbers = np.concatenate([places.numbers(rank) for rank in range(4)])
+    assert sorted(numbers.tolist()) == list(range(len(manifest.frames)))
+    for rank in range(4):
+        frames = places.frames(rank, manifest)
+        assert frames.lengths.tolist() == manifest.frames["length"][places.numbers(rank)].tolist()
+
+
+def test_places_beyond_an_arena_or_of_other_frames_are_refused() -> None:
+    places, manifest = places_of(2)
+    with pytest.raises(AgentError):
+        replace(places, sizes={0: 8192, 1: 8192}).frames(0, manifest)
+    with pytest.raises(AgentError):
+        replace(places, offsets=places.offsets - (1 << 40)).frames(0, manifest)
+    with pytest.raises(AgentError):
+        replace(places, offsets=places.offsets * 0).frames(0, manifest)
+    fields, (ranks, offsets) = places.fields(), places.blobs()
+    for blobs in ([ranks[4:], offsets], [ranks, offsets[8:]], [ranks, b""], [b"\x07" + ranks[1:], offsets]):
+        with pytest.raises(AgentError, match="told wrong"):
+            Places.parse(identity(5), fields, blobs, manifest)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(1, 1 << 30)), max_size=20))
+def test_what_is_to_be_written_comes_out_of_a_message_as_it_went_in(rows: list[tuple[int, int, int]]) -> None:
+    frames = np.zeros(len(rows), FRAME)
+    frames["length"] = [length for _, _, length in rows]
+    ranks, offsets = (np.array([row[at] for row in rows], np.int64) for at in (0, 1))
+    wanted = Wanted(identity(5), frames, ranks, offsets, "zstd", 5.0)
+    blob = wanted.encode()
+    again = Wanted.decode(identity(5), blob, "zstd", 5.0)
+    assert np.array_equal(again.frames, frames)
+    assert np.array_equal(again.ranks, ranks)
+    assert np.array_equal(again.offsets, offsets)
+    with pytest.raises(AgentError):
+        Wanted.decode(identity(5), blob + b"\0", "zstd", 5.0)
+
+
+# --- answers of several nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["", "b", "c"])))
+def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(order: tuple[str, ...]) -> None:
+    heard: list[tuple[dict[str, int], str]] = []
+    answers = _Answers[int](dict.fromkeys(["", "b", "c"]), lambda found, error: heard.append((found, error)))
+    for at, name in enumerate(order):
+        assert not heard
+        answers.of(name)(at, f"{name} failed" if at else "")
+    assert heard == [({name: at for at, name in enumerate(order)}, f"{order[1]} failed")]
+
+
+# --- who keeps whose -------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def protection(count: int, copies: int | None = 1) -> Protection:
+    nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
+    option = Replicas(copies) if copies is not None else None
+    return Protection(cast(Network, None), cast(Copies, None), nodes, option)
+
+
+def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
+    made = memory.plan(slot_mib * MIB, 0, 0, allowed_mib * MIB, 1 << 50)
+    return {f"n{at}": made for at in range(count)}
+
+
+def sizes(count: int, slot_mib: int) -> dict[str, int]:
+    return {f"n{at}": slot_mib * MIB for at in range(count)}
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("allowed", [100, 250, 399, 400, 450, 500, 600, 700, 1000, 2000])
+def test_copies_never_take_more_than_is_left_beside_the_slots_and_a_third_slot_gives_way_to_them(
+    count: int, allowed: int
+) -> None:
+    made, told = protection(count), plans(count, 100, allowed)
+    slots = made.place(sizes(count, 100), told)
+    plan = told["n0"]
+    assert slots <= plan.slots
+    if slots < SLOTS_MIN:
+        assert not made.protects
+        return
+    if made.placement is not None and made.protects:
+        for load in made.placement.loads:
+            assert load.keeps_all_bytes <= plan.left_bytes(slots)
+    room_at_two = plan.left_bytes(2) // GENERATIONS >= 100 * MIB
+    if count % 2 == 0:  # groups of two: each keeps one other's
+        assert made.protects == room_at_two
+    if not made.protects:
+        assert slots == plan.slots, "what copies cannot use is not taken from the slots"
+    assert made.table()["nodes"] or not made.protects
+    assert made.describe()
+
+
+def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -> None:
+    for made, count in ((protection(1), 1), (protection(4, None), 4)):
+        assert made.place(sizes(count, 100), plans(count, 100, 5000)) == memory.SLOTS
+        assert not made.protects
+        assert "no node keeps" in made.describe()
+
+
+def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
+    made, told = protection(5), plans(5, 100, 5000)
+    made.place(sizes(5, 100), told)
+    before = made.placement
+    made.place(sizes(5, 101), told)
+    assert before is not None
+    assert made.placement is not None
+    assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
