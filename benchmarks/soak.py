@@ -60,15 +60,16 @@ def main() -> int:
                     job.start(nodes - world + 1)
                 came = job.restored_by_any(killed)
                 check_memory(came, at_least=safe)
-                world = nodes if replaced else world - 1
+                of, world = world, nodes if replaced else world - 1
                 since = job.restored(world, killed)[0]["at"]
                 back_s.append(came[-1]["at"] - killed)
                 lost.append(max((line["lost"] or 0) for line in came))
-                read = {level: sum(line["bytes"].get(level, 0) for line in came) for level in came[0]["bytes"]}
+                levels = {level for line in came for level in line["bytes"]}
+                read = {level: sum(line["bytes"].get(level, 0) for line in came) for level in levels}
                 far += sum(count for level, count in read.items() if level.endswith("store"))
                 shown = ", ".join(f"{count / 2**20:.1f} MiB {level}" for level, count in sorted(read.items()))
                 print(
-                    f"{number:4} {victim:>5} {rank:4} {world:3} {replaced!s:>8} {safe:6} {came[0]['restored']:6} "
+                    f"{number:4} {victim:>5} {rank:4} {of:3} {replaced!s:>8} {safe:6} {came[0]['restored']:6} "
                     f"{back_s[-1]:7.1f}  {shown}",
                     flush=True,
                 )
