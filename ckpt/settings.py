@@ -147,11 +147,17 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(path))
 
 
+def _process_name() -> str:
+    """Of this process alone: in containers many are process 1, and one that is started again is another start."""
+    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since the boot
+    return f"{os.uname().nodename}-pid-{os.getpid()}-{began}"
+
+
 def read(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Errors: UsageError names the variable that does not parse."""
     env = os.environ if env is None else env
     runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
-    launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or f"pid-{os.getpid()}"
+    launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or _process_name()
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
     secret_file = env.get("CKPT_SECRET_FILE")

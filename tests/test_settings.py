@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +91,11 @@ def test_the_file_for_events_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert read({"CKPT_EVENTS": "events.jsonl"}).events == tmp_path / "events.jsonl"
     assert read({"CKPT_EVENTS": ""}).events is None
+
+
+def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_that_every_container_has() -> None:
+    word = "import os; from ckpt.settings import read; print(os.getpid(), read({}).launch, read({}).launch)"
+    said = subprocess.run([sys.executable, "-c", word], capture_output=True, text=True, check=True).stdout.split()
+    assert said[1] == said[2], "it is the same as long as the process lives"
+    assert said[1].startswith(f"{os.uname().nodename}-pid-{said[0]}-")
+    assert float(said[1].rpartition("-")[2]) > 0
