@@ -80,7 +80,7 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
         (["ls", "s3:/bucket"], Exit.USAGE),
         (["show", "memory://empty"], Exit.NO_CHECKPOINT),
         (["verify", "/nowhere/run"], Exit.NO_CHECKPOINT),
-        (["watch", "/nowhere/run", "--once"], Exit.AGENT),
+        (["watch", "/nowhere/run", "--once"], Exit.NO_CHECKPOINT),
         (["preempt", "/nowhere/run"], Exit.AGENT),
         (["ls"], Exit.USAGE),
         (["verify", "x", "--newest", "--step", "1"], Exit.USAGE),
