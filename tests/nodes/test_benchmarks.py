@@ -1,5 +1,5 @@
-"""The benchmark of a lost node runs small, so that it cannot rot. (benchmarks.soak waits for torchrun to take a new node
-in, which it does not always do on a busy machine; it is for a machine of one's own.)"""
+"""The benchmark of a lost node runs small, so that it cannot rot. That of a soak is for a machine of one's own: it
+waits for torchrun to take a new node in, which on a busy one it does not always do."""
 
 from __future__ import annotations
 
