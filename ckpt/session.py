@@ -25,7 +25,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
 from ckpt.tasks import Tasks
-from ckpt.trainer import entry
+from ckpt.trainer import entry, loaders
 from ckpt.trainer.asked import Asked, check_state, find_url, make_options
 from ckpt.trainer.levels import Level
 from ckpt.trainer.parting import NOTICE_CODE, Parting
@@ -293,6 +293,8 @@ class Checkpointer:
         self._update_receipt()
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
+        if saver.link.terms is not None and saver.link.terms.rank == 0:
+            loaders.advise(self.state, self.events)
         parting.begin()
         return self
 

@@ -1,0 +1,58 @@
+"""Loaders that have a state, and yet do not come back as they were: what to say of them on entry.
+
+All of it is of torchdata's StatefulDataLoader, which takes up a sampler's position by drawing so many indices again
+where the sampler itself has no state, and draws one number (its workers' seed) for every new iterator, so for one more
+iterator after a restart within an epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ckpt.events import Events
+from ckpt.trainer import nodes
+from ckpt.trainer.nodes import LoaderNode
+
+WAY = (
+    "give it sampler=RandomSampler(data) of torchdata.stateful_dataloader.sampler and generator=torch.Generator() "
+    "(docs/guides/loops.md)"
+)
+_STATELESS = tuple(kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+
+
+def advise(state: dict[str, Any], events: Events) -> None:
+    """One loud event for each loader of the state that would not go on bit for bit after a restart."""
+    for node in nodes.find(state):
+        if isinstance(node, LoaderNode) and (why := shortcoming(node.value)):
+            events.emit("loader.inexact", f"ckpt: {node.path}: {why}: {WAY}", loud=True, loader=node.path)
+
+
+def shortcoming(loader: Any) -> str:
+    """What of a StatefulDataLoader a restart within an epoch changes; "" where nothing is known, and for others."""
+    if not _is_torchdata(loader):
+        return ""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    if not hasattr(sampler, "state_dict") and getattr(type(sampler), "__iter__", None) in _STATELESS:
+        return (
+            f"its sampler ({type(sampler).__module__}.{type(sampler).__name__}) has no state, so that a restart within "
+            "an epoch repeats some samples of it and skips others"
+        )
+    if loader.generator is None:
+        return (
+            "it has no generator, so that a restart within an epoch draws one number more from torch's, and what is "
+            "random in the steps after it (dropout) is other than it would have been"
+        )
+    if getattr(sampler, "generator", None) is loader.generator and not loader.num_workers:
+        return (
+            "it shuffles by its own generator, so that after a restart within an epoch the order of the next epochs is "
+            "other than it would have been"
+        )
+    return ""
+
+
+def _is_torchdata(loader: Any) -> bool:
+    kinds = type(loader).__mro__
+    return any(kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.") for kind in kinds)

@@ -1,0 +1,112 @@
+"""What ckpt says of a loader on entry is what a restart does to it: no more and no less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import data as plain
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
+
+import ckpt
+from ckpt.trainer.loaders import shortcoming
+from tests.session.loops import wait_agent_gone
+from tests.session.runs import Seen
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
+
+SAMPLES = list(range(40))
+BATCH, PER_EPOCH, STEPS = 8, 5, 13
+CUTS = (3, 5, 7)  # within an epoch, at its end, within the next
+
+Make = Callable[[], Any]
+
+
+def loader(**options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(SAMPLES, batch_size=BATCH, **options)
+
+
+def own() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+KINDS: dict[str, Make] = {
+    "in order, no generator": lambda: loader(),
+    "in order": lambda: loader(generator=own()),
+    "shuffle, no generator": lambda: loader(shuffle=True),
+    "shuffle": lambda: loader(shuffle=True, generator=own()),
+    "torchdata's sampler, no generator": lambda: loader(sampler=RandomSampler(SAMPLES)),
+    "torchdata's sampler": lambda: loader(sampler=RandomSampler(SAMPLES), generator=own()),
+    "distributed sampler": lambda: loader(sampler=StatefulDistributedSampler(SAMPLES, 1, 0), generator=own()),
+    "torch's sampler": lambda: loader(sampler=plain.RandomSampler(SAMPLES), generator=own()),
+    "torch's sampler, seeded": lambda: loader(sampler=plain.RandomSampler(SAMPLES, generator=own()), generator=own()),
+    "torch's subset sampler": lambda: loader(sampler=plain.SubsetRandomSampler(SAMPLES), generator=own()),
+}
+
+
+def endless(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def train(batches: Any, steps: int) -> list[tuple[list[int], float]]:
+    """The samples of each step, and what is random in it."""
+    drawn = endless(batches)
+    return [(sorted(next(drawn).tolist()), torch.rand(1).item()) for _ in range(steps)]
+
+
+def restarted(make: Make, cut: int) -> list[tuple[list[int], float]]:
+    """As from a checkpoint after `cut` steps: the loader's state and torch's are back, in new objects."""
+    torch.manual_seed(1)
+    first = make()
+    before = train(first, cut)
+    state, random = first.state_dict(), torch.get_rng_state()
+    torch.manual_seed(2)
+    second = make()
+    second.load_state_dict(state)
+    torch.set_rng_state(random)
+    return before + train(second, STEPS - cut)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_of_a_loader_is_what_a_restart_does_to_it(kind: str) -> None:
+    make = KINDS[kind]
+    torch.manual_seed(1)
+    undisturbed = train(make(), STEPS)
+    found = [restarted(make, cut) for cut in CUTS]
+    said = shortcoming(make())
+    whole = all(
+        sorted(sample for samples, _ in run[at : at + PER_EPOCH] for sample in samples) == SAMPLES
+        for run in found
+        for at in (0, PER_EPOCH)
+    )
+    same_data = all([s for s, _ in run] == [s for s, _ in undisturbed] for run in found)
+    same_random = all([r for _, r in run] == [r for _, r in undisturbed] for run in found)
+    assert ("repeats some samples" in said) == (not whole), said
+    assert ("order of the next epochs" in said) == (whole and not same_data), said
+    assert ("draws one number more" in said) == (whole and same_data and not same_random), said
+
+
+def test_what_is_said_is_said_on_entry_loudly_with_the_name_and_the_way_out(tmp_path: Path) -> None:
+    seen = Seen()
+    state = {"data": {"train": loader(shuffle=True), "test": KINDS["torchdata's sampler"]()}}
+    with ckpt.Checkpointer(tmp_path, state, sinks=(seen,)):
+        (event,) = seen.named("loader.inexact")
+    wait_agent_gone(tmp_path)
+    assert event.loud
+    assert event.data == {"loader": "data.train"}
+    assert "generator=torch.Generator()" in event.message
+
+
+def test_loaders_of_other_makes_are_left_alone() -> None:
+    class Mine:
+        generator = None
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(SAMPLES)
+
+    assert shortcoming(Mine()) == ""
