@@ -36,6 +36,7 @@ from ckpt.types import Tick
 
 SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its place is taken
 ASK_AGAIN_S = 0.2
+HOLD_S = 600.0  # how long a rehearsal may take to kill what is held for it
 EXIT_TRIES = 3  # snapshots of the last step that are given up before the exit is
 
 
@@ -156,6 +157,7 @@ class Checkpointer:
         self._answered = 0
         self._due_word = 0
         self._due_step = 0
+        self._hold_at = self._rehearsed = 0
 
     # -- the loop
 
@@ -200,6 +202,8 @@ class Checkpointer:
         if word != self._answered and (word != self._due_word or step >= self._due_step):
             self._serve(word)
         parts.updates.pending = 0
+        if step == self._rehearsed:
+            self._rehearse()
         if link.superseded_by is not None:
             self._leave_superseded(link.superseded_by)
         unsaved_s = self._limits.unsaved_s
@@ -273,6 +277,8 @@ class Checkpointer:
                 "a URL of its own"
             )
         settings, began_s = read(), time.monotonic()
+        is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
+        self._hold_at, self._rehearsed = (settings.hold_at, 1) if is_rehearsal else (0, 0)
         if self._notices == "off":
             settings = replace(settings, notices="off")
         with contextlib.ExitStack() as last, contextlib.ExitStack() as stack:
@@ -407,6 +413,20 @@ class Checkpointer:
             saver.quiet()
             if self._parts.parting.held(told.round):
                 raise Leave(NOTICE_CODE)
+
+    def _rehearse(self) -> None:
+        """Saves step 1, so that there is a checkpoint from before the kill to compare, and the step of the kill, which
+        comes here however quick the script is. Goes on where nobody kills."""
+        tick, parts = self._next_tick(), self._parts
+        self._rehearsed = self._hold_at
+        try:
+            self._save_now("save", tick, {})
+            self._wait_for(tick, "store", self._limits.exit_s)
+        except (SaveFailed, AgentError) as exc:
+            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
+        else:
+            if tick.step == self._hold_at:
+                parts.tasks.stopping.wait(HOLD_S)
 
     def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
         """Asks for a slot together with all ranks, and takes the snapshot."""

@@ -28,6 +28,7 @@ class Settings:
     `agent_log`: where the agent's standard error goes; None: a file in runtime_dir.
     `retry_s`: how long a failing store operation is tried again.
     `redirect`: (from, to): a Checkpointer of the one URL uses the other (`ckpt rehearse` runs a script beside its run).
+    `hold_at`: the step that a redirected Checkpointer saves and goes no further: a rehearsal kills it there; 0: none.
     `restarts_left`: how often the launcher would start this job again if it failed now.
     `notices`: whose word that this machine goes away is listened to; see NOTICES.
     `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
@@ -48,6 +49,7 @@ class Settings:
     retry_s: float = 120.0
     restarts_left: int = 0
     redirect: tuple[str, str] | None = None
+    hold_at: int = 0
     notices: str = "auto"
     notice_file: Path | None = None
     outcome_file: Path | None = None
@@ -171,6 +173,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         agent_log=_absolute(log) if log else None,
         retry_s=_number(env, "CKPT_RETRY_S", 120.0),
         redirect=_pair("CKPT_REDIRECT", redirect) if redirect else None,
+        hold_at=int(_number(env, "CKPT_HOLD_AT", 0)),
         restarts_left=int(_number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)),
         notices=_one_of(env, "CKPT_NOTICES", NOTICES),
         notice_file=_absolute(notice_file) if notice_file else None,

@@ -20,6 +20,7 @@ from ckpt.settings import read
         "CKPT_LINGER_S",
         "CKPT_HEARTBEAT_S",
         "CKPT_RETRY_S",
+        "CKPT_HOLD_AT",
         "CKPT_SIGTERM_S",
         "CKPT_SIGUSR1_S",
         "TORCHELASTIC_MAX_RESTARTS",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpt.types import Epoch, Identity
 
 STDERR = 2  # the descriptor
-MORE_TIME = "let it save more often, run longer, or give a smaller --at"
+MORE_TIME = "let it run more steps, or give a smaller --at"
 LOOK_S = 0.1  # how often the store is asked whether the run has saved
 ASK_S = 0.005  # how often the run's agent is: a snapshot in memory comes earlier, when more steps remain
 
@@ -46,7 +46,7 @@ ASK_S = 0.005  # how often the run's agent is: a snapshot in memory comes earlie
 def rehearse(
     url: out.Url,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
-    at: Annotated[int, typer.Option("--at", metavar="STEP", help="Kill once a step from this on is saved.")] = 1,
+    at: Annotated[int | None, typer.Option("--at", metavar="STEP", help="Kill after it; default: half way.")] = None,
     lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="How long each run may take.")] = 3600.0,
@@ -64,7 +64,8 @@ def rehearse(
         try:
             note(f"undisturbed: {shlex.join(straight.command)}")
             finish(straight.start(runtime), timeout_s)
-            straight.check()
+            last = straight.check()
+            at = at or max(1, last // 2)
             note(f"to be killed: {shlex.join(killed.command)}")
             killed_at = kill_after(killed, runtime, at, lose_memory, timeout_s)
             note(f"killed when step {killed_at} was saved; starting it again")
@@ -132,7 +133,8 @@ class Run:
         there = re.compile(rf"\{{url\}}|(?<![\w./-]){re.escape(self.real)}(?![\w.-])")
         return [there.sub(lambda _: self.url, word) for word in self.original]
 
-    def start(self, runtime: str) -> subprocess.Popen[bytes]:
+    def start(self, runtime: str, hold_at: int = 0) -> subprocess.Popen[bytes]:
+        """`hold_at`: the script saves that step and then waits to be killed."""
         from ckpt.storage import canonical
 
         # env(1) adds to what this process was given. What the script prints goes to standard error, beside --json.
@@ -140,6 +142,7 @@ class Run:
             f"CKPT_RUNTIME_DIR={runtime}",
             f"CKPT_LAUNCH=rehearsal-{self.url[-80:]}",
             f"CKPT_REDIRECT={dumps([canonical(self.real), self.url])}",
+            f"CKPT_HOLD_AT={hold_at}",
         ]
         if shutil.which(self.command[0]) is None:
             raise UsageError(f"cannot start {self.command[0]!r}: there is no such program")
@@ -160,13 +163,15 @@ class Run:
         with target.store(self.url) as store:
             return StoredRun(store).epochs()
 
-    def check(self) -> None:
-        """Errors: UsageError where the script saved somewhere else."""
-        if not self.saved():
+    def check(self) -> int:
+        """The last step that it saved. Errors: UsageError where the script saved somewhere else."""
+        saved = self.saved()
+        if not saved:
             raise UsageError(
                 f"the script saved nothing to {self.url}: write the URL in the command exactly as it is given to "
                 "rehearse, or put {url} where the script takes it; in the script's own text it must be the same URL"
             )
+        return saved[-1]
 
 
 def finish(process: subprocess.Popen[bytes], timeout_s: float) -> None:
@@ -187,7 +192,7 @@ def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: fl
     """Starts the script, and kills it and all its processes once a step of at least `at` is saved; that step.
 
     Saved is: in the store, or complete in the agent's memory if that is not to be lost."""
-    process = run.start(runtime)
+    process = run.start(runtime, hold_at=at)
     deadline = time.monotonic() + timeout_s
     try:
         while not (saved := _saved(run, runtime, at, lose_memory, process)):
@@ -196,7 +201,10 @@ def kill_after(run: Run, runtime: str, at: int, lose_memory: bool, timeout_s: fl
             if process.poll() is not None:
                 break
         if process.poll() is not None:
-            raise CkptError(f"the script ended (status {process.returncode}) before it could be killed; {MORE_TIME}")
+            raise CkptError(
+                f"the script ended (status {process.returncode}) before it could be killed: it did not end step {at}, "
+                f"or not within ckpt.Checkpointer; {MORE_TIME}"
+            )
     finally:
         kill_all(process.pid, agents=lose_memory)
         process.wait()

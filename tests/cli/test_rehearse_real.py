@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 STEPS = 10
 
 
-def rehearse(monkeypatch: pytest.MonkeyPatch, url: Path, how: str, *options: str) -> Said:
+def rehearse(monkeypatch: pytest.MonkeyPatch, url: Path, how: str, *options: str, at: int | None = WAITS_AFTER) -> Said:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("REAL_TRAIN_URL", os.fspath(url))
     script = [sys.executable, "-m", "tests.cli.real_train", str(STEPS), how]
-    return ckpt(monkeypatch, "rehearse", url, "--at", WAITS_AFTER, "--timeout-s", 120, *options, "--", *script)
+    when = [] if at is None else ["--at", at]
+    return ckpt(monkeypatch, "rehearse", url, *when, "--timeout-s", 120, *options, "--", *script)
 
 
 def test_a_script_that_restarts_exactly_is_proven_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +57,25 @@ def test_a_script_that_is_not_seeded_is_told_that_the_restart_is_not_to_blame(
     assert "tensor model.0.bias: " in said.out
 
 
-def test_a_script_that_forgets_a_value_never_passes_however_quick_it_is(
+def test_a_script_of_milliseconds_that_saves_at_its_exit_only_is_killed_half_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for no kill: either steps were left to run, and the loss is named, or nothing was proven."""
+    said = rehearse(monkeypatch, tmp_path / "run", "exact, and hurries", "--lose-memory", "--json", at=None)
+    assert said.code == 0, said.err
+    assert said.json["equal"] is True
+    assert said.json["killed_after"] == STEPS // 2
+    assert [said.json[name] for name in ("came_back_at", "came_back_from")] == [STEPS // 2, "store"]
+    assert said.json["steps_run"] == STEPS - STEPS // 2
+
+
+def test_what_a_script_of_milliseconds_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = rehearse(monkeypatch, tmp_path / "run", "forgets and hurries")
-    assert (said.code, "tensor model.0.bias: " in said.out) in ((1, True), (7, False)), said
+    assert said.code == 1, said.err
+    assert "tensor model.0.bias: " in said.out
+
+
+def test_a_kill_after_the_last_step_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = rehearse(monkeypatch, tmp_path / "run", "exact, and hurries", at=STEPS)
+    assert said.code == 7
+    assert f"came back at step {STEPS}, its last" in said.err
+    assert "smaller --at" in said.err
