@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NoCheckpoint, TransientError
+from ckpt.errors import NoCheckpoint
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -20,26 +19,15 @@ CONTACT_S = 15.0  # how long a person is made to wait for a store that does not 
 
 @contextmanager
 def store(url: str) -> Iterator[Backend]:
-    """The store, once it has answered: that is waited for CONTACT_S, unless CKPT_RETRY_S says something else than its
-    default. From then on a failing operation is tried again as long as in a run. Errors: StorageError."""
+    """The store. Its first answer is waited for CONTACT_S, unless CKPT_RETRY_S says something else than its default;
+    from then on a failing operation is tried again as long as in a run. Errors: UsageError."""
     from ckpt import storage
     from ckpt.settings import read
-    from ckpt.store import keys
 
     settings = read()
-    if settings.retry_s == read({}).retry_s and storage.canonical(url).count("://"):
-        with closing(storage.open(url, settings=replace(settings, retry_s=CONTACT_S))) as asked:
-            try:
-                next(iter(asked.list(keys.EPOCHS)), None)
-            except TransientError as exc:
-                raise TransientError(
-                    f"{exc}; is the address right (AWS_ENDPOINT_URL and the like)? CKPT_RETRY_S=60 waits for 60 s"
-                ) from exc
-    backend = storage.open(url, settings=settings)
-    try:
+    contact_s = CONTACT_S if settings.retry_s == read({}).retry_s else None
+    with closing(storage.open(url, settings=settings, contact_s=contact_s)) as backend:
         yield backend
-    finally:
-        backend.close()
 
 
 def view(backend: Backend) -> RunView:

@@ -1,7 +1,8 @@
 """The one place that tries again. Nothing below it retries, nothing above it needs to.
 
 Only TransientError is retried: exponential backoff with jitter (each pause is drawn evenly from [half, whole] of
-0.1 s x 2^n, at most 10 s) until `retry_s` have passed since the operation began. What the end means:
+0.1 s x 2^n, at most 10 s) until `retry_s` have passed since the operation began (`contact_s`, if it is less, as long as
+the store has not answered once: its address may be wrong, and a person waits). What the end means:
 
 - A reading operation, delete and abort_uploads are idempotent: the last TransientError is raised.
 - A put that met a TransientError may have landed, or may land later. It is tried again with the same bytes. Where
@@ -26,11 +27,13 @@ T = TypeVar("T")
 
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
+CONTACT = "; is the address right (AWS_ENDPOINT_URL and the like)? CKPT_RETRY_S=60 waits for 60 s"
 LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
 
 
 class Retrying:
-    """A backend that tries the inner one again. `pause(seconds)` waits; by default until `close` at the latest."""
+    """A backend that tries the inner one again. `contact_s`: for how long until its first answer, whatever that is;
+    None: as long as ever. `pause(seconds)` waits; by default until `close` at the latest."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Retrying:
         retry_s: float,
         events: Events | None = None,
         *,
+        contact_s: float | None = None,
         now_s: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
         seed: int | None = None,
@@ -45,6 +49,7 @@ class Retrying:
         self.url = inner.url
         self.inner = inner
         self._retry_s = retry_s
+        self._contact_s = None if contact_s is None or contact_s >= retry_s else contact_s
         self._events = events or Events()
         self._now_s = now_s
         self._closed = threading.Event()
@@ -125,12 +130,21 @@ class Retrying:
         while True:
             tries += 1
             try:
-                return attempt()
+                result = attempt()
             except TransientError as exc:
-                left_s = began_s + self._retry_s - self._now_s()
+                contact_s = self._contact_s
+                limit_s = self._retry_s if contact_s is None else contact_s
+                left_s = began_s + limit_s - self._now_s()
                 pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(tries - 1, 20)) * self._random.uniform(0.5, 1.0)
                 if left_s <= pause_s or self._closed.is_set():
-                    raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}") from exc
+                    hint = "" if contact_s is None else CONTACT
+                    raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
                 self._pause(pause_s)
+            except Exception:
+                self._contact_s = None  # a refusal is an answer
+                raise
+            else:
+                self._contact_s = None
+                return result

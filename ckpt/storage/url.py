@@ -40,15 +40,18 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _FOLDER = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.=@+,-]{1,255}")  # one part of the path within a bucket
 
 
-def open(url: str, *, settings: Settings | None = None, events: Events | None = None) -> Backend:
-    """The store at that URL, with retries around it. Nothing is created or asked before the first operation.
+def open(
+    url: str, *, settings: Settings | None = None, events: Events | None = None, contact_s: float | None = None
+) -> Backend:
+    """The store at that URL, with retries around it (`contact_s`: see Retrying). Nothing is created or asked before the
+    first operation.
 
     Thread-safe; whoever opens closes. Errors: UsageError, saying what is accepted.
     """
     settings = settings or read()
     url = canonical(url)
     backend = _factory(scheme_of(url))(url)
-    return Retrying(backend, settings.retry_s, events)
+    return Retrying(backend, settings.retry_s, events, contact_s=contact_s)
 
 
 def canonical(url: str) -> str:

@@ -21,14 +21,20 @@ _NAMES = itertools.count()
 class Setting:
     """A fresh memory store behind planned faults, behind Retrying with a manual clock."""
 
-    def __init__(self, *plan: Rule, retry_s: float = 60.0) -> None:
+    def __init__(self, *plan: Rule, retry_s: float = 60.0, contact_s: float | None = None) -> None:
         self.memory = open_memory(f"memory://retry-{next(_NAMES)}")
         self.faulty = FaultyBackend(self.memory, plan)
         self.clock = ManualClock()
         self.pauses_s: list[float] = []
         self.events: list[Event] = []
         self.store = Retrying(
-            self.faulty, retry_s, Events(self.events.append), now_s=self.clock.now_s, pause=self._pause, seed=1
+            self.faulty,
+            retry_s,
+            Events(self.events.append),
+            contact_s=contact_s,
+            now_s=self.clock.now_s,
+            pause=self._pause,
+            seed=1,
         )
 
     def _pause(self, seconds: float) -> None:
@@ -164,3 +170,21 @@ def test_closing_ends_the_pause_of_those_that_wait() -> None:
     thread.join(60)
     assert not thread.is_alive()
     assert "gave up" in str(failed[0])
+
+
+@pytest.mark.parametrize("answer", [None, NotFound], ids=["a result", "a refusal"])
+def test_a_store_that_never_answered_is_given_up_sooner_and_the_address_is_doubted(answer: type | None) -> None:
+    setting = Setting(Rule("head", Fault.BEFORE, count=99), contact_s=10.0)
+    with pytest.raises(TransientError, match="is the address right"):
+        setting.store.head("a/k")
+    assert setting.clock.now_s() <= 10.0
+    if answer is None:
+        list(setting.store.list(""))
+    else:
+        with pytest.raises(answer):
+            setting.store.get("a/k", 10)
+    began_s = setting.clock.now_s()
+    with pytest.raises(TransientError) as caught:
+        setting.store.head("a/k")
+    assert setting.clock.now_s() - began_s > 40.0
+    assert "is the address right" not in str(caught.value)
