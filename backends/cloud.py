@@ -8,6 +8,8 @@ AZURE_STORAGE_ENDPOINT, ...), and for S3 from AWS_PROFILE and ~/.aws through bot
   multipart upload of parallel parts; obstore aborts it when a part fails. Put-if-absent is always one single put.
 - obstore's own retries are off. The one exception is a part of a multipart upload, which is sent up to twice again:
   one lost part must not cost the other hundred.
+- AWS_CA_BUNDLE names a file of PEM certificates that are trusted besides the system's: a store whose certificate is
+  signed by an authority of its own (obstore does not know that variable).
 - Nothing on the way is trusted for integrity: the payload is not signed over TLS or the loopback, where that would
   only cost CPU; every reader checks its own hashes.
 - A server that answers a ranged get with 200 (rclone) is found out by the first one; see signed_http.py.
@@ -21,6 +23,7 @@ import datetime
 import os
 import re
 import secrets
+import ssl
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +47,7 @@ SMALL_BYTES_MAX = 4 << 20  # a put up to here is to take no longer than any smal
 SMALL_TIMEOUT_S = 30.0
 BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
+CERTIFICATES_BYTES_MAX = 8 << 20
 
 _STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 # The variables that name the endpoint, the strongest first.
@@ -93,6 +97,8 @@ def s3_config(env: Mapping[str, str]) -> dict[str, Any]:
     if endpoint:
         config["endpoint"] = endpoint
         config["client_options"] = {"allow_http": endpoint.startswith("http://")}
+    if bundle := env.get("AWS_CA_BUNDLE"):
+        config["client_options"] = {**config.get("client_options", {}), "root_certificate": _certificates(bundle)}
     private = not endpoint or endpoint.startswith("https://") or _LOOPBACK.match(endpoint)
     if private and "AWS_UNSIGNED_PAYLOAD" not in env:
         config["unsigned_payload"] = True
@@ -122,6 +128,16 @@ def _endpoint(scheme: str, env: Mapping[str, str], default: str | None = None) -
     return endpoint.rstrip("/")
 
 
+def _certificates(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(CERTIFICATES_BYTES_MAX)
+        ssl.create_default_context().load_verify_locations(cadata=data.decode("ascii"))
+    except (OSError, ValueError) as exc:  # ssl's own errors are OSErrors
+        raise UsageError(f"AWS_CA_BUNDLE={path!r} is no file of PEM certificates: {exc}") from exc
+    return data
+
+
 def _has_profile(env: Mapping[str, str]) -> bool:
     files = (
         env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"),
@@ -149,7 +165,7 @@ class CloudBackend:
         self._up = self._store(options | {"timeout": bulk}, 0)
         self._parts = self._store(options | {"timeout": bulk}, 2)
         self._down = self._store(options | {"timeout": bulk, "read_timeout": small}, 0)
-        self._by_hand = SignedHttp(self._sign, self._failed, timeout_s)
+        self._by_hand = SignedHttp(self._sign, self._failed, timeout_s, options.get("root_certificate"))
         self._is_ranged = True  # until the store answers a ranged get with 200
 
     def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
@@ -326,7 +342,9 @@ class CloudBackend:
             return StorageError(f"{self.url}: the bucket is in another region; set AWS_REGION to it ({said})")
         if "Builder" in text or "InvalidCertificate" in text or "certificate" in text:
             names = ", ".join(_ENDPOINTS[self._scheme])
-            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names} ({said})")
+            authority = ", and AWS_CA_BUNDLE where an authority of your own has signed its certificate"
+            more = authority if self._scheme == "s3" else ""
+            return StorageError(f"{self.url}: {what}: the endpoint cannot be used: check {names}{more} ({said})")
         if "HTTP error" in text:
             kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
             return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import email.utils
 import http.client
 import re
+import ssl
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -28,14 +29,21 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
 class SignedHttp:
-    """`sign(method, key)` gives a URL; `failed(what, status, text)` the error for a bad reply. Thread-safe."""
+    """`sign(method, key)` gives a URL; `failed(what, status, text)` the error for a bad reply. `roots`: PEM
+    certificates that are trusted besides the system's. Thread-safe."""
 
     def __init__(
-        self, sign: Callable[[str, str], str], failed: Callable[[str, int, str], CkptError], timeout_s: float
+        self,
+        sign: Callable[[str, str], str],
+        failed: Callable[[str, int, str], CkptError],
+        timeout_s: float,
+        roots: bytes | None = None,
     ) -> None:
         self._sign = sign
         self._failed = failed
         self._timeout_s = timeout_s
+        self._roots = roots
+        self._trust: ssl.SSLContext | None = None
         self._idle: list[tuple[str, http.client.HTTPConnection]] = []
         self._lock = threading.Lock()
 
@@ -113,8 +121,14 @@ class SignedHttp:
                     del self._idle[at]
                     return connection
         parsed = urllib.parse.urlsplit(host)
-        kind = http.client.HTTPSConnection if parsed.scheme == "https" else http.client.HTTPConnection
-        return kind(parsed.netloc, timeout=self._timeout_s)
+        if parsed.scheme != "https":
+            return http.client.HTTPConnection(parsed.netloc, timeout=self._timeout_s)
+        with self._lock:
+            if self._trust is None:  # reading the system's certificates takes 10 ms
+                self._trust = ssl.create_default_context()
+                if self._roots is not None:
+                    self._trust.load_verify_locations(cadata=self._roots.decode("ascii"))
+        return http.client.HTTPSConnection(parsed.netloc, timeout=self._timeout_s, context=self._trust)
 
     @staticmethod
     def _skip(key: str, reply: http.client.HTTPResponse, count: int) -> None:

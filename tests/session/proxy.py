@@ -8,8 +8,8 @@ Fault model, for each request that a rule of `fail` picks (the newest rule that 
     CUT                   the reply ends in the middle of its body
     HELD                  it waits until `heal()`, and is passed on then, even if its client is dead: it lands late
 
-`met` is the log of the requests that met a fault, as "PUT run/commits/x" lines. Everything else passes unchanged, Host
-and signature included.
+`met` is the log of the requests that met a fault, as "PUT run/commits/x" lines; `heard` of all. Everything
+else passes unchanged, Host and signature included.
 
 `limit` makes the way to the server a link of so many bytes per second, which all requests share; replies are not
 slowed.
@@ -69,6 +69,7 @@ class Proxy(ThreadingHTTPServer):
         self.upstream = urllib.parse.urlsplit(server.endpoint).netloc
         self.bucket = server.bucket
         self.met: list[str] = []
+        self.heard: list[tuple[str, str, str]] = []  # method, key, x-amz-content-sha256
         self.open_sockets: set[socket.socket] = set()
         self._rules: list[_Rule] = []
         self._changed = threading.Condition()
@@ -181,7 +182,9 @@ class _Handler(FaultyHandler):
             self.close_connection = True
             return
         who = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
-        fault, healed = self.server.judge(self.command, path.removeprefix(f"/{self.server.bucket}/"), who)
+        key = path.removeprefix(f"/{self.server.bucket}/")
+        self.server.heard.append((self.command, key, self.headers.get("x-amz-content-sha256", "")))
+        fault, healed = self.server.judge(self.command, key, who)
         if fault == HELD:
             healed.wait()
             try:
