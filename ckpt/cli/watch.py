@@ -131,7 +131,7 @@ def store_facts(url: str) -> dict[str, Any]:
 
 def _url_of(launch: str | None) -> str:
     """The URL of the job that runs on this host. Errors: AgentError where there is none; UsageError where several."""
-    running = [(str(status["url"]), _launches(status)) for status in _agents()]
+    running = sorted((str(status["url"]), _launches(status)) for status in _agents())
     found = [(url, its) for url, its in running if launch is None or launch in its]
     if not found:
         named = f" with the launch id {launch!r}" if launch is not None else ""
