@@ -51,7 +51,8 @@ def main() -> int:
             print("kill  node rank  of replaced   safe   from  back s  read")
             for number in range(1, kills + 1):
                 job.safe_after(since, world)
-                rank, replaced = dice.randrange(world), world < nodes or dice.random() < 0.7
+                # where two are left, another has to come: one alone has nobody to keep its state
+                rank, replaced = dice.randrange(world), world < nodes or world == 2 or dice.random() < 0.7
                 victim = job.node_of(rank)
                 time.sleep(dice.uniform(0.0, 3.0))
                 safe = job.safe_step()

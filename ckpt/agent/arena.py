@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ from ckpt.types import Epoch, Identity, Tick
 
 PAGE = 4096
 DATA_AT = PAGE
+WARM_BYTES = 16 << 20  # some 5 ms of work where pages are fresh
 _MAGIC = b"CKPTARN1"
 STEP_MAX = 10**12 - 1  # what a tick's written form has room for
 _AGENT_AT = 2048
@@ -112,11 +114,15 @@ class Arena:
             os.close(fd)
             raise
 
-    def warm(self) -> None:
+    def warm(self, between: Callable[[], object] = lambda: None) -> None:
         """Touches every page, so that no later write waits for one: a fresh page costs ten times a warm one.
-        Keeps the content; the arena must have no other writer meanwhile. Runs outside the GIL."""
-        pages = np.frombuffer(self._map, dtype=np.uint8)[:: mmap.PAGESIZE]
-        np.bitwise_or(pages, 0, out=pages)
+        Keeps the content; the arena must have no other writer meanwhile. Runs outside the GIL; `between` is called
+        every WARM_BYTES, and may wait."""
+        pages = np.frombuffer(self._map, dtype=np.uint8)
+        for at in range(0, len(pages), WARM_BYTES):
+            between()
+            some = pages[at : at + WARM_BYTES : mmap.PAGESIZE]
+            np.bitwise_or(some, 0, out=some)
 
     def data(self, offset: int, length: int) -> memoryview:
         """Bytes of the data region."""

@@ -118,6 +118,7 @@ class Link:
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
     restarts: int = 0
+    calm: threading.Event = field(default_factory=threading.Event)  # cleared while training stands still for a copy
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
@@ -134,6 +135,7 @@ class Link:
 
     def connect(self) -> None:
         """Errors: AgentError."""
+        self.calm.set()
         sock = client.connect(self.url, self.settings)
         self._connection = client.Connection(sock, self.tasks, self._on_message, self._on_lost)
 
@@ -319,7 +321,7 @@ class Link:
             self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
 
     def _warm(self, number: int, slot: Slot, plan: Plan) -> None:
-        slot.arena.warm()
+        slot.arena.warm(self.calm.wait)
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
         self.bind(number, plan.walk, plan.staging, slot.arena.data(0, plan.staging.data_bytes))

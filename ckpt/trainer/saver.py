@@ -145,7 +145,11 @@ class Saver:
             self.link.offer(self.make_offer(tick))
             return "values"
         slot.arena.begin_fill()
-        snapshot = self._snapshotter.take(number)
+        self.link.calm.clear()  # threads that prepare other arenas would take half of the memory's bandwidth
+        try:
+            snapshot = self._snapshotter.take(number)
+        finally:
+            self.link.calm.set()
         sample = self._sample(tick, plan.declaration.layout) if self._replicated else None
         filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, sample)
         self.receipt.stalls_s.append(time.perf_counter() - started_s)

@@ -73,6 +73,13 @@ def test_warming_keeps_the_content(arena: Arena) -> None:
     assert bytes(arena.view) == before
 
 
+def test_warming_can_be_held_up_between_its_parts(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.agent.arena.WARM_BYTES", PAGE)
+    asked: list[int] = []
+    arena.warm(lambda: asked.append(len(asked)))
+    assert len(asked) == -(-len(arena.view) // PAGE) > 1
+
+
 def test_an_arena_cannot_be_shrunk_and_only_such_a_one_is_adopted(arena: Arena) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(arena.fd, PAGE)

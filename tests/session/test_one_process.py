@@ -15,6 +15,8 @@ from torch import nn
 import ckpt
 from ckpt.agent import client
 from ckpt.settings import read
+from ckpt.trainer.saver import Saver
+from ckpt.trainer.snapshot import Snapshotter
 from tests.session.loops import Job, losses, make, wait_agent_gone
 
 
@@ -297,3 +299,39 @@ def test_no_poll_takes_a_state_between_an_update_and_its_boundary(tmp_path: Path
         assert ck.receipt["snapshots"] == 0
         assert ck.receipt["missed"] > 0
         ck.step()
+
+
+def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+    taken, made = Snapshotter.take, Saver._take
+
+    def take(self: Snapshotter, slot: int) -> Any:
+        calm = current[0].link.calm.is_set()
+        if fails:
+            raise RuntimeError("no copy")
+        found = taken(self, slot)
+        seen.append((calm, current[0].link.calm.is_set()))
+        return found
+
+    def _take(self: Saver, *args: Any) -> str:
+        current[:] = [self]
+        try:
+            return made(self, *args)
+        finally:
+            assert self.link.calm.is_set()
+
+    current: list[Saver] = []
+    fails: list[bool] = []
+    monkeypatch.setattr(Snapshotter, "take", take)
+    monkeypatch.setattr(Saver, "_take", _take)
+    with ckpt.Checkpointer(tmp_path, make().state, policy=ckpt.Every(steps=10**6)) as ck:
+        ck.step()
+        ck.save().wait("local")
+        assert seen == [(False, False)]
+        fails.append(True)
+        with pytest.raises(ckpt.SaveFailed):
+            ck.save().wait("local")
+        fails.clear()
+    wait_agent_gone(tmp_path)
