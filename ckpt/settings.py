@@ -68,12 +68,19 @@ class Settings:
 
 
 STORE_VARIABLES = ("AWS_", "GOOGLE_", "GCS_", "AZURE_", "AZURITE_", "S3_")  # what the storage libraries read
+STORE_FILES = (  # those of them that are paths
+    *("AWS_CA_BUNDLE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"),
+    *("GOOGLE_SERVICE_ACCOUNT_PATH", "AZURE_FEDERATED_TOKEN_FILE"),
+)
 
 
 def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that lead to the store, and what they say."""
+    """The variables that lead to the store, and what they say, wherever it is read: paths are absolute, since an
+    agent has another working directory."""
     env = os.environ if env is None else env
-    return {name: value for name, value in sorted(env.items()) if name.startswith(STORE_VARIABLES)}
+    found = {name: value for name, value in sorted(env.items()) if name.startswith(STORE_VARIABLES)}
+    return found | {name: os.path.abspath(os.path.expanduser(found[name])) for name in STORE_FILES if found.get(name)}
 
 
 def adopt_store_environment(wanted: Mapping[str, str]) -> bool:

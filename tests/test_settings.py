@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.settings import read
+from ckpt.settings import read, store_environment
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "soon", "", "1e999"])
@@ -100,3 +100,21 @@ def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_
     assert said[1] == said[2], "it is the same as long as the process lives"
     assert said[1].startswith(f"{os.uname().nodename}-pid-{said[0]}-")
     assert float(said[1].rpartition("-")[2]) > 0
+
+
+def test_files_that_lead_to_the_store_are_absolute_since_the_agent_works_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "AWS_CA_BUNDLE": "ca.pem",
+        "AWS_CONFIG_FILE": "~/aws",
+        "AWS_REGION": "r",
+        "AWS_SHARED_CREDENTIALS_FILE": "",
+    }
+    assert store_environment(given) == {
+        "AWS_CA_BUNDLE": str(tmp_path / "ca.pem"),
+        "AWS_CONFIG_FILE": str(Path.home() / "aws"),
+        "AWS_REGION": "r",
+        "AWS_SHARED_CREDENTIALS_FILE": "",
+    }

@@ -417,6 +417,8 @@ def _untag_torch(tag: int, items: list[Any]) -> Any:
         return torch.Size(items) if torch else tuple(items)
     match tag, items:
         case (Tag.TORCH_DTYPE, [str() as name]) if name in ITEMSIZE:
+            if torch and not hasattr(torch, name):
+                raise ValueError(f"torch {torch.__version__} has no {name}; a newer one has")
             return getattr(torch, name) if torch else name
         case (Tag.TORCH_DEVICE, [str() as name]):
             return torch.device(name) if torch else name

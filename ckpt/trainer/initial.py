@@ -77,7 +77,11 @@ def _from_files(files: list[Path], walk: Walk, modules: list[str]) -> None:
             reader, head = homes[name]
             if not head.bytes:
                 continue
-            whole = torch.frombuffer(bytearray(reader.data(name)), dtype=getattr(torch, head.dtype)).view(head.shape)
+            dtype = getattr(torch, head.dtype, None)
+            if dtype is None:
+                lacks = f"which torch {torch.__version__} does not have"
+                raise StateMismatch(f"init={str(files[0].parent)!r}: {name} is {head.dtype}, {lacks}")
+            whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
             for box, tensor in zip(entry.boxes, tensors, strict=True):
                 cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
                 with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,11 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) ->
     ):
         raise AssertionError("it was entered")
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_dtype_that_this_torch_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if name != "float32"})
+    monkeypatch.setattr("ckpt.trainer.initial.torch", lacking)
+    with pytest.raises(ckpt.StateMismatch, match=r"is float32, which torch .* does not have"):
+        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=one_file(tmp_path)).__enter__()
+    wait_agent_gone(tmp_path / "run")
