@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.report import Row, median_s, parser, report
 from benchmarks.walk import make_state
 from ckpt.agent.divide import Division, Held, layout_from, make_division
+from ckpt.collector import no_collecting
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.plan.assemble import Blob, Staged, assemble
 from ckpt.plan.division import Hashes, agree, divide, division_id, undivided
@@ -67,6 +68,7 @@ def planning(count: int, rounds: int) -> list[Row]:
         division = make_division(ranks, None)
         divide_s = median_s(lambda ranks=ranks: make_division(ranks, None), rounds)  # type: ignore[misc]
 
+        @no_collecting()  # as the trainer does
         def understand(division: Division = division) -> None:
             layout, share = decode_layout(division.plans[0][0]), decode_share(division.plans[0][1])
             staging = stage(layout, share, division.frame_bytes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt.agent.arena import arena_bytes
+from ckpt.collector import no_collecting
 from ckpt.errors import DamagedData
 from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
 from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned
@@ -59,6 +60,7 @@ def layout_from(blob: bytes | memoryview) -> Layout:
     return found
 
 
+@no_collecting()
 def make_division(
     ranks: Sequence[Held], before: Division | None, distrusted: Collection[str] = frozenset()
 ) -> Division:

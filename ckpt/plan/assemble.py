@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.collector import no_collecting
 from ckpt.errors import CkptError, DamagedData, UsageError
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, TensorSpec
 from ckpt.plan.coverage import Cells, Ints, Read, Rows, differing_cells, rows_of
@@ -75,6 +76,7 @@ def part_owner(coordinate: str, box: Box) -> str:
     return f"{coordinate}@{','.join(map(str, box.offset))}"
 
 
+@no_collecting()
 def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
     """The manifest of one tick's Staged, one per rank (in any order).
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckpt.collector import no_collecting
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.assemble import part_owner
@@ -96,6 +97,7 @@ def match(manifest: Manifest, wants: Sequence[Want]) -> Mismatch:
     return Mismatch(missing, extra, reshaped, retyped, tuple(lines[key] for key in sorted(lines)))
 
 
+@no_collecting()
 def cuts(manifest: Manifest, wants: Sequence[Want]) -> list[Cut]:
     """How the frames fill the wanted boxes, exactly once; sorted by frame.
 

@@ -24,6 +24,7 @@ from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage
 from ckpt.agent.listening import Sources
+from ckpt.collector import no_collecting
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event, Events
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
@@ -285,6 +286,7 @@ class Link:
             self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))
         message.close()
 
+    @no_collecting()
     def _on_plan(self, message: wire.Message) -> None:
         layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
         with self._lock:

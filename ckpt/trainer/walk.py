@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from ckpt.collector import no_collecting
 from ckpt.errors import UsageError
 from ckpt.plan.layout import Entry, Layout
 from ckpt.tasks import Tasks
@@ -89,6 +90,7 @@ class StateWalker:
         self._volatile: list[Any] = []
         self._gathering: list[Any] = []
 
+    @no_collecting()
     def walk(self) -> Walk:
         """All of it: once per structure; some 15 us a tensor. Loaders are not asked for their positions."""
         scan = self._scan = self.scan()
