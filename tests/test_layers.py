@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 BASE = {"errors", "types", "clock", "collector", "tasks", "events", "settings"}
-LEAVES = {"format", "plan", "policy", "storage", "notices"}
+LEAVES = {"format", "plan", "policy", "storage", "notices", "predict"}
 BELOW_STORE = BASE | LEAVES
 BELOW_AGENT = BELOW_STORE | {"store"}
 BELOW_TRAINER = BELOW_AGENT | {"agent"}
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "policy": BASE,
     "storage": BASE,
     "notices": BASE,
+    "predict": BASE,
     "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers")},  # and its helpers
     "store": BELOW_STORE,
     "agent": BELOW_AGENT,

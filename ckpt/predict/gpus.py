@@ -1,0 +1,110 @@
+"""The signals of this node's GPUs, by NVML, where nvidia-ml-py (the module pynvml) can be imported and finds any.
+
+| signal | what | unit |
+|---|---|---|
+| gpu.xid | critical Xid errors that the driver reported | per second |
+| gpu.ecc_corrected, gpu.ecc_uncorrected | memory errors since the driver was loaded | per second |
+| gpu.retired | rows remapped for uncorrected errors, or pages retired, as the device does it | per second |
+| gpu.replays | transfers over PCIe that had to be repeated | per second |
+| gpu.temperature | of the hottest | degrees Celsius |
+| gpu.throttled | those slowed down by heat or by their power supply | part of the devices |
+
+Calls may take milliseconds, or hang with a broken driver: only a thread of its own asks. What one device does not
+support is left out of its sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+DEVICES_MAX = 32
+EVENTS_MAX = 100  # that are taken from the queue at once
+
+Read = tuple[dict[str, float], dict[str, float]]
+
+
+class Gpus:
+    """`nvml`: the module pynvml, or what looks like it. Errors: its errors, where it cannot be used at all."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        nvml.nvmlInit()
+        count = min(nvml.nvmlDeviceGetCount(), DEVICES_MAX)
+        self._devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        self._xids = 0
+        self._events: Any = None
+        try:
+            self._events = nvml.nvmlEventSetCreate()
+            for device in self._devices:
+                nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, self._events)
+        except Exception:  # not every driver has events, nor a container the right to them
+            self._events = None
+        self._slow = sum(
+            getattr(nvml, f"nvmlClocksThrottleReason{each}", 0)
+            for each in ("HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwThermalSlowdown")
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self._devices)
+
+    def read(self) -> Read:
+        """The gauges; and the counters since the driver was loaded, or since this was made."""
+        nvml, counters, gauges = self._nvml, dict[str, float](), dict[str, float]()
+        if self._events is not None:
+            counters["gpu.xid"] = self._xid_count()
+        volatile = getattr(nvml, "NVML_VOLATILE_ECC", 0)
+        counted = {
+            "gpu.ecc_corrected": self._of_each(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 0, volatile)),
+            "gpu.ecc_uncorrected": self._of_each(lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, 1, volatile)),
+            "gpu.retired": self._of_each(lambda each: nvml.nvmlDeviceGetRemappedRows(each)[1])
+            or self._of_each(lambda each: len(nvml.nvmlDeviceGetRetiredPages(each, 1))),
+            "gpu.replays": self._of_each(lambda each: nvml.nvmlDeviceGetPcieReplayCounter(each)),
+        }
+        counters |= {name: sum(each) for name, each in counted.items() if each}
+        if hot := self._of_each(lambda each: nvml.nvmlDeviceGetTemperature(each, 0)):
+            gauges["gpu.temperature"] = max(hot)
+        if reasons := self._of_each(lambda each: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(each)):
+            gauges["gpu.throttled"] = sum(bool(int(each) & self._slow) for each in reasons) / len(reasons)
+        return gauges, counters
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the process ends, or the driver is gone
+            if self._events is not None:
+                self._nvml.nvmlEventSetFree(self._events)
+            self._nvml.nvmlShutdown()
+
+    def _xid_count(self) -> int:
+        for _ in range(EVENTS_MAX):
+            try:
+                self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            except Exception:  # a time-out: there is none more
+                break
+            self._xids += 1
+        return self._xids
+
+    def _of_each(self, ask: Callable[[Any], Any]) -> list[float]:
+        """What the devices answer that do."""
+        found = []
+        for device in self._devices:
+            try:
+                found.append(float(ask(device)))
+            except Exception:  # a call that this device, this driver or this release of the module does not have
+                continue
+        return found
+
+
+def find_gpus() -> Gpus | None:
+    """Those of this machine; None where there are none, or no way to ask them."""
+    try:
+        import pynvml
+
+        found = Gpus(pynvml)
+    except Exception:  # not installed, no driver, a driver of another version: then these are no signals
+        return None
+    if not found.count:
+        found.close()
+        return None
+    return found

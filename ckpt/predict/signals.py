@@ -1,0 +1,177 @@
+"""The signals of one node: what its kernel and its accelerators say of their trouble, as numbers that grow with it.
+
+Names are FAMILY.WHAT. A gauge is as it stands, a rate is per second since the reading before, so that the first one
+gives gauges only. What is absent on a machine, or cannot be read at the moment, is not in the answer: it is no signal.
+Nothing here raises for what a file holds.
+
+| signal | from | unit |
+|---|---|---|
+| memory.used | /proc/meminfo and the control group's limit, the scarcer of the two | part in use, caches aside |
+| memory.some, memory.full, io.some, io.full, cpu.some | /proc/pressure | part of the time in which tasks stood still |
+| ecc.corrected, ecc.uncorrected | /sys/devices/system/edac/mc | errors per second |
+| disk.errors | /sys/block/*/device/ioerr_cnt | errors per second |
+| disk.wait_s | /sys/block/*/stat | seconds that a request took, on the slowest disk |
+| net.errors, net.drops | /sys/class/net/*/statistics | packets per second, both ways |
+| step.ratio | the caller | this node's step time over the median of its peers |
+| gpu.* | NVML, see `gpus` | |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.predict.gpus import Gpus
+
+FILE_BYTES_MAX = 1 << 16
+DEVICES_MAX = 32  # disks, interfaces, memory controllers: of more the first by name
+VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")  # they have their requests from a disk that is counted
+UNLIMITED = 1 << 60  # what control groups of version 1 say where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where the kernel's files lie."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A control group with a limit."""
+
+    limit: Path
+    used: Path
+    stat: Path
+    cache: str  # its name in stat for what is given back first
+
+
+class Sampler:
+    """Reads them. One thread at a time. What is there is found out once: a disk that comes later is not seen."""
+
+    def __init__(self, roots: Roots | None = None, gpus: Gpus | None = None) -> None:
+        roots = Roots() if roots is None else roots
+        self._gpus = gpus
+        self._meminfo = roots.proc / "meminfo"
+        self._groups = list(_groups(roots))
+        self._pressure = {name: roots.proc / "pressure" / name for name in ("memory", "io", "cpu")}
+        self._ecc = {
+            f"ecc.{what}": _some(roots.sys / "devices/system/edac/mc", f"mc*/{file}")
+            for what, file in (("corrected", "ce_count"), ("uncorrected", "ue_count"))
+        }
+        disks = [path for path in _some(roots.sys / "block", "*") if not path.name.startswith(VIRTUAL)]
+        self._disks = [path / "stat" for path in disks if (path / "stat").exists()]
+        self._disk_errors = [path / "device/ioerr_cnt" for path in disks if (path / "device/ioerr_cnt").exists()]
+        links = [path / "statistics" for path in _some(roots.sys / "class/net", "*") if path.name != "lo"]
+        links = [path for path in links if path.is_dir()]
+        self._net = {
+            f"net.{what}": [link / f"{way}_{file}" for link in links for way in ("rx", "tx")]
+            for what, file in (("errors", "errors"), ("drops", "dropped"))
+        }
+        self._before: dict[str, float] = {}
+        self._before_s: float | None = None
+
+    def read(self, now_s: float, step_ratio: float | None = None) -> dict[str, float]:
+        """Those that there are now. `now_s`: on a clock that does not go back."""
+        found: dict[str, float] = {}
+        counters: dict[str, float] = {}
+        self._memory(found)
+        self._stalls(counters)
+        for name, paths in self._ecc.items():
+            _count(counters, name, paths, int)
+        _count(counters, "disk.errors", self._disk_errors, lambda text: int(text, 16))
+        for name, paths in self._net.items():
+            _count(counters, name, paths, int)
+        if step_ratio is not None:
+            found["step.ratio"] = step_ratio
+        if self._gpus is not None:
+            gauges, more = self._gpus.read()
+            found.update(gauges)
+            counters.update(more)
+        requests = self._requests()
+        passed_s = 0.0 if self._before_s is None else now_s - self._before_s
+        if passed_s > 0:
+            for name, count in counters.items():
+                if name in self._before:
+                    found[name] = max(0.0, count - self._before[name]) / passed_s  # less: it began anew
+            self._waits(found, requests)
+        self._before, self._before_s = {**counters, **requests}, now_s
+        return found
+
+    def _memory(self, found: dict[str, float]) -> None:
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+            info = {line.split()[0]: int(line.split()[1]) for line in _text(self._meminfo).splitlines()[:3]}
+            found["memory.used"] = 1 - info["MemAvailable:"] / info["MemTotal:"]
+        for group in self._groups:
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                limit = int(_text(group.limit))
+                cache = int(_text(group.stat).partition(f"\n{group.cache} ")[2].split("\n", 1)[0] or 0)
+                if limit < UNLIMITED:
+                    part = (int(_text(group.used)) - cache) / limit
+                    found["memory.used"] = max(found.get("memory.used", 0.0), part)
+
+    def _stalls(self, counters: dict[str, float]) -> None:
+        for name, path in self._pressure.items():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                for line in _text(path).splitlines():
+                    kind, total = line.split()[0], line.rpartition("total=")[2]
+                    if kind == "some" or (kind == "full" and name != "cpu"):  # a whole machine never waits for its cpu
+                        counters[f"{name}.{kind}"] = int(total) / 1e6
+
+    def _requests(self) -> dict[str, float]:
+        """By disk: how many ended so far, and how long they took together."""
+        found: dict[str, float] = {}
+        for path in self._disks:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = [int(each) for each in _text(path).split()]
+                found[f"{path}:ended"] = fields[0] + fields[4]
+                found[f"{path}:took"] = (fields[3] + fields[7]) / 1e3
+        return found
+
+    def _waits(self, found: dict[str, float], requests: Mapping[str, float]) -> None:
+        for path in self._disks:
+            ended, took = f"{path}:ended", f"{path}:took"
+            if took in requests and took in self._before:
+                count, seconds = requests[ended] - self._before[ended], requests[took] - self._before[took]
+                each_s = seconds / count if count > 0 and seconds > 0 else 0.0
+                found["disk.wait_s"] = max(found.get("disk.wait_s", 0.0), each_s)
+
+
+def _groups(roots: Roots) -> Iterator[_Group]:
+    """Those that this process is in, version 2 and 1, from the innermost to the root."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _text(roots.proc / "self/cgroup").splitlines():
+            _, controllers, inner = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root = roots.sys / "fs/cgroup" / ("memory" if controllers else "")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limit, used, cache = names if controllers else ("memory.max", "memory.current", "inactive_file")
+            inside = root / inner.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if not folder.is_relative_to(root):
+                    break
+                if (folder / limit).exists() and (folder / used).exists():
+                    yield _Group(folder / limit, folder / used, folder / "memory.stat", cache)
+
+
+def _some(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))[:DEVICES_MAX]
+    except OSError:
+        return []
+
+
+def _count(counters: dict[str, float], name: str, paths: list[Path], number: Callable[[str], int]) -> None:
+    """The sum over these files, where one of them can be read."""
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            counters[name] = counters.get(name, 0.0) + number(_text(path))
+
+
+def _text(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return file.read(FILE_BYTES_MAX).decode("ascii", "replace")

@@ -1,0 +1,120 @@
+"""How far a source is believed: cautious ends, nothing before 20 outcomes, and nothing for crying always."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merged
+
+DAY_S = 86_400.0
+
+
+def scored(true: int = 0, false: int = 0, missed: int = 0, late: int = 0, days: float = 30) -> Score:
+    score = Score()
+    for count, then in (
+        (true, lambda s: s.came(120, True)),
+        (late, lambda s: s.came(1, False)),
+        (false, Score.came_to_nothing),
+        (missed, Score.was_silent),
+    ):
+        for _ in range(count):
+            score = then(score.watched(days * DAY_S / (true + false + missed + late)))
+    return score
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "p", "x"),
+    [
+        (1, 1, 0.3, 0.3),
+        (2, 1, 0.25, 0.5),
+        (1, 3, 0.875, 0.5),
+        (19, 1, 0.05, 0.05 ** (1 / 19)),  # 19 of 19: Clopper and Pearson's bound in closed form
+        (8, 3, 0.05, 0.4930987),  # 8 of 10
+    ],
+)
+def test_quantiles_are_the_known_ones(a, b, p, x) -> None:
+    assert beta_quantile(a, b, p) == pytest.approx(x, abs=1e-6)
+    assert beta_cdf(a, b, x) == pytest.approx(p, abs=1e-6)
+
+
+def test_a_good_source_is_proven_by_its_twentieth_outcome_and_not_before() -> None:
+    before, after = scored(true=OUTCOMES_MIN - 1), scored(true=OUTCOMES_MIN)
+    assert (before.recall, before.proven) == (0.0, False)
+    assert before.precision > 0.8
+    assert after.proven
+    assert after.recall == pytest.approx(0.05 ** (1 / 20), abs=0.02)
+    assert after.lead_s == 120
+
+
+def test_the_bounds_lie_below_what_was_seen() -> None:
+    score = scored(true=30, false=10, missed=10)
+    assert 0.5 < score.precision < 0.75
+    assert 0.5 < score.recall < 0.75
+
+
+def test_a_source_that_always_cries_is_not_proven() -> None:
+    """It finds each of 30 failures in 30 days; one alarm follows another."""
+    windows = int(30 * DAY_S / WINDOW_S)
+    score = Score()
+    for n in range(windows):
+        score = score.watched(WINDOW_S)
+        score = score.came(WINDOW_S / 2, True) if n % (windows // 30) == 0 else score.came_to_nothing()
+    assert score.seen > OUTCOMES_MIN
+    assert not score.proven
+    assert score.recall == 0
+
+
+def test_a_source_that_cries_by_chance_is_not_proven() -> None:
+    score = scored(true=1, false=200, missed=29)
+    assert not score.proven
+
+
+def test_a_source_that_never_came_true_has_no_precision() -> None:
+    score = scored(false=50)
+    assert (score.precision, score.recall, score.proven) == (0.0, 0.0, False)
+
+
+def test_alarms_too_late_to_act_on_count_for_the_precision_and_against_the_recall() -> None:
+    score = scored(late=40)
+    assert score.precision > 0.9
+    assert score.recall == 0
+    assert not score.proven
+
+
+def test_what_has_turned_bad_is_found_out() -> None:
+    score = scored(true=200)
+    assert score.proven
+    for _ in range(400):
+        score = score.watched(DAY_S).was_silent().watched(3600).came_to_nothing()
+    assert score.recall < 0.05
+
+
+def test_it_comes_back_as_it_was() -> None:
+    score = scored(true=25, false=3, missed=2, late=1)
+    assert Score.of(json.loads(json.dumps(score.numbers()))) == score
+    assert Score.of(Score().numbers()) == Score()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"true": -1},
+        {"true": float("nan")},
+        {"seen": 0.5},
+        {"seen": 1e13},
+        {"more": 1},
+        {"true": 1e6},
+        {"lead.0": float("inf")},
+        {"seen": 0},
+    ],
+)
+def test_numbers_that_cannot_be_are_not_taken(change) -> None:
+    assert Score.of({**scored(true=25, false=3).numbers(), **change}) is None
+    assert Score.of({}) is None
+
+
+def test_of_two_the_one_that_saw_more_counts() -> None:
+    more, less = scored(true=10), scored(true=5)
+    assert merged({"a": more, "b": less}, {"a": less, "b": more, "c": less}) == {"a": more, "b": more, "c": less}
