@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 WINDOW_S = 600.0
 OUTCOMES_MIN = 20  # before so many nothing is believed: the recall is 0
+PRECISION_MIN = 0.05  # an alarm of which 19 of 20 come to nothing is noise, however rare failures are
 CAUTION = 0.05
 MEMORY = 128  # outcomes of one kind or another: the weight of all of an endless row of them
 LEADS = 16
@@ -99,7 +100,8 @@ class Score:
     def proven(self) -> bool:
         """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end.
         A source that always cries finds every failure, and proves nothing."""
-        return self.seen >= OUTCOMES_MIN and self.precision > self.chance and self._recall > 0
+        better = self.precision > max(self.chance, PRECISION_MIN)
+        return self.seen >= OUTCOMES_MIN and better and self._recall > 0
 
     @property
     def lead_s(self) -> float | None:

@@ -1,0 +1,191 @@
+"""What one node makes of its signals: which sources raise an alarm, and when. Pure: every reading and time is told.
+
+A source is a family of signals, of which one has left what is usual (`cusum`); `hazard`, a regression on all of them
+that is fitted anew after each failure of this node; and `model`, one that was trained on recorded signals. Whether any
+of them is to be believed is not decided here, see `outcomes`.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from ckpt.predict.cusum import Cusum
+from ckpt.predict.hazard import Array, Hazard, fit
+from ckpt.predict.scoring import WINDOW_S
+
+PERIOD_S = 5.0  # between two readings
+FAMILIES = ("memory", "io", "cpu", "ecc", "disk", "net", "step", "gpu")
+HAZARD, MODEL = "hazard", "model"
+SOURCES = (*FAMILIES, HAZARD, MODEL)
+
+K, H = 1.0, 16.0  # half an hour of 5 s at two deviations more is an alarm within 16 readings; false ones are rare
+H_GRAVE = 5.0  # where a single event is one
+GRAVE = ("gpu.xid", "gpu.ecc_uncorrected", "gpu.retired", "ecc.uncorrected")
+LEAST = {  # a deviation at least, where the first part of the name fits: what moves by less is at rest
+    "memory.used": 0.005,
+    "memory": 0.01,
+    "io": 0.01,
+    "cpu": 0.05,
+    "ecc": 0.02,
+    "disk.wait_s": 0.005,
+    "disk": 0.02,
+    "net.drops": 1.0,
+    "net": 0.1,
+    "step": 0.02,
+    "gpu.temperature": 1.0,
+    "gpu.throttled": 0.1,
+    "gpu": 0.02,
+}
+
+HAZARD_ALARM = 0.3  # the probability that is an alarm
+FAILURES_MIN = 3  # before so many the hazard is the base rate
+BASE_S = 86_400.0  # one failure in so long, before any was seen
+POSITIVES_EVERY = 6  # of the readings before a failure one in so many is kept,
+NEGATIVES_EVERY = 60  # of those after which none came one in so many,
+NEGATIVES_MAX = 512  # and of these, of all times, so many
+FAILURES_MAX = 32
+SIGNALS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """`probability`: of a failure within the window, where the source says one."""
+
+    source: str
+    at_s: float
+    probability: float | None = None
+
+
+class Model(Protocol):
+    """A trained one. `alarm_above`: the probability that is an alarm."""
+
+    alarm_above: float
+
+    def observed(self, values: dict[str, float]) -> float | None:
+        """The probability after one reading more; None: not enough was read."""
+        ...
+
+
+class Watch:
+    """One node's. Times on a clock that does not go back. One thread at a time."""
+
+    def __init__(self, model: Model | None = None, seed: int = 0) -> None:
+        self.probabilities: dict[str, float] = {}  # as said last
+        self._model = model
+        self._signals: dict[str, Cusum] = {}
+        self._raised: dict[str, float] = {}
+        self._learner = _Learner(seed)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Those that may raise an alarm here, in the order of SOURCES."""
+        families = {_family(name) for name in self._signals}
+        more = {HAZARD} if self._signals else set()
+        return tuple(each for each in SOURCES if each in families | more or (each == MODEL and self._model is not None))
+
+    def observed(self, now_s: float, values: dict[str, float]) -> list[Alarm]:
+        """The alarms that are raised by this reading. One that stands is raised again once its window has passed."""
+        for name, value in list(values.items())[:SIGNALS_MAX]:
+            known = self._signals.get(name)
+            if known is None:
+                if _family(name) not in FAMILIES or len(self._signals) >= SIGNALS_MAX:
+                    continue
+                known = Cusum(K, H_GRAVE if name in GRAVE else H, _least(name))
+            self._signals[name] = known.observed(value)
+        standing: dict[str, float | None] = {_family(name): None for name, each in self._signals.items() if each.alarm}
+        hazard = self._learner.observed(now_s, self._features(values))
+        self.probabilities = {HAZARD: hazard}
+        if hazard >= HAZARD_ALARM:
+            standing[HAZARD] = hazard
+        if self._model is not None:
+            probability = self._model.observed(values)
+            if probability is not None:
+                self.probabilities[MODEL] = probability
+                if probability >= self._model.alarm_above:
+                    standing[MODEL] = probability
+        found = []
+        for source, probability in standing.items():
+            if now_s - self._raised.get(source, -math.inf) >= WINDOW_S:
+                self._raised[source] = now_s
+                found.append(Alarm(source, now_s, probability))
+        return found
+
+    def failed(self, now_s: float) -> None:
+        """This node failed: what was read before it is learnt from, what stood is settled by it, and begins anew."""
+        self._learner.failed(now_s)
+        self._raised.clear()
+        self._signals = {name: replace(each, sum=0.0, alarm=False, lasted=0) for name, each in self._signals.items()}
+
+    def _features(self, values: dict[str, float]) -> Array:
+        """How far each family has left the usual, 0 to 2 where 1 is the alarm; and how full memory is."""
+        found = dict.fromkeys(FAMILIES, 0.0)
+        for name, each in self._signals.items():
+            found[_family(name)] = max(found[_family(name)], each.sum / each.h)
+        used = values.get("memory.used", 0.0)
+        return np.array([*found.values(), min(1.0, max(0.0, used)) ** 8])  # only what is nearly full is near its end
+
+
+class _Learner:
+    """The hazard: what it was fitted to, and what it says now."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._hazard = Hazard.base(WINDOW_S / BASE_S, len(FAMILIES) + 1)
+        self._recent: collections.deque[tuple[float, int, Array]] = collections.deque()  # of the window now
+        self._positives: collections.deque[list[Array]] = collections.deque(maxlen=FAILURES_MAX)
+        self._negatives: list[Array] = []
+        self._count = 0  # of readings
+        self._quiet = 0  # of those kept, or that might have been kept, after which none failed
+
+    def observed(self, now_s: float, features: Array) -> float:
+        self._count += 1
+        self._recent.append((now_s, self._count, features))
+        while self._recent and self._recent[0][0] <= now_s - WINDOW_S:
+            _, number, old = self._recent.popleft()
+            if number % NEGATIVES_EVERY == 0:
+                self._keep(old)
+        return self._hazard.probability(features)
+
+    def failed(self, now_s: float) -> None:
+        before = [each for at_s, _, each in self._recent if at_s >= now_s - WINDOW_S]
+        self._recent.clear()
+        if before:
+            self._positives.append(before[::-1][::POSITIVES_EVERY])
+            self._fit()
+
+    def _keep(self, features: Array) -> None:
+        """Each of all there ever were with the same probability (Vitter 1985, algorithm R)."""
+        self._quiet += 1
+        if len(self._negatives) < NEGATIVES_MAX:
+            self._negatives.append(features)
+        elif (at := self._random.randrange(self._quiet)) < NEGATIVES_MAX:
+            self._negatives[at] = features
+
+    def _fit(self) -> None:
+        """Readings of one window say nearly the same: all of them together count as one."""
+        each = PERIOD_S / WINDOW_S
+        if len(self._positives) < FAILURES_MIN or not self._negatives:
+            return
+        x, w, groups = list(self._negatives), [], []
+        w += [each * NEGATIVES_EVERY * self._quiet / len(self._negatives)] * len(self._negatives)
+        groups += list(range(-len(self._negatives), 0))
+        for number, rows in enumerate(self._positives):
+            x += rows
+            w += [each * POSITIVES_EVERY] * len(rows)
+            groups += [number] * len(rows)
+        y = np.array([0.0] * len(self._negatives) + [1.0] * (len(x) - len(self._negatives)))
+        self._hazard = fit(np.array(x), y, np.array(w), np.array(groups))
+
+
+def _family(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _least(name: str) -> float:
+    return LEAST[name] if name in LEAST else LEAST[_family(name)]

@@ -1,0 +1,133 @@
+"""What becomes of alarms: true within the window of their own node, else false; and failures without one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ckpt.predict.outcomes import Outcomes
+from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S
+from ckpt.predict.watching import SOURCES
+
+
+def watched(*nodes: str, sources: tuple[str, ...] = ("memory", "io")) -> Outcomes:
+    found = Outcomes()
+    for node in nodes:
+        found.watches(node, sources, 0.0)
+    return found
+
+
+def counts(outcomes: Outcomes, source: str) -> tuple[float, float, float, float]:
+    score = outcomes.scores[source]
+    return tuple(round(each) for each in (score.true, score.late, score.false, score.missed))
+
+
+def test_a_failure_within_the_window_makes_the_alarm_true_and_the_silent_sources_miss_it() -> None:
+    outcomes = watched("a")
+    assert outcomes.alarmed("a", "memory", 100.0)
+    outcomes.failed("a", 160.0, needed_s=10)
+    assert counts(outcomes, "memory") == (1, 0, 0, 0)
+    assert counts(outcomes, "io") == (0, 0, 0, 1)
+    assert outcomes.scores["memory"].leads_s == (60.0,)
+    assert outcomes.standing() == {}
+
+
+def test_an_alarm_after_which_there_is_no_time_to_act_is_late() -> None:
+    outcomes = watched("a")
+    outcomes.alarmed("a", "memory", 100.0)
+    outcomes.failed("a", 103.0, needed_s=10)
+    assert counts(outcomes, "memory") == (0, 1, 0, 0)
+
+
+def test_an_alarm_whose_window_passed_was_false_and_the_failure_after_it_is_missed() -> None:
+    outcomes = watched("a")
+    outcomes.alarmed("a", "memory", 100.0)
+    outcomes.failed("a", 101.0 + WINDOW_S, needed_s=10)
+    assert counts(outcomes, "memory") == (0, 0, 1, 1)
+
+
+def test_another_nodes_failure_says_nothing_of_this_ones_alarm() -> None:
+    outcomes = watched("a", "b")
+    outcomes.alarmed("a", "memory", 100.0)
+    outcomes.failed("b", 110.0, needed_s=1)
+    assert counts(outcomes, "memory") == (0, 0, 0, 1)
+    assert outcomes.standing() == {("a", "memory"): 100.0}
+
+
+def test_an_alarm_that_stands_is_one_alarm() -> None:
+    outcomes = watched("a")
+    assert outcomes.alarmed("a", "memory", 100.0)
+    assert not outcomes.alarmed("a", "memory", 105.0)
+    assert outcomes.alarmed("a", "memory", 101.0 + WINDOW_S)
+
+
+def test_alarms_of_who_was_not_said_to_watch_are_none() -> None:
+    outcomes = watched("a")
+    assert not outcomes.alarmed("b", "memory", 1.0)
+    assert not outcomes.alarmed("a", "gpu", 1.0)
+    outcomes.watches("a", ["no such source"], 2.0)
+    assert not outcomes.alarmed("a", "no such source", 3.0)
+
+
+def test_what_the_end_of_a_job_cuts_short_is_neither_true_nor_false() -> None:
+    outcomes = watched("a")
+    outcomes.alarmed("a", "memory", 100.0)
+    outcomes.stopped(200.0)
+    assert counts(outcomes, "memory") == (0, 0, 0, 0)
+    assert outcomes.standing() == {}
+    outcomes.failed("a", 210.0, needed_s=1)
+    assert counts(outcomes, "memory") == (0, 0, 0, 0), "nobody watched"
+
+
+def test_only_the_time_in_which_a_source_watched_is_counted() -> None:
+    outcomes = watched("a", "b")
+    outcomes.passed(50.0)
+    outcomes.stopped(100.0)
+    outcomes.passed(1000.0)
+    assert outcomes.scores["memory"].watched_s == pytest.approx(200.0)
+
+
+def run(seed: int, precise: float, found: float, failures: int = 40) -> Outcomes:
+    """Failures of node a twice a day; a source that announces the part `found` of them, and is right so often."""
+    rng = random.Random(seed)
+    outcomes, now_s = watched("a", "b", sources=("io",)), 0.0
+    for _ in range(failures):
+        while rng.random() > precise:
+            now_s += rng.uniform(1200, 7200)
+            outcomes.alarmed("a", "io", now_s)
+        now_s += rng.uniform(20_000, 60_000)
+        if rng.random() < found:
+            outcomes.alarmed("a", "io", now_s - 200)
+        outcomes.failed("a", now_s, needed_s=20)
+    return outcomes
+
+
+def test_a_source_that_is_good_is_proven_and_says_who_is_at_risk(seed: int) -> None:
+    outcomes = run(seed, precise=0.8, found=0.9)
+    (score,) = outcomes.proven().values()
+    assert 0.5 < score.precision < 0.9
+    assert 0.5 < score.recall < 0.98
+    assert outcomes.risks(["a", "b"]) == {}
+    now_s = 1e9
+    outcomes.alarmed("a", "io", now_s)
+    risks = outcomes.risks(["a", "b"])
+    assert risks["a"] == score.precision
+    assert risks["b"] < 0.1
+
+
+def test_a_source_that_is_none_is_not_proven_and_changes_no_risk(seed: int) -> None:
+    outcomes = run(seed, precise=0.05, found=0.02)
+    assert outcomes.scores["io"].seen > OUTCOMES_MIN
+    assert outcomes.proven() == {}
+    outcomes.alarmed("a", "io", 1e9)
+    assert outcomes.risks(["a", "b"]) == {}
+
+
+def test_what_was_seen_comes_back_and_unknown_sources_do_not(seed: int) -> None:
+    outcomes = run(seed, precise=0.8, found=0.9)
+    other = Outcomes()
+    other.inherit({**outcomes.scores, "evil": outcomes.scores["io"]})
+    assert other.scores == outcomes.scores
+    assert set(other.table(0.0)["sources"]) == {"io"} <= set(SOURCES)
+    assert other.numbers().keys() == {"io"}

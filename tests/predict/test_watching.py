@@ -1,0 +1,111 @@
+"""From readings to alarms: what is unusual raises one, and the hazard learns what precedes failures."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from ckpt.predict.scoring import WINDOW_S
+from ckpt.predict.watching import FAMILIES, LEAST, PERIOD_S, Watch, _least
+
+
+@dataclass
+class Node:
+    """Signals of a node that is well, on a clock of its own."""
+
+    seed: int
+    watch: Watch
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def run(self, readings: int, **more: float) -> list[tuple[str, float]]:
+        """(source, when) of the alarms; signals named with __ for the dot are that much higher."""
+        found = []
+        for _ in range(readings):
+            self.now_s += PERIOD_S
+            values = {
+                "memory.used": 0.5 + self.random.gauss(0, 0.02),
+                "io.some": abs(self.random.gauss(0, 0.02)),
+                "net.drops": 0.0,
+                "ecc.uncorrected": 0.0,
+            }
+            for name, by in more.items():
+                values[name.replace("__", ".")] += by
+            found += [(alarm.source, alarm.at_s) for alarm in self.watch.observed(self.now_s, values)]
+        return found
+
+
+def test_a_node_that_is_well_raises_no_alarm_for_a_day(seed: int) -> None:
+    assert Node(seed, Watch()).run(17_280) == []
+
+
+def test_what_is_unusual_raises_one_alarm_of_its_family_and_a_further_one_when_the_window_has_passed(seed: int) -> None:
+    node = Node(seed, Watch())
+    node.run(500)
+    first = node.run(30, memory__used=0.1)
+    assert [source for source, _ in first] == ["memory"]
+    again = node.run(int(WINDOW_S / PERIOD_S), memory__used=0.1)
+    assert [source for source, _ in again] == ["memory"]
+    assert again[0][1] - first[0][1] >= WINDOW_S
+
+
+def test_a_single_grave_event_is_an_alarm_and_a_single_other_one_is_not(seed: int) -> None:
+    node = Node(seed, Watch())
+    node.run(500)
+    assert [source for source, _ in node.run(1, ecc__uncorrected=0.2)] == ["ecc"]
+    assert node.run(1, net__drops=50.0) == []
+
+
+def test_the_sources_are_those_of_which_there_is_a_signal(seed: int) -> None:
+    node = Node(seed, Watch())
+    assert node.watch.sources == ()
+    node.run(1)
+    assert node.watch.sources == ("memory", "io", "ecc", "net", "hazard")
+    node.watch.observed(1e6, {"unknown.thing": 1.0, "step.ratio": 1.0})
+    assert node.watch.sources == ("memory", "io", "ecc", "net", "step", "hazard")
+    assert {name.partition(".")[0] for name in LEAST} == set(FAMILIES)
+    assert all(_least(f"{family}.x") > 0 for family in FAMILIES)
+
+
+def test_the_hazard_is_the_base_rate_until_failures_were_seen(seed: int) -> None:
+    node = Node(seed, Watch())
+    node.run(300)
+    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
+    node.watch.failed(node.now_s)
+    node.run(5)
+    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / 86_400)
+
+
+def test_the_hazard_learns_what_precedes_failures(seed: int) -> None:
+    node = Node(seed, Watch())
+    for _ in range(8):
+        node.run(1200)
+        node.run(100, io__some=0.3)
+        node.watch.failed(node.now_s)
+    alarms = node.run(1200)
+    assert node.watch.probabilities["hazard"] < 0.05
+    assert [source for source, _ in alarms if source == "hazard"] == []
+    assert "hazard" in [source for source, _ in node.run(60, io__some=0.3)]
+    assert node.watch.probabilities["hazard"] > 0.3
+
+
+def test_failures_without_a_precursor_teach_no_more_than_how_often_they_come(seed: int) -> None:
+    node = Node(seed, Watch())
+    alarms = []
+    for _ in range(12):
+        alarms += node.run(node.random.randrange(900, 1500))
+        node.watch.failed(node.now_s)
+    assert alarms == []
+    assert node.watch.probabilities["hazard"] == pytest.approx(WINDOW_S / (1200 * PERIOD_S), abs=0.1)
+
+
+def test_hostile_readings_are_survived() -> None:
+    watch = Watch()
+    for value in (float("nan"), float("inf"), -1e300, 1e300):
+        for n in range(100):
+            watch.observed(n, {f"memory.{i}": value for i in range(100)})
+    assert len(watch._signals) <= 64
