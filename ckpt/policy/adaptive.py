@@ -15,7 +15,7 @@ from ckpt.policy.levels import Measured
 
 START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
 
-LocalBy = Literal["start", "rates", "overhead", "step", "replication", "least", "store"]
+LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]
 StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_s", "at_risk_s"]
 
 
@@ -69,9 +69,10 @@ class Chosen:
     """A snapshot every `local_s` seconds, counted from one to the next, and every `snapshots`-th of them committed.
 
     `local_by`, `store_by`: which term decided. "start": nothing is measured yet. "rates": the least expected loss for
-    what is measured. A limit's name: that limit. "step": there is one snapshot to a step. "replication": one snapshot
-    is replicated at a time. "least": more often gains nothing. "store": no less often than the store asks for.
-    "snapshot": there is no commit without a snapshot. "commit": a commit takes that long.
+    what is measured; "predictions": the same, with what proven sources predict. A limit's name: that limit. "step":
+    there is one snapshot to a step. "replication": one snapshot is replicated at a time. "least": more often gains
+    nothing. "store": no less often than the store asks for. "snapshot": there is no commit without a snapshot.
+    "commit": a commit takes that long.
     """
 
     local_s: float
@@ -123,6 +124,7 @@ class Decision(Chosen):
 _WHY = {
     "start": "none is measured yet",
     "rates": "the least expected loss",
+    "predictions": "the least expected loss beside what is predicted",
     "overhead": "limited by overhead=",
     "step": "one step takes that long",
     "replication": "replicating one takes that long",

@@ -23,6 +23,7 @@ from ckpt.policy.failures import Failure
 from ckpt.policy.interval import ROUNDING
 from ckpt.policy.known import Known
 from ckpt.policy.levels import overhead_of
+from ckpt.policy.predicted import with_predictions
 from ckpt.policy.rates import reconsider
 
 LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
@@ -103,6 +104,12 @@ class _Needs:
         self.local_c, self.local_l = m.snapshot_stall_s, m.memory_rate
         self.store_c, self.store_l = m.commit_cost_s, m.store_rate
         self.local_c_error, self.local_l_error = known.stall.error, known.deviation(self.memory, nodes)
+        self.foreseen = known.recall > 0
+        if self.foreseen:  # as if failures were rarer: at the rate whose best interval is the one with predictions
+            found = with_predictions(self.local_c, 1 / self.local_l, 0.0, self.local_c, known.recall, known.precision)
+            rarer = 2 * self.local_c / (found.interval_s**2 * self.local_l)
+            self.local_l, self.local_l_error = self.local_l * rarer, self.local_l_error * rarer
+            self.foreseen = rarer < 1 - ROUNDING
         self.store_c_error = math.hypot(m.slowdown * known.commit.error, m.commit_s * known.slowdown_error)
         self.store_l_error = known.deviation(self.store, nodes)
         self.commit_high_s = known.commit.high if known.commit.seen else m.commit_s
@@ -131,7 +138,8 @@ class _Needs:
             return Chosen(self.limits.seconds, 1, "start", "start")
         local_s = math.sqrt(2 * self.local_c / self.local_l)  # Young 1974, of this level by itself
         bound = max(self.least_s, key=lambda each: self.least_s[each])
-        local_by: LocalBy = "rates" if local_s >= self.least_s[bound] else bound
+        best_by: LocalBy = "predictions" if self.foreseen else "rates"
+        local_by = best_by if local_s >= self.least_s[bound] else bound
         local_s = max(local_s, self.least_s[bound])
         budget = self.limits.overhead / IN_HAND
         if not self.known.commit.seen:

@@ -43,6 +43,8 @@ class Known:
     node: FailureRate = PRIORS[Failure.NODE]
     preemption: FailureRate = PRIORS[Failure.PREEMPTION]
     job: FailureRate = PRIORS[Failure.JOB]
+    recall: float = 0.0  # of the predictions that are acted on, and their precision: cautious ends
+    precision: float = 1.0
 
     def rate_of(self, failure: Failure) -> FailureRate:
         rate: FailureRate = getattr(self, failure.value)
@@ -84,6 +86,13 @@ class Known:
     def failed(self, failure: Failure) -> Known:
         """Work was lost by a failure of that class. What strikes several ranks or nodes at once is one failure."""
         return self._with({failure.value: self.rate_of(failure).failed()})
+
+    def foreseen(self, recall: float, precision: float) -> Known:
+        """That part of the failures that memory survives is predicted, and acted on; and so often a prediction comes
+        true. Both the cautious ends: 0 and 1 where no source is proven."""
+        if not 0 <= recall < 1 or not 0 < precision <= 1:
+            raise UsageError(f"recall={recall}, precision={precision}: in [0, 1) and (0, 1]")
+        return replace(self, recall=recall, precision=precision)
 
     def _with(self, changes: dict[str, Any]) -> Known:
         return replace(self, **changes)

@@ -1,11 +1,14 @@
-"""What outlives the job: the failure rates, as a small dict of numbers, to be kept where the next run finds it.
+"""What outlives the job: the failure rates, and how good predictions were, as a small dict of numbers, to be kept where
+the next run finds it.
 
-Format, version 1: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 93 of them.
+Format, version 2: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 445.
 
-- `version`: 1.
+- `version`: 2; or 1 where there is no source of predictions, which a reader of version 1 then reads as well.
 - per class of failures (`process`, `node`, `preemption`, `job`): `.prior_failures`, `.prior_s`, `.failures`,
   `.exposure_s`, `.open_s`, `.ever_s`, `.seen`, the fields of FailureRate; and `.gap.0` (the oldest) to `.gap.15`, as
   far as there are.
+- per source of predictions, of at most 16 (2 only): `source.NAME.FIELD`, the name of lower-case letters; its fields are
+  those of `predict.scoring.Score.numbers`, and are not looked into here.
 
 Costs are not in it: the next run may have other machines, and measures its own within minutes.
 
@@ -16,31 +19,42 @@ forgotten as failures come.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ckpt.policy.failures import MEMORY, PRIOR_MIN, SHORTEST_S, Failure, FailureRate
 from ckpt.policy.known import NOTHING, Known
 from ckpt.policy.rates import GammaRate
 
-VERSION = 1
+VERSION = 2
+WITHOUT_SOURCES = 1
 LARGEST = 1e12  # seconds: 30,000 years of one node; what is more is cut off when written
-NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
+SOURCES_MAX = 16
+SOURCE_NUMBERS_MAX = 22
+RATE_NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
+NUMBERS_MAX = RATE_NUMBERS_MAX + SOURCES_MAX * SOURCE_NUMBERS_MAX
+SOURCE = re.compile(r"source\.([a-z]{1,20})\.([a-z0-9_.]{1,20})")
+
+Sources = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What an earlier run handed on. `refused`: why what was read is not used, so that this is what one knows at
-    first; "" where all is well."""
+    """What an earlier run handed on. `sources`: of predictions, as they were given, unread. `refused`: why what was
+    read is not used, so that this is what one knows at first; "" where all is well."""
 
     known: Known
     refused: str = ""
+    sources: Sources = field(default_factory=dict)
 
 
-def remember(known: Known) -> dict[str, float]:
-    """The value to keep."""
-    found: dict[str, float] = {"version": VERSION}
+def remember(known: Known, sources: Sources | None = None) -> dict[str, float]:
+    """The value to keep. `sources`: numbers of each source of predictions, by its name."""
+    found: dict[str, float] = {"version": VERSION if sources else WITHOUT_SOURCES}
+    for source, numbers in (sources or {}).items():
+        found |= {f"source.{source}.{name}": number for name, number in numbers.items()}
     for failure in Failure:
         rate, name = known.rate_of(failure), failure.value
         found |= {
@@ -61,12 +75,13 @@ def recall(value: object) -> Recalled:
     used, as a whole, and `refused` says why."""
     try:
         numbers = _numbers(value)
+        sources = _sources(numbers) if value["version"] == VERSION else {}  # type: ignore[index]  # it is a dict
         rates = {failure.value: _rate(numbers, failure.value) for failure in Failure}
         if numbers:
             raise _Refused(f"{min(numbers)[:80]!r} is no name in it")
     except _Refused as refused:
         return Recalled(NOTHING, f"what earlier runs learnt of failures is not used: {refused}")
-    return Recalled(_with(NOTHING, rates))
+    return Recalled(_with(NOTHING, rates), sources=sources)
 
 
 def merged(one: Known, other: Known) -> Known:
@@ -109,9 +124,23 @@ def _numbers(value: object) -> dict[str, float]:
             raise _Refused(f"{name[:80]!r} is no number from 0 to {LARGEST:g}")
         numbers[name] = float(number)
     version = _take(numbers, "version")
-    if version != VERSION:
-        raise _Refused(f"its version is {version:g}, and this reads {VERSION}")
+    if version not in (WITHOUT_SOURCES, VERSION):
+        raise _Refused(f"its version is {version:g}, and this reads {WITHOUT_SOURCES} and {VERSION}")
+    most = RATE_NUMBERS_MAX if version == WITHOUT_SOURCES else NUMBERS_MAX
+    if len(value) > most:
+        raise _Refused(f"it has more than {most} numbers")
     return numbers
+
+
+def _sources(numbers: dict[str, float]) -> Sources:
+    """Takes them out."""
+    found: dict[str, dict[str, float]] = {}
+    for name in [name for name in numbers if SOURCE.fullmatch(name)]:
+        _, source, each = name.split(".", 2)
+        found.setdefault(source, {})[each] = numbers.pop(name)
+    if len(found) > SOURCES_MAX or any(len(each) > SOURCE_NUMBERS_MAX for each in found.values()):
+        raise _Refused(f"it has more than {SOURCES_MAX} sources, or one with more than {SOURCE_NUMBERS_MAX} numbers")
+    return found
 
 
 def _take(numbers: dict[str, float], name: str, least: float = 0.0, most: float = LARGEST) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.policy import Adaptive, Decision, Failure, Known, best, decide, overhead_first_order
+from ckpt.policy import Adaptive, Decision, Failure, Known, best, decide, overhead_first_order, with_predictions
 
 DAY_S = 86_400.0
 EXACT = 1 + 1e-9
@@ -305,3 +305,41 @@ def test_it_says_what_was_measured_which_term_decided_and_the_interval():
 )
 def test_each_term_that_can_decide_is_said(job, limits, says):
     assert says in job.decide(limits).explain()
+
+
+# -- predictions
+
+
+def foreseeing(recall: float, precision: float) -> Known:
+    """No commit is measured yet, so that the snapshots' interval is by itself."""
+    known = Known()
+    for _ in range(8):
+        known = known.stalled(1.0)
+    return known.ran(7 * DAY_S).foreseen(recall, precision)
+
+
+def test_proven_predictions_lengthen_the_snapshots_interval_as_the_formula_has_it():
+    without, with_ = foreseeing(0.0, 1.0), foreseeing(0.7, 0.6)
+    before, after = (decide(known, Adaptive()) for known in (without, with_))
+    m = without.measured(1, False)
+    wanted = with_predictions(1.0, 1 / m.memory_rate, 0, 1.0, 0.7, 0.6).interval_s
+    assert (before.local_by, after.local_by) == ("rates", "predictions")
+    assert wanted > 1.7 * before.local_s
+    assert after.local_s == pytest.approx(wanted)
+    before, after = (decide(known.committed(60.0, 1e9), Adaptive()) for known in (without, with_))
+    assert after.local_s > 1.5 * before.local_s
+    assert after.store_s == pytest.approx(before.store_s, rel=0.3), "the store's failures are not predicted"
+    assert "beside what is predicted" in after.explain()
+
+
+def test_no_recall_and_no_use_change_nothing():
+    base = decide(foreseeing(0.0, 1.0), Adaptive())
+    assert decide(foreseeing(0.0, 1e-6), Adaptive()) == base
+    useless = decide(foreseeing(0.3, 1e-4), Adaptive())  # acting on it costs more than it saves
+    assert (useless.local_s, useless.local_by) == (base.local_s, base.local_by)
+
+
+@pytest.mark.parametrize(("recall", "precision"), [(1.0, 1.0), (-0.1, 1.0), (0.5, 0.0), (0.5, 1.1), (math.nan, 1.0)])
+def test_a_recall_or_precision_that_cannot_be_is_refused(recall, precision):
+    with pytest.raises(UsageError):
+        Known().foreseen(recall, precision)

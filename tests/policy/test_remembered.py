@@ -93,7 +93,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name():
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("version", 2),
+        ("version", 3),
         ("version", 1.5),
         ("job.prior_s", 0),
         ("job.prior_failures", 0),
@@ -120,6 +120,33 @@ def test_whatever_is_accepted_gives_intervals_within_the_limits(changes):
     assert found.at_risk_s <= 1e4
     assert decide(known.failed(Failure.JOB), Adaptive(), current=found).explain()
     assert value == before
+
+
+SCORE = {"true": 3.5, "seen": 21.0, "lead.0": 120.0}
+
+
+def test_sources_of_predictions_come_back_as_they_were_given():
+    sources = {"memory": SCORE, "gpu": {"missed": 1.0}}
+    value = json.loads(json.dumps(remember(SOME, sources)))
+    assert value["version"] == 2
+    found = recall(value)
+    assert (found.refused, found.known, found.sources) == ("", SOME, sources)
+
+
+def test_without_sources_it_is_what_the_first_version_reads():
+    assert remember(SOME, {}) == remember(SOME)
+    assert remember(SOME)["version"] == 1
+    assert recall(remember(SOME)).sources == {}
+    assert "source.memory.true" in recall({**remember(Known()), "source.memory.true": 1.0}).refused
+
+
+def test_sources_are_few_and_their_names_plain():
+    value = remember(SOME, {"memory": SCORE})
+    for name in ("source.memory", "source.Memory.true", "source..true", f"source.{'a' * 21}.true", "source.a.b c"):
+        assert recall({**value, name: 1.0}).refused
+    many = {f"source.{chr(97 + i)}.true": 1.0 for i in range(16)}
+    assert "more than 16 sources" in recall({**value, **many}).refused
+    assert "more than 22 numbers" in recall({**value, **{f"source.memory.x{i}": 1.0 for i in range(20)}}).refused
 
 
 @given(EVENTS, EVENTS, EVENTS)
