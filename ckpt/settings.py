@@ -17,6 +17,8 @@ HEARTBEAT_S_MIN = 0.01  # each beat is a put
 
 # "given": only sources that somebody named (addresses, Slurm, a file, signals); the firmware is not asked for a cloud.
 NOTICES = ("auto", "given", "off")
+SIGNALS = ("on", "off")
+SIGNALS_S_MIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class Settings:
     `metrics`: (host, port) at which the agent shows what Prometheus reads; the host an address, not a name; None: not.
     `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
     `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
+    `signals`: whether this node's signals are read, to foresee failures; see SIGNALS. `signals_s`: how often, seconds.
+    `signals_log`: a file to which they are appended, one JSON object a line; `predictor`: a model that was trained on
+    such; both absolute; None: none.
     `slurm_job`, `slurm_end_s`: the Slurm job and the end of its allocation in Unix seconds; "" and None outside one."""
 
     runtime_dir: Path
@@ -60,6 +65,10 @@ class Settings:
     metrics: tuple[str, int] | None = None
     listen: str = ""
     secret_file: Path | None = None
+    signals: str = "on"
+    signals_s: float = 5.0
+    signals_log: Path | None = None
+    predictor: Path | None = None
     slurm_job: str = ""
     slurm_end_s: float | None = None
 
@@ -171,6 +180,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     redirect = env.get("CKPT_REDIRECT")
     secret_file = env.get("CKPT_SECRET_FILE")
     events, metrics = env.get("CKPT_EVENTS"), env.get("CKPT_METRICS")
+    signals_log, predictor = env.get("CKPT_SIGNALS_LOG"), env.get("CKPT_PREDICTOR")
     notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
@@ -192,6 +202,10 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         metrics=_address("CKPT_METRICS", metrics) if metrics else None,
         listen=env.get("CKPT_LISTEN", ""),
         secret_file=_absolute(secret_file) if secret_file else None,
+        signals=_one_of(env, "CKPT_SIGNALS", SIGNALS),
+        signals_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),
+        signals_log=_absolute(signals_log) if signals_log else None,
+        predictor=_absolute(predictor) if predictor else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),
         slurm_end_s=int(end) if (end := env.get("SLURM_JOB_END_TIME", "")).isascii() and end.isdigit() else None,
     )

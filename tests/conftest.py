@@ -96,7 +96,16 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", os.fspath(folder))
     monkeypatch.setenv("CKPT_LINGER_S", "0")
     monkeypatch.setenv("CKPT_NOTICES", "off")  # the firmware may name a real cloud: its service is never asked here
-    named = ("CKPT_LAUNCH", "CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE", "CKPT_EVENTS", "CKPT_METRICS")
+    monkeypatch.setenv("CKPT_SIGNALS", "off")
+    named = (
+        "CKPT_SIGNALS_LOG",
+        "CKPT_PREDICTOR",
+        "CKPT_LAUNCH",
+        "CKPT_NOTICE_FILE",
+        "CKPT_OUTCOME_FILE",
+        "CKPT_EVENTS",
+        "CKPT_METRICS",
+    )
     for name in (*named, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     yield folder

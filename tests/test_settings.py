@@ -23,6 +23,7 @@ from ckpt.settings import read, store_environment
         "CKPT_HOLD_AT",
         "CKPT_SIGTERM_S",
         "CKPT_SIGUSR1_S",
+        "CKPT_SIGNALS_S",
         "TORCHELASTIC_MAX_RESTARTS",
     ],
 )
@@ -51,6 +52,8 @@ def test_paths_are_absolute_since_the_agent_works_in_another_folder(
     found = read({"CKPT_RUNTIME_DIR": "here", "CKPT_AGENT_LOG": "../log"})
     assert found.runtime_dir == tmp_path / "here"
     assert found.agent_log == tmp_path.parent / "log"
+    found = read({"CKPT_SIGNALS_LOG": "signals.jsonl", "CKPT_PREDICTOR": "model"})
+    assert (found.signals_log, found.predictor) == (tmp_path / "signals.jsonl", tmp_path / "model")
 
 
 def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
@@ -58,6 +61,10 @@ def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
     assert read({"CKPT_NOTICES": "given"}).notices == "given"
     with pytest.raises(UsageError, match="CKPT_NOTICES"):
         read({"CKPT_NOTICES": "loud"})
+    assert read({}).signals == "on"
+    assert read({"CKPT_SIGNALS": "off"}).signals == "off"
+    with pytest.raises(UsageError, match="CKPT_SIGNALS"):
+        read({"CKPT_SIGNALS": "given"})
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "1e9", "²"])

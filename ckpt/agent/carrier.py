@@ -62,7 +62,8 @@ class Services:
     """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `copies`: what it keeps for
     other nodes; `network`: the way to them, once there is one. `listening`: to what the
     machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
-    place; None: nowhere. `account`: what all of it costs. `told`: hears each event."""
+    place; None: nowhere. `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the
+    sources of predictions, as numbers."""
 
     server: Server
     bulk: Bulk
@@ -75,6 +76,7 @@ class Services:
     network: Callable[[], Network | None] = lambda: None
     account: Account = field(default_factory=Account)
     told: Callable[[Event], None] = lambda event: None
+    foreseen: Callable[[], dict[str, dict[str, float]]] = dict
 
 
 @dataclass(slots=True)
@@ -365,7 +367,7 @@ class Carrier:
         }
         if self.learning is not None:
             self.learning.commit_began(time.monotonic(), self.ranks.hindmost())
-            about[ABOUT] = self.learning.about()
+            about[ABOUT] = self.learning.about(self._services.foreseen())
         ranks = self.ranks
         elsewhere = self._elsewhere(slot, checkpoint, ranks) if isinstance(ranks, Nodes) else None
         self._run(

@@ -340,6 +340,10 @@ class Following:
             self._restore.close()
             self._restore = None
 
+    def tell(self, fields: dict[str, Any]) -> None:
+        """The coordinator; lost where it is not connected."""
+        self._tell(fields)
+
     # -- small steps
 
     @property

@@ -185,6 +185,8 @@ class Group(Leaving):
         otherwise, or under a notice, each is."""
         if not self._commit_every_s or self._is_stuck or self.notices or round_.explicit:
             return True
+        if self._away is not None and round_.tick >= self._away:
+            return True
         return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 
     def _divide_and_make(self, now_s: float) -> None:

@@ -14,7 +14,7 @@ from ckpt.policy.adaptive import Adaptive, Chosen, Decision
 from ckpt.policy.deciding import decide
 from ckpt.policy.failures import Failure
 from ckpt.policy.known import NOTHING, Known
-from ckpt.policy.remembered import merged, remember
+from ckpt.policy.remembered import Sources, merged, remember
 
 PACE_STEPS_MIN = 2  # of fewer steps the time says more of where in a step one looked
 PACE_S_MIN = 1.0
@@ -81,9 +81,9 @@ class Learning:
         self.decision = found
         return found
 
-    def about(self) -> dict[str, float]:
-        """For a record."""
-        return remember(self.known)
+    def about(self, sources: Sources | None = None) -> dict[str, float]:
+        """For a record. `sources`: of predictions."""
+        return remember(self.known, sources)
 
     def _pace(self, now_s: float, step: int) -> None:
         """How fast training went since the last mark, by whether a commit ran all the time."""

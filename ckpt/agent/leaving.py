@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,6 +96,8 @@ class Leaving(Facts):
         self._extra_asked = False
         self._extra: Tick | None = None  # a checkpoint of that tick or a later one is wanted once
         self._extra_tries = 0
+        self._extra_alone = False  # no notice asks for it
+        self._away: Tick | None = None  # the first complete one from that tick on is committed, whoever's turn it is
         self._report: Report | None = None
 
     # -- facts
@@ -123,6 +126,10 @@ class Leaving(Facts):
         self._due.discard((source, key))
         self._over.discard((source, key))
 
+    def ask_extra(self) -> None:
+        """A failure is predicted: one checkpoint more, soon, and into the store. Nobody leaves by it."""
+        self._extra_asked = self._extra_alone = True
+
     def committed(self, slot: int, error: str, now_s: float) -> None:
         """How long it took is remembered, a slow one for longer than a quick one."""
         super().committed(slot, error, now_s)
@@ -130,6 +137,8 @@ class Leaving(Facts):
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
             self._saving_s = max(took_s, 0.5 * (took_s + (self._saving_s or 0.0)))
+        if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
+            self._away = None
 
     def joined(self, rank: int) -> None:
         super().joined(rank)
@@ -148,9 +157,27 @@ class Leaving(Facts):
         """How long before a deadline the last appointment has to be made."""
         return self._least_s() * SLACK + RESERVE_S
 
-    def _least_s(self) -> float:
+    @property
+    def wants_extra(self) -> bool:
+        """Whether one checkpoint more was asked for and is not there yet."""
+        return self._extra_asked or self._extra is not None
+
+    @property
+    def safe_since_s(self) -> float:
+        """When the newest was appointed that is in the store or in other nodes' memory, or on its way to the store;
+        -math.inf: there is none."""
+        safe = self.safe.round if self.replicates and self.safe is not None else None
+        return max(self._committed_from_s, safe.opened_s if safe is not None else -math.inf)
+
+    def safe_within_s(self, copied_s: float | None) -> float:
+        """From asking for a checkpoint until it is safe off this node. `copied_s`: in other nodes' memory after so
+        long; None: that is the store's."""
+        return self._least_s(copied_s)
+
+    def _least_s(self, saving_s: float | None = None) -> float:
         """From making an appointment to its commit, by what was measured, and nothing in reserve."""
-        saving_s = SAVING_S if self._saving_s is None else self._saving_s
+        if saving_s is None:
+            saving_s = SAVING_S if self._saving_s is None else self._saving_s
         return STEPS_TO_HOLD * self.step_s + 2 * self._latency_s + self._stall_s + saving_s
 
     def deadline_s(self, now_s: float) -> float | None:
@@ -207,13 +234,15 @@ class Leaving(Facts):
         if self._extra_asked:
             self._extra_asked = False
             self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
+            self._away = self._extra if self._extra_alone else self._away
         newest = self.newest
         if self._extra is None:
             return
         reached = newest is not None and newest.round is not None and newest.round.tick >= self._extra
         in_vain = self._extra_tries <= 0 and not self._open()
-        if reached or in_vain or all(each.certain for each in self.notices.values()):
-            self._extra = None
+        asked = self._extra_alone or not all(each.certain for each in self.notices.values())
+        if reached or in_vain or not asked:
+            self._extra, self._extra_alone = None, False
 
     def _wants_extra(self) -> bool:
         """Whether a checkpoint is to be taken soon that no appointment would bring, and none is on its way."""

@@ -46,6 +46,7 @@ class Node(Others):
 
     def close(self) -> None:
         self._listening.close()
+        self.foreseeing.close()
         for job in self._jobs():
             job.drop(leave_others=self._server.end_asked and not job.ended_in_order)
         for following in self.followings:
@@ -97,6 +98,7 @@ class Node(Others):
 
     def died(self, peer: AnyPeer) -> None:
         for job in self._jobs():
+            self.foreseeing.died(job, peer)
             job.died(peer)
         for following in self.followings:
             following.died(peer)
@@ -106,7 +108,7 @@ class Node(Others):
         now_s = time.monotonic()
         self._tend_notices()
         self._tend_followings()
-        times = [self._tend_orphans(now_s)]
+        times = [self._tend_orphans(now_s), self.foreseeing.tend(self.current, self.followings)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
         self._see()
@@ -177,6 +179,7 @@ class Node(Others):
             "pid": os.getpid(),
             "incarnation": self.incarnation,
             **self.showing.facts(),
+            "predictions": self.foreseeing.table(),
             "starting": self._start.launch if self._start is not None else None,
             "job": {**job.status(), **job_facts(job)} if job is not None else None,
             "following": [each.status() for each in self.followings],

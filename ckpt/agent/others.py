@@ -244,7 +244,7 @@ class Others(Starts):
                 self._forget(Epoch.parse(str(fields["epoch"])))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
-        if message.kind in ("rank", "gone", "lacks", "steps", "candidate"):
+        if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals"):
             job = next((each for each in self._jobs() if each.epoch == epoch), None)
             if job is None:
                 raise AgentError(f"{epoch} is not coordinated here")
@@ -253,6 +253,9 @@ class Others(Starts):
         following = next((each for each in self.followings if each.epoch == epoch), None)
         if following is None or following.leader.name != channel.peer:
             raise AgentError(f"this node has no part in {epoch}")
+        if message.kind in ("failed", "pace"):
+            self.foreseeing.told(message.kind, fields)
+            return
         following.led(channel, message)
 
     def _publish(self, channel: Channel, fields: dict[str, Any]) -> None:
@@ -320,6 +323,8 @@ class Others(Starts):
         share = job.share_of(channel.peer)
         if message.kind == "candidate":
             self._say_where(job, channel, fields)
+        elif message.kind == "signals":
+            self.foreseeing.said(job, channel.peer, fields)
         elif message.kind == "lacks":
             job.group.lacks(int(fields["slot"]))
         elif message.kind == "steps":

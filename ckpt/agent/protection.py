@@ -25,6 +25,7 @@ class Protection:
     def __init__(self, network: Network, copies: Copies, nodes: Sequence[NodeAt], option: Replicas | None) -> None:
         self.option = option
         self.placement: Placement | None = None
+        self.risks: dict[str, float] = {}  # by node: the probability of its failure, where any is predicted
         self._network, self._copies, self._nodes = network, copies, tuple(nodes)
 
     @property
@@ -49,6 +50,7 @@ class Protection:
                     bytes=sizes[node.name],
                     lend_bytes=plans[node.name].left_bytes(wanted),
                     domains=node.domains,
+                    risk=self.risks.get(node.name),
                 )
                 for node in self._nodes
             ]

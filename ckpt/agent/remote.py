@@ -136,6 +136,10 @@ class RemoteRanks:
     def close_arenas(self, slot: int) -> None:
         self._tell({"t": "close-arenas", "slot": slot})
 
+    def tell(self, fields: dict[str, Any]) -> None:
+        """That node's agent; lost where it is not connected."""
+        self._tell(fields)
+
     def drop(self) -> None:
         if not self.dropped:
             self.dropped = True

@@ -30,6 +30,7 @@ from ckpt.agent.copies import Copies
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore
 from ckpt.agent.following import Following
+from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.holdings import Inventory, sealed, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.learning import ABOUT, Learning
@@ -84,6 +85,7 @@ class Starts:
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
         self._listening = Listening(server.post, self._heard, self._events)
         self.showing = Showing(url, settings, server, self.status, self._event)
+        self.foreseeing = Foreseeing(settings, url, server, self._events)
         self._services = Services(
             server,
             self._bulk,
@@ -96,6 +98,7 @@ class Starts:
             lambda: self.network,
             self.showing.account,
             self.showing.told,
+            self.foreseeing.numbers,
         )
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
@@ -442,6 +445,7 @@ class Starts:
         elif former is None and record is not None and ABOUT in record.about:
             recalled = recall(record.about[ABOUT])
             learning.inherit(recalled.known)
+            self.foreseeing.inherit(recalled.sources)
             if recalled.refused:
                 self._events.emit("policy.refused", f"ckpt: {recalled.refused}")
             if view is not None and parent.epoch not in view.closed:  # nobody is left who could have closed it

@@ -142,6 +142,42 @@ def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
     assert not driver.outcomes()
 
 
+def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
+    driver = Warned(every=1000)
+    driver.save_once()
+    driver.group.paced(1000.0, 10_000.0, driver.now_s)  # neither is due for long
+    driver.decide()
+    assert driver.group.safe_since_s > 0
+    before = driver.group.committed_tick
+    driver.group.ask_extra()
+    driver.decide()
+    word = driver.word()
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    driver.complete()
+    driver.commit()
+    assert driver.group.committed_tick == Tick(word.step) > before
+    assert not driver.group.wants_extra
+    driver.train(20.0)
+    assert driver.word() is None, "and then as before"
+    assert not driver.outcomes()
+
+
+def test_one_that_reaches_no_store_leaves_its_turn_to_the_next() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.group.paced(30.0, 10_000.0, driver.now_s)
+    driver.group.ask_extra()
+    driver.decide()
+    word = driver.word()
+    driver.complete()
+    driver.commit("the store is gone")
+    driver.train(61.0)
+    assert driver.word().step > word.step
+    driver.complete()
+    driver.commit()
+    assert driver.group.committed_tick > Tick(word.step)
+
+
 def test_an_extra_checkpoint_that_is_missed_is_tried_a_few_times() -> None:
     driver = Warned()
     driver.warn(60.0, certain=False)

@@ -45,6 +45,7 @@ OF_A_NODE: dict[str, dict[str, Any]] = {
     "gone": {"rank": 1, "number": 1, "how": "died"},
     "lacks": {"slot": 0},
     "steps": {"steps": [[1, 5, 0]]},
+    "signals": {"sources": ["memory", "model"], "alarms": [["memory", None], ["model", 0.5]]},
     "candidate": {"identity": WHICH, "id": 1},
 }
 OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
@@ -52,6 +53,8 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "lose": {"rank": 0, "number": 77},
     "word": {"word": 0},
     "verdict": {"round": 0},
+    "failed": {},
+    "pace": {"ratio": 1.5},
     "offer": {"slot": 3, "division": "x"},
     "close-arenas": {"slot": 3},
     "claimed": {"parent": None, "ancestors": [], "launch": "test"},

@@ -1,0 +1,243 @@
+"""A trained predictor as a file, and its answers, in NumPy: what `ckpt predict train` writes and an agent reads.
+
+The file, all numbers little-endian: 8 bytes "ckptpred", u32 version (1), u32 length of the header, the header (JSON, at
+most 64 KiB), the arrays (float32, row-major, without gaps, in the order of `shapes`), SHA-256 of all before it. At most
+4 MiB. Nothing in it is run.
+
+The network is one bidirectional LSTM over the newest `window` readings (after Tran et al. 2022; Hochreiter and
+Schmidhuber 1997), its two last states through one linear layer to a logit, calibrated as `hazard` does. A reading is
+standardised by what the training nodes had, cut off at Z_MAX; a signal that is missing counts as usual.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import DamagedData, UsageError
+
+Floats = npt.NDArray[np.float32]
+
+MAGIC = b"ckptpred"
+VERSION = 1
+FILE_BYTES_MAX = 4 << 20
+HEADER_BYTES_MAX = 1 << 16
+SIGNALS_MAX = 64
+HIDDEN_MAX = 64
+WINDOW_MAX = 512
+Z_MAX = 8.0
+_HEAD = struct.Struct("<8sII")
+_NUMBERS = ("period_s", "alarm_above", "slope", "shift")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """`signals`: their names, in the order of the columns. `window`: how many readings, `period_s` apart. `hidden`: the
+    size of each direction's state. `arrays`: see `shapes`. `report`: what training found of it, for people."""
+
+    signals: tuple[str, ...]
+    window: int
+    hidden: int
+    period_s: float
+    alarm_above: float
+    slope: float
+    shift: float
+    arrays: Mapping[str, Floats]
+    report: Mapping[str, float]
+
+    def rows(self, readings: Sequence[Mapping[str, float]]) -> Floats:
+        """Readings as the network has them."""
+        mean, deviation = self.arrays["mean"], self.arrays["deviation"]
+        raw = np.array([[each.get(name, math.nan) for name in self.signals] for each in readings], dtype=np.float64)
+        z = (raw.reshape(len(readings), len(self.signals)) - mean) / deviation
+        return np.clip(np.nan_to_num(z, nan=0.0, posinf=Z_MAX, neginf=-Z_MAX), -Z_MAX, Z_MAX).astype(np.float32)
+
+    def logits(self, windows: Floats) -> npt.NDArray[np.float64]:
+        """Uncalibrated, of windows of shape (n, window, signals)."""
+        a = self.arrays
+        ahead = _last_state(windows, a["input_ahead"], a["state_ahead"], a["bias_ahead"])
+        back = _last_state(windows[:, ::-1], a["input_back"], a["state_back"], a["bias_back"])
+        found = np.concatenate([ahead, back], axis=1) @ a["out"] + a["out_bias"][0]
+        return np.asarray(found, dtype=np.float64)
+
+    def probabilities(self, windows: Floats) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = 1 / (
+            1 + np.exp(-np.clip(self.slope * self.logits(windows) + self.shift, -30, 30))
+        )
+        return found
+
+
+def shapes(signals: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of the arrays, in the order of the file. The gates of an LSTM are input, forget, cell, output, one after the
+    other."""
+    found: dict[str, tuple[int, ...]] = {"mean": (signals,), "deviation": (signals,)}
+    for way in ("ahead", "back"):
+        found |= {
+            f"input_{way}": (4 * hidden, signals),
+            f"state_{way}": (4 * hidden, hidden),
+            f"bias_{way}": (4 * hidden,),
+        }
+    return found | {"out": (2 * hidden,), "out_bias": (1,)}
+
+
+def _last_state(windows: Floats, inputs: Floats, states: Floats, bias: Floats) -> Floats:
+    """The LSTM's, after the last reading of each window."""
+    count, length, _ = windows.shape
+    size = states.shape[1]
+    fed = windows @ inputs.T + bias
+    h = np.zeros((count, size), dtype=np.float32)
+    c = np.zeros((count, size), dtype=np.float32)
+    for t in range(length):
+        gates = fed[:, t] + h @ states.T
+        i, f, g, o = (gates[:, k * size : (k + 1) * size] for k in range(4))
+        c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+        h = _sigmoid(o) * np.tanh(c)
+    return h
+
+
+def _sigmoid(x: Floats) -> Floats:
+    found: Floats = np.float32(0.5) * (np.tanh(np.float32(0.5) * x) + np.float32(1))  # never overflows
+    return found
+
+
+class Reader:
+    """A trained predictor at work: one reading after the other. See watching.Model."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.alarm_above = trained.alarm_above
+        self._trained = trained
+        self._rows: collections.deque[Floats] = collections.deque(maxlen=trained.window)
+
+    def observed(self, values: dict[str, float]) -> float | None:
+        self._rows.append(self._trained.rows([values])[0])
+        if len(self._rows) < self._trained.window:
+            return None
+        return float(self._trained.probabilities(np.stack(self._rows)[None])[0])
+
+
+# -- the file
+
+
+def save(trained: Trained, path: str | os.PathLike[str]) -> None:
+    """Errors: UsageError where it is larger than can be read back; OSError. The file appears when it is whole."""
+    header = {
+        "signals": list(trained.signals),
+        "window": trained.window,
+        "hidden": trained.hidden,
+        **{name: getattr(trained, name) for name in _NUMBERS},
+        "report": dict(trained.report),
+    }
+    text = json.dumps(header, allow_nan=False).encode()
+    data = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _expected(trained)]
+    body = b"".join([_HEAD.pack(MAGIC, VERSION, len(text)), text, *data])
+    if len(text) > HEADER_BYTES_MAX or len(body) + 32 > FILE_BYTES_MAX:
+        raise UsageError(f"the predictor would have {len(body)} bytes, more than {FILE_BYTES_MAX}")
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "wb") as file:
+            file.write(body + hashlib.sha256(body).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Trained:
+    """Errors: DamagedData where it is no predictor, or not as it was written; OSError."""
+    with open(path, "rb") as file:
+        data = file.read(FILE_BYTES_MAX + 1)
+    try:
+        return _decoded(data)
+    except _Wrong as wrong:
+        raise DamagedData(f"{os.fspath(path)} is no predictor that ckpt can read: {wrong}") from None
+
+
+class _Wrong(Exception):
+    """The text says why."""
+
+
+def _decoded(data: bytes) -> Trained:
+    if len(data) > FILE_BYTES_MAX:
+        raise _Wrong(f"it has more than {FILE_BYTES_MAX} bytes")
+    if len(data) < _HEAD.size + 32 or not data.startswith(MAGIC):
+        raise _Wrong("it does not begin as one")
+    _, version, length = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise _Wrong(f"its version is {version}, and this reads {VERSION}")
+    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+        raise _Wrong("its hash is not that of its content")
+    body = data[_HEAD.size : -32]
+    if length > min(HEADER_BYTES_MAX, len(body)):
+        raise _Wrong(f"a header of {length} bytes")
+    try:
+        header = json.loads(body[:length])
+    except (ValueError, RecursionError):
+        raise _Wrong("its header is no JSON") from None
+    return _trained(header, body[length:])
+
+
+def _trained(header: Any, data: bytes) -> Trained:
+    if not isinstance(header, dict):
+        raise _Wrong("its header is no object")
+    signals, report = header.get("signals"), header.get("report")
+    if (
+        not isinstance(signals, list)
+        or not 0 < len(signals) <= SIGNALS_MAX
+        or len(set(map(str, signals))) < len(signals)
+    ):
+        raise _Wrong(f"its signals are no list of 1 to {SIGNALS_MAX} names")
+    if not all(isinstance(name, str) and 0 < len(name) <= 100 for name in signals):
+        raise _Wrong("a signal without a name")
+    window, hidden = _whole(header, "window", WINDOW_MAX), _whole(header, "hidden", HIDDEN_MAX)
+    numbers = {name: _number(header.get(name), name) for name in _NUMBERS}
+    if not 0 < numbers["alarm_above"] <= 1 or numbers["period_s"] <= 0:
+        raise _Wrong("its alarm or its period cannot be")
+    if not isinstance(report, dict) or len(report) > 100:
+        raise _Wrong("its report is none")
+    told = {str(name)[:100]: _number(each, "report") for name, each in report.items()}
+    arrays, at = dict[str, Floats](), 0
+    for name, shape in shapes(len(signals), hidden).items():
+        count = math.prod(shape)
+        if len(data) < at + 4 * count:
+            raise _Wrong("it is too short for its arrays")
+        arrays[name] = np.frombuffer(data, dtype="<f4", count=count, offset=at).reshape(shape)
+        at += 4 * count
+        if not np.isfinite(arrays[name]).all():
+            raise _Wrong(f"{name} holds what is no number")
+    if at != len(data) or not (arrays["deviation"] > 0).all():
+        raise _Wrong("its arrays are not as its header says")
+    return Trained(tuple(signals), window, hidden, **numbers, arrays=arrays, report=told)
+
+
+def _whole(header: Mapping[str, Any], name: str, most: int) -> int:
+    found = header.get(name)
+    if type(found) is not int or not 0 < found <= most:
+        raise _Wrong(f"{name} is no whole number from 1 to {most}")
+    return found
+
+
+def _number(found: Any, name: str) -> float:
+    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+        raise _Wrong(f"{name} is no number")
+    return float(found)
+
+
+def _expected(trained: Trained) -> dict[str, tuple[int, ...]]:
+    """The shapes that its arrays have. Errors: UsageError."""
+    found = shapes(len(trained.signals), trained.hidden)
+    if {name: each.shape for name, each in trained.arrays.items()} != found:
+        raise UsageError("the arrays do not have the shapes of the network")
+    return found

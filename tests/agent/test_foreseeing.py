@@ -1,0 +1,212 @@
+"""A real agent that foresees failures: what is proven is acted on, what is not changes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent import client
+from ckpt.agent.learning import ABOUT
+from ckpt.format import record
+from ckpt.predict.model import save
+from ckpt.predict.scoring import OUTCOMES_MIN, Score
+from ckpt.settings import read
+from ckpt.storage import canonical
+from ckpt.tasks import Tasks
+from ckpt.types import Tick
+from tests.agent.fake import OPTIONS, FakeRank
+from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
+from tests.predict.models import certain
+
+ADAPTIVE = {
+    **OPTIONS,
+    "policy": {"kind": "adaptive", "overhead": 0.05, "store_mb_s": None, "at_risk_s": None},
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return canonical(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def begin(url: str) -> Iterator[Callable[[], FakeRank]]:
+    made: list[FakeRank] = []
+
+    def one() -> FakeRank:
+        rank = FakeRank(url, 0, 1)
+        made.append(rank)
+        rank.options = ADAPTIVE
+        rank.connect()
+        start([rank])
+        return rank
+
+    yield one
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are read often, and a model raises an alarm at the first reading."""
+    save(certain(0.9), tmp_path / "model")
+    monkeypatch.setenv("CKPT_SIGNALS", "on")
+    monkeypatch.setenv("CKPT_SIGNALS_S", "0.02")
+    monkeypatch.setenv("CKPT_PREDICTOR", str(tmp_path / "model"))
+    monkeypatch.setenv("CKPT_SIGNALS_LOG", str(tmp_path / "signals.jsonl"))
+
+
+def status(url: str) -> dict[str, Any]:
+    with Tasks("status") as tasks:
+        sock = client.connect(url, read())
+        connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
+        try:
+            return dict(connection.request("status").fields)
+        finally:
+            connection.close()
+
+
+def model_of(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = status(url)["predictions"]["sources"]["model"]
+    return found
+
+
+def events(rank: FakeRank, name: str) -> list[dict[str, Any]]:
+    return [event["data"] for event in rank.events if event["name"] == name]
+
+
+def teach(url: str, scores: dict[str, Score]) -> None:
+    """The newest record of the run says that so much was seen of these sources."""
+    path = max(Path(url, "commits").iterdir())
+    known = record.decode(path.read_bytes(), path.name)
+    numbers = {f"source.{name}.{field}": n for name, score in scores.items() for field, n in score.numbers().items()}
+    learnt = {**known.about[ABOUT], **numbers, "version": 2}
+    path.write_bytes(record.encode(replace(known, about={**known.about, ABOUT: learnt})))
+
+
+def good() -> Score:
+    score = Score().watched(1e7)
+    for _ in range(2 * OUTCOMES_MIN):
+        score = score.came(120.0, True)
+    return score
+
+
+def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
+    url: str, begin: Callable[[], FakeRank], request: pytest.FixtureRequest
+) -> None:
+    first = begin()
+    train([first], 3)
+    finish([first])
+    teach(url, {"model": good()})
+    request.getfixturevalue("foreseen")
+    second = begin()
+    step = checkpoint([second], "store")  # nothing is due for a minute
+    (told,) = events(second, "prediction")
+    assert told["source"] == "model"
+    assert told["proven"] is True
+    assert told["probability"] == pytest.approx(0.9)
+    assert told["lead_s"] == 120
+    (acted,) = events(second, "prediction.acted")
+    assert acted["unsafe_s"] >= acted["act_above_s"] > 0
+    assert second.wait_level(Tick(step), "store")
+    assert model_of(url)["proven"] is True
+    finish([second])
+    path = max(Path(url, "commits").iterdir())
+    kept = record.decode(path.read_bytes(), path.name).about[ABOUT]
+    assert kept["source.model.seen"] == 2 * OUTCOMES_MIN, "and so it goes on to the next run"
+
+
+def test_an_alarm_of_an_unproven_source_changes_nothing(
+    url: str, begin: Callable[[], FakeRank], foreseen: None
+) -> None:
+    rank = begin()
+    wait_for(lambda: bool(events(rank, "prediction")))
+    (told,) = events(rank, "prediction")
+    assert (told["proven"], told["recall"]) == (False, 0.0)
+    assert not any(event["loud"] for event in rank.events if event["name"] == "prediction")
+    train([rank], 5)
+    assert rank.page is not None
+    assert rank.page.word() is None
+    said = status(url)
+    assert [each["source"] for each in said["predictions"]["standing"]] == ["model"]
+    assert not events(rank, "prediction.acted")
+    assert said["job"]["slots"][0]["state"] == "free"
+    finish([rank])
+
+
+def test_without_signals_nothing_is_read(url: str, begin: Callable[[], FakeRank]) -> None:
+    rank = begin()
+    assert status(url)["predictions"] == {"reading": False, "sources": {}, "standing": []}
+    finish([rank])
+
+
+def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_it(
+    url: str, foreseen: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    job, _ = start_processes(url, 2)
+    train_processes(job)
+    wait_for(lambda: [each["source"] for each in status(url)["predictions"]["standing"]] == ["model"])
+    job[1].tell(do="die")
+    job[1].process.wait(60)
+    wait_for(lambda: model_of(url)["outcomes"] == 1)
+    job[0].process.send_signal(signal.SIGKILL)  # it dies of the first, and is no failure of its own
+    for process in job:
+        process.end()
+    wait_for(lambda: status(url)["predictions"]["reading"] is False)
+    sources = status(url)["predictions"]["sources"]
+    assert sources["model"]["true"] + sources["model"]["late"] == 1, "a failure, so long after the alarm"
+    assert sources["memory"]["missed"] == sources["hazard"]["missed"] == 1
+    assert {each["outcomes"] for each in sources.values()} == {1}
+    monkeypatch.setenv("CKPT_LINGER_S", "0")
+    again = FakeRank(url, 0, 1)
+    again.connect()
+    try:
+        start([again])
+        assert model_of(url)["outcomes"] == 1
+        finish([again])
+    finally:
+        again.close()
+    wait_for(lambda: '"signals.failure"' in (tmp_path / "signals.jsonl").read_text())
+
+
+def test_a_script_that_fails_is_no_failure_of_its_node(url: str, begin: Callable[[], FakeRank], foreseen: None) -> None:
+    rank = begin()
+    wait_for(lambda: bool(events(rank, "prediction")))
+    rank.leave("exception")
+    assert rank.connection is not None
+    rank.connection.close()
+
+
+def test_the_signals_are_recorded_as_lines_that_training_reads(
+    url: str, begin: Callable[[], FakeRank], foreseen: None, tmp_path: Path
+) -> None:
+    rank = begin()
+    path = tmp_path / "signals.jsonl"
+    wait_for(lambda: path.exists() and path.read_text().count("\n") > 5)
+    finish([rank])
+    rank.close()
+    wait_for(lambda: '"signals.end"' in path.read_text())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines][:2] == ["signals.begin", "signals"]
+    assert lines[-1]["event"] == "signals.end"
+    assert all(line["url"] == url and line["node"] for line in lines)
+    assert 0 < lines[1]["values"]["memory.used"] <= 1
+    assert "io.some" in lines[3]["values"]
+
+
+def test_a_predictor_that_cannot_be_read_is_told_of_and_done_without(
+    url: str, begin: Callable[[], FakeRank], foreseen: None, tmp_path: Path
+) -> None:
+    (tmp_path / "model").write_bytes(b"ckptpred" * 100)
+    rank = begin()
+    wait_for(lambda: any(event["name"] == "predictor.refused" for event in rank.events))
+    wait_for(lambda: "memory" in status(url)["predictions"]["sources"])
+    assert "model" not in status(url)["predictions"]["sources"]
+    finish([rank])
