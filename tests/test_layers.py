@@ -43,7 +43,7 @@ MAY_IMPORT = {
 LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session"}}
 
 TORCH = {"trainer", "session", "integrations"}
-TORCH_IN_FUNCTIONS = {"ckpt/store/export.py"}  # writing .pt
+TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/predict/training.py"}  # writing .pt; ckpt predict train
 ENVIRONMENT = {
     "ckpt/settings.py",
     "ckpt/agent/client.py",  # hands the whole environment on to the agent

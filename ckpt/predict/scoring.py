@@ -83,10 +83,11 @@ class Score:
     @property
     def recall(self) -> float:
         """Its cautious end; 0 as long as the source is not proven."""
-        return self._recall if self.proven else 0.0
+        return self.bound_of_recall if self.proven else 0.0
 
     @property
-    def _recall(self) -> float:
+    def bound_of_recall(self) -> float:
+        """The cautious end of the recall, proven or not."""
         return beta_quantile(self.true, self.late + self.missed + 1, CAUTION)
 
     @property
@@ -101,7 +102,7 @@ class Score:
         """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end.
         A source that always cries finds every failure, and proves nothing."""
         better = self.precision > max(self.chance, PRECISION_MIN)
-        return self.seen >= OUTCOMES_MIN and better and self._recall > 0
+        return self.seen >= OUTCOMES_MIN and better and self.bound_of_recall > 0
 
     @property
     def lead_s(self) -> float | None:

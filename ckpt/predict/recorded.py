@@ -1,0 +1,130 @@
+"""Recorded signals, as agents write them (CKPT_SIGNALS_LOG), read back: by node, when it read what, and when it failed.
+
+The lines of one agent (its `node`, `url` and `pid`) are one **run**. It has failed where it says so
+(`signals.failure`), and at its last reading where it never said that it ended (`signals.end`) while a later run of the
+same node began: then the node itself was lost. A run that neither ended nor was followed may still go on: it has not
+failed. Lines that are no JSON, or of something else, are passed over and counted: a file that was rotated or cut off
+begins in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import UsageError
+
+LINE_BYTES_MAX = 1 << 16
+READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
+SIGNALS_MAX = 64
+
+
+@dataclass(slots=True)
+class Run:
+    """Of one agent. `times_s`: Unix time of each reading, `values`: what it was. `failures_s`: when it failed."""
+
+    node: str
+    times_s: list[float] = field(default_factory=list)
+    values: list[dict[str, float]] = field(default_factory=list)
+    failures_s: list[float] = field(default_factory=list)
+    ended: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """`runs`: in the order of time. `skipped`: lines that were none."""
+
+    runs: Sequence[Run]
+    skipped: int
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(sorted({run.node for run in self.runs}))
+
+    @property
+    def failures(self) -> int:
+        return sum(len(run.failures_s) for run in self.runs)
+
+    def of(self, nodes: Iterable[str]) -> list[Run]:
+        wanted = set(nodes)
+        return [run for run in self.runs if run.node in wanted]
+
+
+def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
+    """All of these files together; of a file that was renamed as it was full (PATH.1) each is given. Errors:
+    UsageError where there are more readings than READINGS_MAX; OSError."""
+    runs: dict[tuple[str, str, int], Run] = {}
+    skipped = count = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            while raw := file.readline(LINE_BYTES_MAX):
+                line = _line(raw)
+                if line is None:
+                    skipped += 1
+                    continue
+                run = runs.setdefault((line["node"], line["url"], line["pid"]), Run(line["node"]))
+                _add(run, line)
+                count += line["event"] == "signals"
+                if count > READINGS_MAX:
+                    raise UsageError(f"more than {READINGS_MAX} readings: give fewer files")
+    found = [_sorted(run) for run in runs.values() if run.times_s]
+    found.sort(key=lambda run: run.times_s[0])
+    _add_losses(found)
+    return Recorded(found, skipped)
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """One that is right, or None."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not raw.endswith(b"\n"):
+        return None
+    texts = all(isinstance(line.get(name), str) for name in ("event", "node", "url"))
+    time_s = line.get("time")
+    timed = isinstance(time_s, int | float) and not isinstance(time_s, bool) and math.isfinite(time_s)
+    if not texts or not timed or type(line.get("pid")) is not int or not line["event"].startswith("signals"):
+        return None
+    if line["event"] == "signals" and not isinstance(line.get("values"), dict):
+        return None
+    return line
+
+
+def _add(run: Run, line: Mapping[str, Any]) -> None:
+    match line["event"]:
+        case "signals":
+            values = {
+                str(name)[:100]: float(value)
+                for name, value in list(line["values"].items())[:SIGNALS_MAX]
+                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            }
+            run.times_s.append(float(line["time"]))
+            run.values.append(values)
+        case "signals.failure":
+            run.failures_s.append(float(line["time"]))
+        case "signals.begin":
+            run.ended = False
+        case "signals.end":
+            run.ended = True
+
+
+def _sorted(run: Run) -> Run:
+    order = sorted(range(len(run.times_s)), key=lambda i: run.times_s[i])
+    run.times_s, run.values = [run.times_s[i] for i in order], [run.values[i] for i in order]
+    run.failures_s.sort()
+    return run
+
+
+def _add_losses(runs: Sequence[Run]) -> None:
+    """Who never ended, and came back, was lost."""
+    for i, run in enumerate(runs):
+        last_s = run.times_s[-1]
+        came_back = any(later.node == run.node and later.times_s[0] > last_s for later in runs[i + 1 :])
+        known = any(failure_s >= last_s for failure_s in run.failures_s)
+        if not run.ended and came_back and not known:
+            run.failures_s.append(last_s)

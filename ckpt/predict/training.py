@@ -1,0 +1,337 @@
+"""Training a predictor on recorded signals: a small bidirectional LSTM, on the processor, from a seed.
+
+Nodes are held out, never readings: those of one node resemble each other, and a network that knows the node again has
+learnt nothing. What it reports is of the nodes that it has not seen, once by reading (the area under the ROC curve) and
+once by alarm, with the outcomes that an agent would count.
+
+The only module here that needs torch, which it imports when it is called.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.errors import UsageError
+from ckpt.predict.hazard import Array, auc, platt, sigmoid
+from ckpt.predict.model import SIGNALS_MAX, Floats, Trained, shapes
+from ckpt.predict.recorded import Recorded, Run
+from ckpt.predict.scoring import WINDOW_S, Score
+
+WINDOW = 24  # readings: two minutes of 5 s
+HIDDEN = 16
+EPOCHS = 40
+PATIENCE = 6  # epochs without a gain
+BATCH = 256
+RATE = 3e-3
+FAILURES_MIN = 8
+NODES_MIN = 4  # with failures: two to learn from, two that are held out
+HELD_OUT = 0.3
+WINDOWS_MAX = 20_000  # to learn from; of quiet ones a part is taken
+NEEDED_S = 30.0  # an alarm less than that ahead of a failure comes too late
+SEEN_MIN = 0.05  # of the readings: a signal that is rarer is left out
+GAP_S = 60.0  # a longer silence parts two windows
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Of one run: the readings with which a window ends that has no silence and no failure in it. `at`: their numbers;
+    `at_s`: when; `y`: whether a failure followed within WINDOW_S."""
+
+    run: Run
+    at: npt.NDArray[np.int64]
+    at_s: Array
+    y: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a predictor is worth on some nodes. `score`: of its alarms."""
+
+    auc: float
+    score: Score
+    failures: int
+    nodes: int
+
+    def report(self) -> dict[str, float]:
+        """As numbers; what is not known is left out."""
+        named = {
+            "auc": self.auc,
+            "precision": self.score.precision,
+            "recall": self.score.bound_of_recall,
+            "lead_s": math.nan if self.score.lead_s is None else self.score.lead_s,
+            "true": self.score.true,
+            "late": self.score.late,
+            "false": self.score.false,
+            "missed": self.score.missed,
+            "failures": float(self.failures),
+            "nodes": float(self.nodes),
+            "proven": float(self.score.proven),
+        }
+        return {name: value for name, value in named.items() if math.isfinite(value)}
+
+
+def train(
+    recorded: Recorded, seed: int = 0, limit_s: float = 300.0, progress: Progress | None = None
+) -> tuple[Trained, Found]:
+    """The predictor, and what it is worth on the nodes that were held out. Ends after about `limit_s` seconds at the
+    latest, with what it has by then; with time enough the same seed gives the same. Errors: UsageError where there is
+    too little to learn from, or torch is missing."""
+    torch = _torch()
+    learn, held = _split(recorded, seed)
+    base = _untrained(recorded.of(learn))
+    rng = np.random.default_rng(seed)
+    failing = sorted({run.node for run in recorded.of(learn) if run.failures_s})
+    inner = failing[:: max(2, round(1 / HELD_OUT))]  # to stop by, and to calibrate on
+    stop = [_ends(run, base.window) for run in recorded.of(inner)]
+    fit = [_ends(run, base.window) for run in recorded.of(set(learn) - set(inner))]
+    if not any(each.y.any() for each in fit) or not any(each.y.any() for each in stop):
+        raise UsageError(_too_few(recorded))
+    net = _fit(torch, _chosen(base, fit, rng), _chosen(base, stop, rng), seed, limit_s, progress)
+    trained = replace(base, arrays={**base.arrays, **_arrays(net)})
+    slope, shift = platt(np.concatenate([_logits(trained, each) for each in stop]), np.concatenate([e.y for e in stop]))
+    trained = replace(trained, slope=slope, shift=shift)
+    trained = replace(trained, alarm_above=_threshold(trained, [*fit, *stop]))
+    found = check(trained, recorded.of(held))
+    return replace(trained, report={name: round(value, 6) for name, value in found.report().items()}), found
+
+
+def check(trained: Trained, runs: Sequence[Run], needed_s: float = NEEDED_S) -> Found:
+    """What a predictor is worth on these runs. `needed_s`: an alarm less than that ahead of a failure is late."""
+    ends = [_ends(run, trained.window) for run in runs]
+    p = [_probabilities(trained, each) for each in ends]
+    failures = sum(len(run.failures_s) for run in runs)
+    area = auc(np.concatenate([np.zeros(0), *p]), np.concatenate([np.zeros(0), *(each.y for each in ends)]))
+    return Found(area, _scored(p, ends, trained.alarm_above, needed_s), failures, len({run.node for run in runs}))
+
+
+# -- what it learns from
+
+
+def _split(recorded: Recorded, seed: int) -> tuple[list[str], list[str]]:
+    """Nodes to learn from, and nodes that are held out: of those with failures and of the others alike. Errors:
+    UsageError."""
+    failing = sorted({run.node for run in recorded.runs if run.failures_s})
+    if recorded.failures < FAILURES_MIN or len(failing) < NODES_MIN:
+        raise UsageError(_too_few(recorded))
+    rng = np.random.default_rng(seed)
+    held: list[str] = []
+    for nodes, least in ((failing, 2), (sorted(set(recorded.nodes) - set(failing)), 0)):
+        order = [nodes[i] for i in rng.permutation(len(nodes))]
+        held += order[: max(least, round(HELD_OUT * len(order)))]
+    return sorted(set(recorded.nodes) - set(held)), sorted(held)
+
+
+def _too_few(recorded: Recorded) -> str:
+    failing = {run.node for run in recorded.runs if run.failures_s}
+    return (
+        f"{recorded.failures} failures on {len(failing)} nodes, of {len(recorded.nodes)} that were recorded, are too "
+        f"few to learn from: it takes {FAILURES_MIN} on {NODES_MIN} nodes, since some are held out to see what was "
+        "learnt. Record more (CKPT_SIGNALS_LOG), and give the files of all nodes"
+    )
+
+
+def _untrained(runs: Sequence[Run]) -> Trained:
+    """The signals that are there often enough, and what is usual of them where no failure is near."""
+    quiet = [
+        values
+        for run in runs
+        for left_s, values in zip(_left_s(run).tolist(), run.values, strict=True)
+        if left_s > 2 * WINDOW_S
+    ]
+    names: dict[str, list[float]] = {}
+    for values in quiet:
+        for name, value in values.items():
+            names.setdefault(name, []).append(value)
+    chosen = sorted(name for name, each in names.items() if len(each) >= SEEN_MIN * len(quiet))[:SIGNALS_MAX]
+    if not chosen:
+        raise UsageError("no signal was recorded while all was well")
+    mean = np.array([np.mean(names[name]) for name in chosen], dtype=np.float32)
+    spread = np.array([np.std(names[name]) for name in chosen], dtype=np.float32)
+    least = np.maximum(np.float32(1e-3), np.float32(0.01) * np.abs(mean))
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes(len(chosen), HIDDEN).items()}
+    arrays |= {"mean": mean, "deviation": np.maximum(spread, least)}
+    return Trained(tuple(chosen), WINDOW, HIDDEN, _period_s(runs), 1.0, 1.0, 0.0, arrays, {})
+
+
+def _period_s(runs: Sequence[Run]) -> float:
+    gaps = [b - a for run in runs for a, b in zip(run.times_s, run.times_s[1:], strict=False)]
+    return max(1e-3, float(np.median(gaps))) if gaps else 5.0
+
+
+def _ends(run: Run, window: int) -> Ends:
+    times_s, left_s = np.array(run.times_s), _left_s(run)
+    # A window begins anew after a silence, and where a failure lies between two readings.
+    gaps_s = np.diff(times_s)
+    parts = np.concatenate([[True], (gaps_s > GAP_S) | (left_s[:-1] < gaps_s)])
+    numbers = np.arange(len(times_s))
+    since = np.maximum.accumulate(np.where(parts, numbers, 0))
+    at = np.flatnonzero(numbers - since + 1 >= window)
+    return Ends(run, at, times_s[at], (left_s[at] <= WINDOW_S).astype(np.float64))
+
+
+def _left_s(run: Run) -> Array:
+    """Of each reading: how long until the next failure of that run."""
+    times_s, failures_s = np.array(run.times_s), np.array([*run.failures_s, math.inf])
+    found: Array = failures_s[np.searchsorted(failures_s, times_s, side="left")] - times_s
+    return found
+
+
+def _windows(trained: Trained, ends: Ends, which: npt.NDArray[np.int64]) -> Floats:
+    """Those that end with these of its readings: (n, window, signals)."""
+    rows = trained.rows(ends.run.values)
+    if len(rows) < trained.window:
+        return np.zeros((0, trained.window, len(trained.signals)), np.float32)
+    seen = np.lib.stride_tricks.sliding_window_view(rows, trained.window, axis=0)
+    found: Floats = np.ascontiguousarray(seen[which - trained.window + 1].transpose(0, 2, 1))
+    return found
+
+
+def _chosen(trained: Trained, ends: Sequence[Ends], rng: np.random.Generator) -> tuple[Floats, Array]:
+    """Windows and outcomes: all that precede a failure, if they are not too many, and as many of the others as there is
+    room for."""
+    y = np.concatenate([each.y for each in ends])
+    kept = np.zeros(len(y), dtype=bool)
+    positive, negative = np.flatnonzero(y > 0), np.flatnonzero(y == 0)
+    positive = rng.permutation(positive)[: WINDOWS_MAX // 2]
+    kept[positive] = kept[rng.permutation(negative)[: WINDOWS_MAX - len(positive)]] = True
+    x, at = [], 0
+    for each in ends:
+        x.append(_windows(trained, each, each.at[kept[at : at + len(each.at)]]))
+        at += len(each.at)
+    return np.concatenate(x), y[kept]
+
+
+def _logits(trained: Trained, ends: Ends) -> Array:
+    found = [
+        trained.logits(_windows(trained, ends, part)) for part in np.array_split(ends.at, len(ends.at) // 4096 + 1)
+    ]
+    return np.concatenate([np.zeros(0), *found])
+
+
+def _probabilities(trained: Trained, ends: Ends) -> Array:
+    return sigmoid(trained.slope * _logits(trained, ends) + trained.shift)
+
+
+# -- alarms
+
+
+def _scored(p: Sequence[Array], ends: Sequence[Ends], above: float, needed_s: float) -> Score:
+    """As a coordinator counts: an alarm stands for WINDOW_S, or until the failure."""
+    score = Score()
+    for probabilities, each in zip(p, ends, strict=True):
+        run, standing = each.run, None
+        score = score.watched(run.times_s[-1] - run.times_s[0])
+        events = [(at_s, True) for at_s in run.failures_s]
+        events += [(at_s, False) for at_s in each.at_s[probabilities >= above].tolist()]
+        for at_s, is_failure in sorted(events):
+            if standing is not None and at_s - standing > WINDOW_S:
+                score, standing = score.came_to_nothing(), None
+            if not is_failure:
+                standing = at_s if standing is None else standing
+            elif standing is None:
+                score = score.was_silent()
+            else:
+                score, standing = score.came(at_s - standing, at_s - standing >= needed_s), None
+        if standing is not None and run.times_s[-1] - standing > WINDOW_S:
+            score = score.came_to_nothing()
+    return score
+
+
+def _threshold(trained: Trained, ends: Sequence[Ends]) -> float:
+    """Of the probabilities that are given, the one with the best F1 of its alarms, on nodes that were learnt from."""
+    p = [_probabilities(trained, each) for each in ends]
+    best, most = 0.5, -1.0
+    for above in np.unique(np.quantile(np.concatenate(p), np.linspace(0.5, 1.0, 41))):
+        score = _scored(p, ends, float(above), NEEDED_S)
+        f1 = 2 * score.true / max(2 * score.true + score.late + score.false + score.missed, 1e-9)
+        if f1 > most:
+            best, most = float(above), f1
+    return min(1.0, max(1e-6, best))
+
+
+# -- the network
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as exc:
+        raise UsageError(f"training a predictor takes torch, which cannot be imported here: {exc}") from exc
+    return torch
+
+
+def _network(torch: Any, signals: int, hidden: int) -> Any:
+    class Network(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = torch.nn.LSTM(signals, hidden, batch_first=True, bidirectional=True)
+            self.out = torch.nn.Linear(2 * hidden, 1)
+
+        def forward(self, x: Any) -> Any:
+            _, (h, _) = self.lstm(x)
+            return self.out(torch.cat([h[0], h[1]], dim=1))[:, 0]
+
+    return Network()
+
+
+def _fit(
+    torch: Any,
+    learn: tuple[Floats, Array],
+    stop: tuple[Floats, Array],
+    seed: int,
+    limit_s: float,
+    progress: Progress | None,
+) -> Any:
+    """Adam on the log loss, both kinds weighed alike, until the other nodes' loss gains no more."""
+    until_s = time.monotonic() + limit_s
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = _network(torch, learn[0].shape[2], HIDDEN)
+        x, y = torch.from_numpy(learn[0]), torch.from_numpy(learn[1]).float()
+        stop_x, stop_y = torch.from_numpy(stop[0]), torch.from_numpy(stop[1]).float()
+        loss_of: Any = torch.nn.BCEWithLogitsLoss(pos_weight=(len(y) - y.sum()) / y.sum())
+        stop_loss_of: Any = torch.nn.BCEWithLogitsLoss(pos_weight=(len(stop_y) - stop_y.sum()) / stop_y.sum())
+        optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+        best, least, since = {k: v.clone() for k, v in net.state_dict().items()}, math.inf, 0
+        for epoch in range(EPOCHS):
+            net.train()
+            for rows in torch.randperm(len(y)).split(BATCH):
+                optimizer.zero_grad()
+                loss_of(net(x[rows]), y[rows]).backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                if time.monotonic() > until_s:
+                    break
+            with torch.no_grad():
+                net.eval()
+                stop_loss = float(stop_loss_of(net(stop_x), stop_y))
+            if progress is not None:
+                progress(epoch + 1, EPOCHS)
+            if stop_loss < least - 1e-4:
+                best, least, since = {k: v.clone() for k, v in net.state_dict().items()}, stop_loss, 0
+            else:
+                since += 1
+            if since >= PATIENCE or time.monotonic() > until_s:
+                break
+        net.load_state_dict(best)
+    return net
+
+
+def _arrays(net: Any) -> Mapping[str, Floats]:
+    """As the file has them; torch's LSTM has two biases, of which only the sum matters."""
+    state = {name: each.detach().numpy().astype(np.float32) for name, each in net.state_dict().items()}
+    found: dict[str, Floats] = {"out": state["out.weight"][0], "out_bias": state["out.bias"]}
+    for way, suffix in (("ahead", ""), ("back", "_reverse")):
+        found[f"input_{way}"] = state[f"lstm.weight_ih_l0{suffix}"]
+        found[f"state_{way}"] = state[f"lstm.weight_hh_l0{suffix}"]
+        found[f"bias_{way}"] = state[f"lstm.bias_ih_l0{suffix}"] + state[f"lstm.bias_hh_l0{suffix}"]
+    return found

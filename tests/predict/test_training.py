@@ -1,0 +1,129 @@
+"""Training: a sign that precedes failures is found on nodes that were not seen; where there is none, nothing is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.errors import UsageError
+from ckpt.predict import training
+from ckpt.predict.model import Trained, load, save
+from ckpt.predict.recorded import read
+from tests.predict.made_up import write
+
+
+@pytest.fixture(scope="module")
+def with_sign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("signals") / "sign.jsonl", 1, nodes=10, hours=2.5, failures=3, sign=0.3)
+
+
+def test_a_planted_sign_is_found_on_nodes_that_were_not_seen(with_sign: Path, tmp_path: Path) -> None:
+    recorded = read([with_sign])
+    trained, found = training.train(recorded, seed=3, limit_s=60)
+    assert found.auc > 0.7
+    assert (found.failures, found.nodes) == (9, 3), "of the nodes that were held out"
+    assert found.score.true >= 8
+    assert found.score.precision > 0.4
+    assert found.score.bound_of_recall > 0.4
+    assert 100 < (found.score.lead_s or 0) <= 600
+    save(trained, tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.report["auc"] == pytest.approx(found.auc, abs=1e-5)
+    held = training._split(recorded, 3)[1]
+    assert training.check(again, recorded.of(held)).score == found.score
+
+
+def test_the_file_says_the_same_as_torch(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(1)
+    net = training._network(torch, 3, 16)
+    arrays = {**training._arrays(net), "mean": np.zeros(3, np.float32), "deviation": np.ones(3, np.float32)}
+    trained = Trained(("a", "b", "c"), training.WINDOW, 16, 5.0, 0.5, 1.0, 0.0, arrays, {})
+    save(trained, tmp_path / "model")
+    windows = np.random.default_rng(2).normal(scale=4, size=(500, training.WINDOW, 3)).astype(np.float32)
+    with torch.no_grad():
+        theirs = net(torch.from_numpy(windows)).numpy()
+    assert np.abs(load(tmp_path / "model").logits(windows) - theirs).max() < 1e-5
+
+
+def test_the_same_seed_gives_the_same(with_sign: Path) -> None:
+    recorded = read([with_sign])
+    one, two = (training.train(recorded, seed=5, limit_s=0.0)[0] for _ in range(2))
+    other = training.train(recorded, seed=6, limit_s=0.0)[0]
+    assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
+    assert replace(one, arrays={}) == replace(two, arrays={})
+    assert not np.array_equal(one.arrays["out"], other.arrays["out"])
+
+
+def test_where_there_is_no_sign_nothing_is_proven(tmp_path: Path) -> None:
+    recorded = read([write(tmp_path / "x", 2, nodes=10, hours=2.5, failures=3, sign=0.0)])
+    _, found = training.train(recorded, seed=1, limit_s=60)
+    assert found.auc < 0.65
+    assert not found.score.proven
+    assert found.score.recall == 0
+
+
+def test_nodes_are_held_out_and_not_readings(with_sign: Path) -> None:
+    recorded = read([with_sign])
+    learn, held = training._split(recorded, 0)
+    assert not set(learn) & set(held)
+    assert set(learn) | set(held) == set(recorded.nodes)
+    assert len(held) == 3
+
+
+def test_too_few_failures_are_refused_in_words(tmp_path: Path) -> None:
+    few = read([write(tmp_path / "a", 1, nodes=12, hours=0.5, failures=0, sign=0.0)])
+    with pytest.raises(UsageError, match="0 failures on 0 nodes, of 12 that were recorded, are too few"):
+        training.train(few)
+    on_few_nodes = read([write(tmp_path / "b", 1, nodes=2, hours=5, failures=5, sign=0.3)])
+    with pytest.raises(UsageError, match="10 failures on 2 nodes"):
+        training.train(on_few_nodes)
+
+
+def test_it_ends_in_time(with_sign: Path) -> None:
+    rounds = []
+    training.train(read([with_sign]), limit_s=0.0, progress=lambda done, total: rounds.append(done))
+    assert rounds == [1]
+
+
+# -- what was recorded
+
+
+def lines(path: Path, *said: tuple[str, float, int]) -> Path:
+    with open(path, "w") as file:
+        for event, at_s, pid in said:
+            values = {"values": {"memory.used": 0.5}} if event == "signals" else {}
+            file.write(json.dumps({"event": event, "time": at_s, "node": "n", "url": "u", "pid": pid, **values}) + "\n")
+    return path
+
+
+def test_a_node_that_never_ended_and_came_back_was_lost(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2)
+    )
+    first, second = read([path]).runs
+    assert first.failures_s == [5.0]
+    assert second.failures_s == [], "it may still go on"
+
+
+def test_a_node_that_ended_was_not(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x", ("signals.begin", 0, 1), ("signals", 5, 1), ("signals.end", 6, 1), ("signals", 55, 2))
+    assert read([path]).failures == 0
+
+
+def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x", ("signals", 1, 1), ("commit.done", 2, 1))
+    right = {"event": "signals", "time": 3, "node": "n", "url": "u", "pid": 1, "values": {"a": 1, "b": "x", "c": True}}
+    wrong = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10_000, b"x" * 200_000]
+    changes = ({"time": "now"}, {"pid": "1"}, {"values": 3}, {"node": None})
+    wrong += [json.dumps({**right, **each}).encode() for each in changes]
+    with open(path, "ab") as file:
+        file.write(b"\n".join(wrong) + b"\n" + json.dumps(right).encode() + b"\n" + b'{"event": "sig')
+    recorded = read([path])
+    assert [run.values for run in recorded.runs] == [[{"memory.used": 0.5}, {"a": 1.0}]]
+    assert recorded.skipped >= len(wrong)
