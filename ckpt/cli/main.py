@@ -31,6 +31,7 @@ MODULE = {
     "rehearse": "rehearse",
     "watch": "watch",
     "preempt": "live",
+    "predict": "predicting",
     "doctor": "doctor",
 }
 
@@ -51,7 +52,10 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     for name in words[:1] if words and words[0] in MODULE else MODULE:
         settings = {"ignore_unknown_options": True} if name == "rehearse" else None
         work = getattr(import_module(f"ckpt.cli.{MODULE[name]}"), name)
-        app.command(name, context_settings=settings)(work)
+        if isinstance(work, typer.Typer):  # it has commands of its own
+            app.add_typer(work, name=name)
+        else:
+            app.command(name, context_settings=settings)(work)
     return app
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -62,21 +62,24 @@ Report = Callable[[int, int], None]
 
 
 @contextmanager
-def progress(label: str, *, json: bool = False) -> Iterator[Report | None]:
+def progress(label: str, *, json: bool = False, of: Literal["bytes", "rounds"] = "bytes") -> Iterator[Report | None]:
     """A bar on standard error while the block runs, on a terminal only, else None; the block calls
-    report(done, total), in bytes, from any thread."""
+    report(done, total), in what `of` says, from any thread."""
     if json or not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    shown = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
     )
+
+    amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if of == "bytes" else (MofNCompleteColumn(),)
+    shown = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
     with Progress(*shown, console=_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

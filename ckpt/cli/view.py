@@ -154,6 +154,7 @@ def _body(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[t
     if job is not None:
         yield from _memory(job["memory"])
         yield from _notices(job["notices"])
+    yield from _predictions(status.get("predictions"))
     for number, event in enumerate((status.get("events") or [])[-EVENTS:]):
         style = "yellow" if event["loud"] else ""
         yield "events" * (not number), f"{span(event['age_s'])} ago: {event['message']}", style
@@ -218,6 +219,32 @@ def _notices(notices: Facts) -> Iterator[tuple[str, str, str]]:
         if not number:
             text += f"; course: {notices['course']}, {notices['needs_s']:.0f} s are needed"
         yield "notices" * (not number), text, "red" if each["certain"] else "yellow"
+
+
+def _predictions(found: Facts | None) -> Iterator[tuple[str, str, str]]:
+    """Each source on a line: what it is worth. One of which nothing was seen yet is only named."""
+    if not found or not found["sources"]:
+        return
+    number = 0
+    for each in found["standing"]:
+        where = f"node {each['node']}" if each["node"] else "this machine"
+        proven = found["sources"][each["source"]]["proven"]
+        then = "" if proven else ", which is not proven: nothing follows"
+        yield "foreseen" * (not number), f"{where} may fail, says {each['source']}{then}", "red" if proven else "yellow"
+        number += 1
+    unseen = []
+    for name, source in found["sources"].items():
+        if not source["outcomes"]:
+            unseen.append(name)
+            continue
+        counts = f"{source['true']:.0f} true, {source['late']:.0f} late, {source['false']:.0f} false alarms"
+        text = f"{name}: {'proven' if source['proven'] else 'not proven'}, {source['outcomes']} outcomes ({counts}, "
+        text += f"{source['missed']:.0f} failures missed); precision at least {source['precision']:.0%}, recall "
+        text += f"{source['recall']:.0%}" + (f", lead {span(source['lead_s'])}" if source["lead_s"] is not None else "")
+        yield "foreseen" * (not number), text, ""
+        number += 1
+    if unseen:
+        yield "foreseen" * (not number), f"nothing seen yet of {', '.join(unseen)}", ""
 
 
 def plain(said: str) -> str:

@@ -236,3 +236,41 @@ def test_what_others_wrote_does_not_reach_the_terminal_as_it_is() -> None:
     assert "title" in text
     assert "\x1b" not in text
     assert "\x07" not in text
+
+
+SOURCE = {
+    "proven": False,
+    "precision": 0.0,
+    "recall": 0.0,
+    "lead_s": None,
+    "chance": 0.1,
+    "outcomes": 0,
+    **dict.fromkeys(("true", "late", "false", "missed"), 0.0),
+}
+
+
+def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypatch: Monkey) -> None:
+    counts = {"outcomes": 41, "true": 31.6, "false": 4.0, "missed": 2.0}
+    seen = {**counts, "precision": 0.78, "recall": 0.81, "lead_s": 95.0}
+    predictions = {
+        "reading": True,
+        "sources": {"memory": {**SOURCE, **seen, "proven": True}, "io": SOURCE, "hazard": {**SOURCE, "outcomes": 3}},
+        "standing": [
+            {"node": "", "source": "memory", "for_s": 3.0},
+            {"node": "b\x1b[31m", "source": "hazard", "for_s": 3.0},
+        ],
+    }
+    with an_agent(tmp_path, {"status": {"job": None, "pid": 1, "predictions": predictions}}):
+        found = ckpt(monkeypatch, "watch", tmp_path, "--once").out.splitlines()
+    at = next(number for number, line in enumerate(found) if line.startswith("foreseen"))
+    said = [line.removeprefix("foreseen").strip() for line in found[at:]]
+    assert [line.startswith("foreseen") for line in found].count(True) == 1
+    assert said == [
+        "this machine may fail, says memory",
+        "node b?[31m may fail, says hazard, which is not proven: nothing follows",
+        "memory: proven, 41 outcomes (32 true, 0 late, 4 false alarms, 2 failures missed); precision at least 78%, "
+        "recall 81%, lead 95 s",
+        "hazard: not proven, 3 outcomes (0 true, 0 late, 0 false alarms, 0 failures missed); precision at least 0%, "
+        "recall 0%",
+        "nothing seen yet of io",
+    ]

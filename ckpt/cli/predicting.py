@@ -1,0 +1,116 @@
+"""ckpt predict: training a predictor of failures on recorded signals, and trying one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.cli import out
+from ckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt.predict.recorded import Recorded
+    from ckpt.predict.training import Found
+
+Files = Annotated[
+    list[Path], typer.Argument(metavar="SIGNALS...", help="Files that agents wrote (CKPT_SIGNALS_LOG), of all nodes.")
+]
+
+predict = typer.Typer(
+    help="Train a predictor of failures on recorded signals, or try one.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@predict.command("train")
+def train_one(
+    signals: Files,
+    to: Annotated[Path, typer.Option("--out", metavar="MODEL", help="The file to write.")],
+    seed: Annotated[int, typer.Option("--seed", help="The same seed trains the same.")] = 0,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Train for so many seconds at most.", min=0)] = 300.0,
+    json: out.Json = False,
+) -> None:
+    """Train a small network on recorded signals; say what it is worth on nodes that it has not seen."""
+    from ckpt.predict.model import save
+    from ckpt.predict.training import train
+
+    if to.exists() and not to.is_file():
+        raise UsageError(f"--out {to} is no file")
+    recorded = _read(signals)
+    with out.progress("training", json=json, of="rounds") as report:
+        trained, found = train(recorded, seed, limit_s, report)
+    try:
+        save(trained, to)
+    except OSError as exc:
+        raise UsageError(f"--out {to}: {exc}") from exc
+    body = {**_facts(recorded, found), "model": os.fspath(to), "signals": list(trained.signals)}
+    if json:
+        out.as_json(body)
+    else:
+        _say(recorded, found)
+        out.say(f"wrote      {to} ({out.size(to.stat().st_size)}): CKPT_PREDICTOR={to.absolute()} has agents use it")
+
+
+@predict.command("check")
+def check_one(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="What `ckpt predict train` wrote.")],
+    signals: Files,
+    json: out.Json = False,
+) -> None:
+    """Say what a predictor is worth on recorded signals, best on such as it was not trained on."""
+    from ckpt.predict.model import load
+    from ckpt.predict.training import check
+
+    try:
+        trained = load(model)
+    except OSError as exc:
+        raise UsageError(f"{model}: {exc}") from exc
+    recorded = _read(signals)
+    found = check(trained, recorded.runs)
+    if json:
+        out.as_json({**_facts(recorded, found), "model": os.fspath(model), "signals": list(trained.signals)})
+    else:
+        _say(recorded, found)
+
+
+def _read(signals: Sequence[Path]) -> Recorded:
+    from ckpt.predict.recorded import read
+
+    try:
+        recorded = read(signals)
+    except OSError as exc:
+        raise UsageError(f"the recorded signals cannot be read: {exc}") from exc
+    if not recorded.runs:
+        raise UsageError(f"no signals in {', '.join(map(str, signals))}: agents write them where CKPT_SIGNALS_LOG says")
+    return recorded
+
+
+def _facts(recorded: Recorded, found: Found) -> dict[str, Any]:
+    return {
+        "recorded_nodes": len(recorded.nodes),
+        "recorded_failures": recorded.failures,
+        "recorded_readings": sum(len(run.times_s) for run in recorded.runs),
+        "skipped_lines": recorded.skipped,
+        "proven": found.score.proven,
+        **{name: value for name, value in found.report().items() if name != "proven"},
+    }
+
+
+def _say(recorded: Recorded, found: Found) -> None:
+    from ckpt.cli.view import span
+
+    score = found.score
+    readings = sum(len(run.times_s) for run in recorded.runs)
+    out.say(f"recorded   {readings} readings of {len(recorded.nodes)} nodes, {recorded.failures} failures")
+    out.say(f"tried on   {found.nodes} nodes with {found.failures} failures")
+    out.say(f"auc        {found.auc:.3f}")
+    counts = {name: round(getattr(score, name)) for name in ("true", "late", "false", "missed")}
+    out.say("alarms     {true} true, {late} too late, {false} false; {missed} failures without one".format(**counts))
+    out.say(f"precision  at least {score.precision:.0%}, recall at least {score.bound_of_recall:.0%}")
+    if score.lead_s is not None:
+        out.say(f"lead       {span(score.lead_s)} before the failure, usually")
+    proven = "yes" if score.proven else f"no, by {score.seen} outcomes"
+    out.say(f"proven     {proven}; in a job it proves itself anew before anything follows from it")
