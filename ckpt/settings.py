@@ -40,6 +40,7 @@ class Settings:
     `events`: a file to which events are appended, one JSON object a line; absolute; None: none.
     `metrics`: (host, port) at which the agent shows what Prometheus reads; the host an address, not a name; None: not.
     `listen`: HOST:PORT at which this node's agent is reached by those of other nodes; "": any, on all interfaces.
+    `peers`: where the memory-only nodes listen that keep copies of this job: HOST:PORT,...; that of rank 0 counts.
     `secret_file`: holds the run's secret (see docs/guides/nodes.md); None: rank 0 makes one.
     `signals`: whether this node's signals are read, to foresee failures; see SIGNALS. `signals_s`: how often, seconds.
     `signals_log`: a file to which they are appended, one JSON object a line; `predictor`: a model that was trained on
@@ -64,6 +65,7 @@ class Settings:
     events: Path | None = None
     metrics: tuple[str, int] | None = None
     listen: str = ""
+    peers: tuple[str, ...] = ()
     secret_file: Path | None = None
     signals: str = "on"
     signals_s: float = 5.0
@@ -201,6 +203,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         events=_absolute(events) if events else None,
         metrics=_address("CKPT_METRICS", metrics) if metrics else None,
         listen=env.get("CKPT_LISTEN", ""),
+        peers=tuple(each.strip() for each in env.get("CKPT_PEERS", "").split(",") if each.strip()),
         secret_file=_absolute(secret_file) if secret_file else None,
         signals=_one_of(env, "CKPT_SIGNALS", SIGNALS),
         signals_s=_number(env, "CKPT_SIGNALS_S", 5.0, SIGNALS_S_MIN),

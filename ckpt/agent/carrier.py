@@ -45,6 +45,7 @@ from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
+    from ckpt.agent.lenders import Lent
     from ckpt.agent.network import Network, NodeAt
     from ckpt.store.commit import Committed, Elsewhere
     from ckpt.store.lineage import Claim
@@ -60,7 +61,8 @@ MIXED_S = 1.0  # ranks change their layouts at the same step, but their words fo
 @dataclass(slots=True)
 class Services:
     """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `copies`: what it keeps for
-    other nodes; `network`: the way to them, once there is one. `listening`: to what the
+    other nodes; `network`: the way to them, once there is one; `lenders`: the memory-only ones that are there.
+    `listening`: to what the
     machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
     place; None: nowhere. `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the
     sources of predictions, as numbers."""
@@ -77,6 +79,7 @@ class Services:
     account: Account = field(default_factory=Account)
     told: Callable[[Event], None] = lambda event: None
     foreseen: Callable[[], dict[str, dict[str, float]]] = dict
+    lenders: Callable[[], Sequence[Lent]] = tuple
 
 
 @dataclass(slots=True)
@@ -274,6 +277,18 @@ class Carrier:
             self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
         return slots
 
+    def place_again(self) -> None:
+        """A memory-only node has come or gone: who keeps copies is decided anew, for the slots that there are."""
+        nodes, protection, division = self.ranks, self.protection, self._division
+        if protection is None or division is None or not isinstance(nodes, Nodes) or not self.group.slots_in_use:
+            return
+        before, slots = protection.table(), self.group.slots_in_use
+        sizes = nodes.by_name(dict(enumerate(division.arena_bytes)))
+        protection.place(sizes, nodes.plans_by_name(), slots)
+        self.group.replicates = protection.protects
+        if protection.table() != before:
+            self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
+
     def _replicate(self, slot: int, identity: Identity) -> None:
         protection = self.protection
         assert protection is not None  # else nothing is replicated
@@ -389,6 +404,10 @@ class Carrier:
         nodes, copies = self.ranks, self._services.copies
         if isinstance(nodes, Nodes) and name in nodes.others:
             nodes.others[name].write(wanted, then)
+            return
+        network = self._services.network()
+        if name and network is not None:  # a memory-only node
+            RemoteRanks(network, name, self.epoch, self.world, ()).write(wanted, then)
             return
         held = copies.of(wanted.identity) if copies is not None else {}
         if not set(np.unique(wanted.ranks).tolist()) <= held.keys():

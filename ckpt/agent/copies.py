@@ -8,6 +8,7 @@ for `described`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -103,11 +104,26 @@ class Copies:
         self._spare: list[Arena] = []
         self._offered: set[str] = set()
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}
+        self._room: Callable[[], int] | None = None
+        self._leases: Counter[Identity] = Counter()
+        self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
 
     @property
     def bytes(self) -> int:
+        return self._used_bytes + sum(arena.bytes for arena in self._spare)
+
+    @property
+    def _used_bytes(self) -> int:
         coming = [arena for _, arena in self._coming.values()]
-        return sum(arena.bytes for arena in [*self.kept.values(), *self._spare, *coming])
+        return sum(arena.bytes for arena in [*self.kept.values(), *self._late.values(), *coming])
+
+    def bound(self, room: Callable[[], int]) -> None:
+        """From here on no copy is taken that does not fit. `room`: the bytes that all of it may come to now."""
+        self._room = room
+
+    def fits(self, sizes: Iterable[int]) -> bool:
+        """Whether arenas of these sizes may come, if those that are spare go."""
+        return self._room is None or self._used_bytes + sum(sizes) <= self._room()
 
     # -- as the node that has the original
 
@@ -188,7 +204,7 @@ class Copies:
             return
         try:
             arena = self._arena(wanted.size)
-        except OSError as exc:
+        except (OSError, AgentError) as exc:
             self._post(lambda error=f"no memory for a copy: {exc}": ended(wanted.rank, error))  # type: ignore[misc]
             return
         arena.begin_fill()
@@ -229,7 +245,22 @@ class Copies:
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
         for key in [key for key in self.kept if goes(key[0])]:
-            self._put_back(self.kept.pop(key))
+            arena = self.kept.pop(key)
+            if self._leases[key[0]]:
+                self._late[key] = arena
+            else:
+                self._put_back(arena)
+
+    def lease(self, identity: Identity) -> None:
+        """What is kept of that checkpoint stays as it is until `release`."""
+        self._leases[identity] += 1
+
+    def release(self, identity: Identity) -> None:
+        self._leases[identity] -= 1
+        if not self._leases[identity]:
+            del self._leases[identity]
+            for key in [key for key in self._late if key[0] == identity]:
+                self._put_back(self._late.pop(key))
 
     def before(self, newer: Identity) -> None:
         """`newer` is where it should be: older ones of its epoch, and of epochs before, may go."""
@@ -242,9 +273,10 @@ class Copies:
         for fetch, arena in self._coming.values():
             fetch.cancel()
             arena.close()
-        for arena in [*self.kept.values(), *self._spare]:
+        for arena in [*self.kept.values(), *self._late.values(), *self._spare]:
             arena.close()
         self.kept.clear()
+        self._late.clear()
         self._spare.clear()
 
     def of(self, identity: Identity) -> dict[int, Arena]:
@@ -255,11 +287,20 @@ class Copies:
         return self.kept.values()
 
     def _arena(self, size: int) -> Arena:
-        """Of exactly that size: one whose pages are warm, if there is one."""
+        """Of exactly that size: one whose pages are warm, if there is one. Errors: AgentError, OSError."""
         for arena in self._spare:
             if arena.bytes == size:
                 self._spare.remove(arena)
                 return arena
+        if self._room is not None:
+            room = self._room()
+            while self._spare and self.bytes + size > room:
+                self._spare.pop(0).close()
+            if self.bytes + size > room:
+                used, wanted = self.bytes >> 20, size >> 20
+                raise AgentError(
+                    f"{used} MiB of the {room >> 20} MiB that it lends are in use, {wanted} more are not left"
+                )
         return Arena.create(size)
 
     def _put_back(self, arena: Arena) -> None:

@@ -25,10 +25,12 @@ from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
+from ckpt.agent.lenders import LENDERS_MAX
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, encode_parts
@@ -321,7 +323,8 @@ class Following:
                 self._network.me, self.leader.name
             )
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
-            peers = PeerFrames(places, manifest, self._network, self._nodes, self._server.post)
+            nodes = [*self._nodes, *_lenders(answer.fields)]
+            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         return Restore(
             identity,
@@ -362,6 +365,15 @@ class Following:
             self._said = steps
             self._tell({"t": "steps", "steps": steps})
         self._server.later(STEPS_S, self._tell_steps)
+
+
+def _lenders(fields: Mapping[str, Any]) -> list[NodeAt]:
+    """The memory-only nodes that the coordinator names with a candidate. Errors: UsageError, TypeError, ValueError."""
+    told = fields.get("lenders") or []
+    return [
+        NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
+        for name, addresses in told[:LENDERS_MAX]
+    ]
 
 
 def _answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:

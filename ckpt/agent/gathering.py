@@ -83,6 +83,11 @@ class Gathered:
     checkpoint: Checkpoint
     places: Places
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it lies on this node."""
+        return len(self.checkpoint.arenas) == len(self.places.holders)
+
 
 class Gathering:
     """Asks the holders of one identity: for each rank the first, and where that cannot give it the next. `arenas`:

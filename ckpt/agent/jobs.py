@@ -308,7 +308,7 @@ class Job(Carrier):
         if not self.nodes or network is None or copies is None:
             return
         if self.protection is None or self.protection.option != option:
-            self.protection = Protection(network, copies, self.nodes, option)
+            self.protection = Protection(network, copies, self.nodes, option, self._services.lenders)
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""

@@ -2,6 +2,8 @@
 
 Started by the first trainer, in a session of its own. Says one line on the ready descriptor: "ok" once it serves,
 "busy" if another agent of this URL still lives, else what went wrong. Leaves nothing behind when it ends.
+
+`lend` runs the agent of a memory-only node in the foreground.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ import fcntl
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckpt.settings import read
+from ckpt.errors import AgentError, UsageError
+from ckpt.settings import Settings, read
+
+if TYPE_CHECKING:
+    from ckpt.agent.lending import Lend
 
 SESSION_NICE = 10
 
@@ -57,6 +64,45 @@ def _serve(given: argparse.Namespace) -> None:
     finally:
         node.close()
         server.close()
+
+
+def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[str]], None]) -> None:
+    """Runs the agent of a memory-only node in this process until it is told to end. `listening`: told where it can be
+    reached, once it can be. Errors: AgentError, UsageError."""
+    from ckpt.agent import memory
+    from ckpt.agent.client import places
+    from ckpt.agent.lending import LendingNode
+    from ckpt.agent.server import Server
+
+    free = memory.free_bytes()
+    if terms.memory_bytes > free:
+        raise UsageError(
+            f"{terms.memory_bytes >> 20:,} MiB cannot be lent: this machine, or its control group, has "
+            f"{free >> 20:,} MiB left; lend less, or free some"
+        )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    place = places(url, settings)
+    lock = _lock(place.run_lock)
+    if lock is None:
+        raise AgentError(
+            f"an agent of {url} runs on this machine already: that of a job, or another `ckpt agent`. Lend memory on "
+            "another machine, or set CKPT_RUNTIME_DIR"
+        )
+    try:
+        server = Server(place.socket)
+        try:
+            node = LendingNode(url, settings, server, terms)
+            try:
+                server.post(lambda: listening([str(each) for each in node.addresses]))  # once it heeds signals
+                server.run(node)
+            finally:
+                node.close()
+        finally:
+            server.close()
+    finally:
+        place.socket.unlink(missing_ok=True)
+        place.run_lock.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -94,6 +94,7 @@ class Network:
         self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
         self._hosts: dict[str, str] = {}
         self._dialling: dict[str, _Dialling] = {}
+        self._finding: dict[Address, _Finding] = {}
         self._asked: dict[int, tuple[Channel, Then]] = {}
         self._numbers = itertools.count(1)
 
@@ -133,6 +134,52 @@ class Network:
                 Lane.FRONT, lambda: _look_up(node.addresses), lambda done: self._dial(dialling, done.result())
             )
 
+    def find(self, address: Address, then: Callable[[str, str], None]) -> None:
+        """Until there is a connection to whoever listens there and knows the secret: `then(its name, "")`, later than
+        this call; or `then("", why)`."""
+        if address in self._finding:
+            self._finding[address].then.append(then)
+            return
+        finding = self._finding[address] = _Finding([then])
+
+        def over() -> bool:
+            return self._finding.get(address) is not finding
+
+        def end(name: str, error: str) -> None:
+            del self._finding[address]
+            finding.cancel()
+            for each in finding.then:
+                each(name, error)
+
+        def done(sock: socket.socket, session: Session) -> None:
+            if over() or session.peer in self._channels:  # the latter: by another address
+                sock.close()
+            else:
+                channel = Channel(self._loop, sock, session, self)
+                self._keep(channel, str(sock.getpeername()[0]))
+                channel.send({"t": "here"})
+            if not over():
+                end(session.peer, "")
+
+        def failed(error: AgentError) -> None:
+            finding.errors.append(str(error))
+            if len(finding.errors) >= finding.places and not over():
+                end("", "; ".join(finding.errors[:3]))
+
+        def looked(places: list[Place]) -> None:
+            finding.places = max(1, len(places))
+            if not places:
+                failed(AgentError(f"{address} cannot be looked up"))
+            run, secret = next(reversed(self._secrets.items()))
+            for place in places if not over() else ():
+                try:
+                    handshake = Dialler(secret, run, Role.CONTROL, self.me)
+                    finding.greetings.append(dial(self._loop, place, handshake, done, failed))
+                except AgentError as exc:
+                    failed(exc)
+
+        self._bulk.run(Lane.FRONT, lambda: _look_up([address]), lambda found: looked(found.result()))
+
     def addresses(self, node: NodeAt) -> list[Address]:
         """Where that agent may be found, first those of the host that we are connected to."""
         host = self._hosts.get(node.name)
@@ -160,6 +207,9 @@ class Network:
             self._listener.close()
         for dialling in self._dialling.values():
             dialling.cancel()
+        for finding in self._finding.values():
+            finding.cancel()
+        self._finding.clear()
         for channel in [*self._channels.values(), *self._called]:
             channel.close()
         self._channels.clear()
@@ -271,6 +321,20 @@ class _Dialling:
     def end(self, error: str) -> None:
         for each in self.then:
             each(error)
+
+
+class _Finding:
+    """The same at an address, of which it is not known whose it is. `places`: how many are tried."""
+
+    def __init__(self, then: list[Callable[[str, str], None]]) -> None:
+        self.then = then
+        self.greetings: list[Greeting] = []
+        self.errors: list[str] = []
+        self.places = 1
+
+    def cancel(self) -> None:
+        for greeting in self.greetings:
+            greeting.cancel()
 
 
 def run_of(secret: bytes) -> str:

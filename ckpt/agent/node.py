@@ -47,6 +47,7 @@ class Node(Others):
     def close(self) -> None:
         self._listening.close()
         self.foreseeing.close()
+        self._free_lenders()
         for job in self._jobs():
             job.drop(leave_others=self._server.end_asked and not job.ended_in_order)
         for following in self.followings:
@@ -108,6 +109,7 @@ class Node(Others):
         now_s = time.monotonic()
         self._tend_notices()
         self._tend_followings()
+        self._tend_lenders()
         times = [self._tend_orphans(now_s), self.foreseeing.tend(self.current, self.followings)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
@@ -184,6 +186,7 @@ class Node(Others):
             "job": {**job.status(), **job_facts(job)} if job is not None else None,
             "following": [each.status() for each in self.followings],
             "former": [{**each.status(), **job_facts(each)} for each in self.former[-4:]],
+            "lenders": self.lenders.table(),
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }
 
@@ -195,8 +198,7 @@ class Node(Others):
         restore = start.job.restore if start is not None and start.job is not None else None
         level = "none"
         if start is not None and restore is not None:
-            known = self._slot_of(restore.identity) is not None
-            level = "local" if known else "peer" if restore.identity in start.gathered else "store"
+            level = self._level_of(start, restore.identity)
         super()._restored(peer, message)
         assert self.current is not None
         self.showing.restored(self.current, level, restore)

@@ -14,10 +14,13 @@ import numpy as np
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import Described, decode_described, encode_described
+from ckpt.agent.facts import Store
 from ckpt.agent.following import Following
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
 from ckpt.agent.holdings import Inventory, texts
 from ckpt.agent.jobs import Job
+from ckpt.agent.lenders import Lenders
+from ckpt.agent.loan import Terms
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
@@ -34,6 +37,7 @@ from ckpt.types import Epoch, Identity
 if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peers.channel import Channel
+    from ckpt.agent.peers.sockets import Address
     from ckpt.store.lineage import Claim
     from ckpt.store.packs import Written
 
@@ -48,6 +52,8 @@ class Others(Starts):
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
         self._offered: set[str] = set()  # names of the transfers that others may make from here
+        self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
+        self._services.lenders = self.lenders.there
 
     # -- what this node's ranks say
 
@@ -108,6 +114,44 @@ class Others(Starts):
     def _call_others(self, start: Start) -> None:
         for node in start.nodes[1:]:
             self._call(start, node)
+        self._call_lenders(start)
+
+    def _call_lenders(self, start: Start) -> None:
+        """A start does without the memory-only nodes that are not there."""
+
+        def answered(address: Address, answer: Message | None, error: str) -> None:
+            try:
+                if answer is not None:
+                    start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), str(answer.fields["name"]))
+            except Exception as exc:  # whatever it may have sent: a start waits for this
+                log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
+            start.silent.discard(str(address))
+
+        start.silent.update(map(str, start.lenders))
+        then = lambda *found: self._guard_start(start, lambda: answered(*found))  # noqa: E731
+        self.lenders.begin(start.lenders, start.launch, start.take_over, then)
+
+    def _tend_lenders(self) -> None:
+        """A job whose ranks are all gone borrows nothing any more: another may."""
+        if self.lenders.lead and self.current is not None and self.current.group.all_gone:
+            self.lenders.say({"t": "idle"})
+            self.lenders.end()
+
+    def _free_lenders(self) -> None:
+        """Nobody comes back for what is kept of a job that came to its end, once all of it is in the store."""
+        job = self.current
+        newest = job.group.newest if job is not None and job.came_to_its_end else None
+        if job is not None and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+            self.lenders.say({"t": "drop", "epoch": str(job.epoch)})
+
+    def _lenders_changed(self) -> None:
+        """Copies may be had elsewhere now."""
+        if self.current is not None:
+            self.current.place_again()
+
+    def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
+        if named and job.claim is not None:
+            self.lenders.led(Terms(job.claim, job.options.codec, job.options.limits.bandwidth), named)
 
     def _call(self, start: Start, node: NodeAt) -> None:
         network = self.network
@@ -159,7 +203,8 @@ class Others(Starts):
                     continue
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
-        return PeerFrames(places, manifest, network, start.nodes, self._server.post)
+        nodes = [*start.nodes, *self.lenders.nodes()]
+        return PeerFrames(places, manifest, network, nodes, self._server.post)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
         """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
@@ -179,6 +224,7 @@ class Others(Starts):
         job = self.current
         for node in job.nodes[1:] if job is not None else ():
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+        self.lenders.say({"t": "unserve", "identity": str(identity)})
 
     def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
         fields = {
@@ -191,12 +237,14 @@ class Others(Starts):
         for node in job.nodes[1:]:
             if self.network is not None:
                 self.network.tell(node.name, fields)
+        self._lead_lenders(job, self.lenders.wanted)
 
     def _tell_others_to_forget(self, job: Job) -> None:
         self._forget(job.epoch)
         for node in job.nodes[1:]:
             if self.network is not None:
                 self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
+        self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
 
     def _forget(self, before: Epoch) -> None:
         """A newer checkpoint is complete than what former epochs left here."""
@@ -391,11 +439,15 @@ class Others(Starts):
 
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
         gathered = start.gathered.get(identity)
-        where = gathered.places.fields() if gathered is not None else {}
+        where = {**gathered.places.fields(), "lenders": self._lenders_told()} if gathered is not None else {}
         blobs = [encode_manifest(job.restore.manifest), *(gathered.places.blobs() if gathered is not None else ())]
         channel.reply(int(fields["id"]), {"records": records, **where}, blobs)
 
+    def _lenders_told(self) -> list[list[Any]]:
+        return [[node.name, [str(address) for address in node.addresses]] for node in self.lenders.nodes()]
+
     def peer_closed(self, channel: Channel) -> None:
+        self.lenders.closed(channel.peer)
         for following in self.followings:
             if following.leader.name == channel.peer:
                 following.closed()

@@ -14,18 +14,27 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
+    from ckpt.agent.lenders import Lent
     from ckpt.agent.network import Network, NodeAt
 
 SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
 
 
 class Protection:
-    """Of one job. `nodes`: its nodes, this one first."""
+    """Of one job. `nodes`: its nodes, this one first. `lenders`: the memory-only nodes that are there."""
 
-    def __init__(self, network: Network, copies: Copies, nodes: Sequence[NodeAt], option: Replicas | None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        copies: Copies,
+        nodes: Sequence[NodeAt],
+        option: Replicas | None,
+        lenders: Callable[[], Sequence[Lent]] = tuple,
+    ) -> None:
         self.option = option
         self.placement: Placement | None = None
         self.risks: dict[str, float] = {}  # by node: the probability of its failure, where any is predicted
+        self._lenders = lenders
         self._network, self._copies, self._nodes = network, copies, tuple(nodes)
 
     @property
@@ -33,17 +42,21 @@ class Protection:
         """Whether anything is kept by another node."""
         return self.placement is not None and any(kept.holders for kept in self.placement.kept)
 
-    def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan]) -> int:
+    def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], fixed: int | None = None) -> int:
         """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies.
 
         `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
-        are used by all."""
-        slots = min(plan.slots for plan in plans.values())
+        are used by all; `fixed`: so many slots are in use already."""
+        slots = fixed if fixed is not None else min(plan.slots for plan in plans.values())
         if self.option is None or slots < SLOTS_MIN:
             self.placement = None
             return slots
         before = self.placement
-        for wanted in range(slots, SLOTS_MIN - 1, -1):
+        lenders = [
+            Node(each.node.name, lend_bytes=each.lend_bytes, domains=each.node.domains, trains=False)
+            for each in self._lenders()
+        ]
+        for wanted in range(slots, SLOTS_MIN - 1 if fixed is None else slots - 1, -1):
             nodes = [
                 Node(
                     node.name,
@@ -54,6 +67,7 @@ class Protection:
                 )
                 for node in self._nodes
             ]
+            nodes += lenders
             self.placement = place(nodes, self.option, before)
             possible = min(self.option.n, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):
@@ -111,4 +125,5 @@ class Protection:
         assert self.placement is not None
         ranks = {node.name: node.ranks for node in self._nodes}
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
-        Replication(self._network, self._copies, self._nodes, wanted, identity, safe, own, then).begin()
+        nodes = [*self._nodes, *(each.node for each in self._lenders())]
+        Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()

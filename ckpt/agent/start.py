@@ -16,13 +16,15 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import NodeAt
+    from ckpt.agent.peers.sockets import Address
     from ckpt.store.run import RunView
 
 
 @dataclass(slots=True)
 class Start:
     """A start under way, from begin to restored. `request_id`: of who waits for a candidate; None: nobody does now.
-    `nodes`: where the ranks are, if on several; `silent`: those that have not said yet what they hold; `inventory`:
+    `nodes`: where the ranks are, if on several, or if memory-only nodes are named: `lenders`, where those
+    listen; `silent`: those that have not said yet what they hold; `inventory`:
     what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun."""
@@ -33,6 +35,7 @@ class Start:
     world: int
     take_over: bool
     nodes: tuple[NodeAt, ...] = ()
+    lenders: tuple[Address, ...] = ()
     silent: set[str] = field(default_factory=set)
     inventory: Inventory = field(default_factory=Inventory)
     gathered: dict[Identity, Gathered] = field(default_factory=dict)

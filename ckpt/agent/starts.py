@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ckpt.agent.gathering import Gathered
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peerframes import PeerFrames
+    from ckpt.agent.peers.sockets import Address
     from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
@@ -206,7 +207,7 @@ class Starts:
             self._store.reopen()
         if self.current is not None:
             self._move_aside(self.current, launch)
-        start = self._start = Start(peer, request_id, launch, world, take_over, nodes)
+        start = self._start = Start(peer, request_id, launch, world, take_over, nodes, self._lenders_of(message))
         start.inventory = self._inventory(whole=bool(nodes))
         self._call_others(start)
         memory = bool(start.inventory.claims or self._remembered(start))
@@ -219,6 +220,14 @@ class Starts:
         from ckpt.agent.network import nodes_from
 
         return nodes_from(message.fields["nodes"], int(message.fields["world"]))
+
+    def _lenders_of(self, message: Message) -> tuple[Address, ...]:
+        """The memory-only nodes that the job names. Errors: UsageError."""
+        if not message.fields.get("peers"):
+            return ()
+        from ckpt.agent.lenders import addresses_from
+
+        return addresses_from(message.fields["peers"])
 
     def _refuse_superseded(self, launch: str, take_over: bool) -> None:
         if launch in self._refused and not take_over:
@@ -384,19 +393,25 @@ class Starts:
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
         lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
         lost += [start.newest_step - identity.tick.step] if start.newest_step > identity.tick.step else []
-        level = "local" if where is not None else "peer" if gathered is not None else "store"
         body |= {
             "parent": str(identity),
             "ancestors": texts(self._claim(job, identity, start)),
             "candidate": {
                 "identity": str(identity),
-                "level": level,
+                "level": self._level_of(start, identity),
                 "step": identity.tick.step,
                 "metrics": chosen.metrics,
             },
             "steps_lost": max(0, *lost) if lost else None,
         }
         self._answer(start, body, [chosen.encoded])
+
+    def _level_of(self, start: Start, identity: Identity) -> str:
+        """Where a candidate is to be had from: in a job of several nodes, from the memory of all of them."""
+        gathered = start.gathered.get(identity)
+        if self._slot_of(identity) is not None or (gathered is not None and gathered.is_here and len(start.nodes) == 1):
+            return "local"
+        return "peer" if gathered is not None else "store"
 
     def _answer(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
         assert start.request_id is not None
@@ -523,6 +538,7 @@ class Starts:
         self._store.begun.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
+        self._lead_lenders(job, self._lenders_of(message))
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:
@@ -566,6 +582,10 @@ class Starts:
         raise NotImplementedError
 
     def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
+        raise NotImplementedError
+
+    def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
+        """The memory-only nodes that a job names are its from here on."""
         raise NotImplementedError
 
     def _tell_others_to_forget(self, job: Job) -> None:

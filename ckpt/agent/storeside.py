@@ -195,6 +195,30 @@ class StoreSide:
         self._base = done.record
         return done
 
+    def commit_for_another(
+        self,
+        checkpoint: Checkpoint,
+        codec: CodecOption,
+        bandwidth: float | None,
+        about: dict[str, Any],
+        check: Callable[[], None],
+        cancel: threading.Event,
+    ) -> Committed:
+        """Commits what another agent coordinated and cannot commit any more: all packs are this node's, and nothing
+        else is referred to. `check`, `cancel` and errors: see store.commit.Committer.commit."""
+        committer = self._committer(codec, bandwidth)
+        metrics, manifest = checkpoint.metrics, checkpoint.manifest
+        return committer.commit(
+            checkpoint.identity,
+            manifest,
+            checkpoint.frame,
+            check=check,
+            owner=self._owner,
+            metrics=metrics,
+            about=about,
+            cancel=cancel,
+        )
+
     def write(
         self,
         identity: Identity,

@@ -30,6 +30,7 @@ MODULE = {
     "prune": "managing",
     "rehearse": "rehearse",
     "watch": "watch",
+    "agent": "agent",
     "preempt": "live",
     "predict": "predicting",
     "doctor": "doctor",

@@ -86,6 +86,9 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[t
     if status.get("metrics"):
         agent += f", metrics at {status['metrics']}"
     yield "agent", agent, ""
+    if status.get("lending"):
+        yield from _lending(status["lending"])
+        return
     if job is None:
         yield "job", "none" if not status.get("following") else "coordinated by the agent of another node", "yellow"
         for each in status.get("following") or []:
@@ -102,6 +105,19 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[t
         yield "", f"superseded by {job['superseded_by']}", "red"
     if job["error"]:
         yield "error", str(job["error"]), "red"
+
+
+def _lending(lent: Facts) -> Iterator[tuple[str, str, str]]:
+    whose = f"; launch {lent['launch']}" if lent["launch"] else ""
+    how = "" if not lent["launch"] else ", whose coordinator is connected" if lent["connected"] else ", which is gone"
+    size, used = out.size(lent["memory_bytes"]), out.size(lent["used_bytes"])
+    yield "memory", f"lends {size} at {', '.join(lent['at'])}, {used} used{whose}{how}", ""
+    whole = lent["whole"][-1] if lent["whole"] else None
+    yield "keeps", f"{len(lent['keeps'])} checkpoints; the newest that is whole here: {whole or 'none'}", ""
+    if lent["committing"]:
+        yield "now", f"commits {lent['committing']}", ""
+    if lent["error"]:
+        yield "error", str(lent["error"]), "red"
 
 
 def _ranks(ranks: list[str]) -> str:

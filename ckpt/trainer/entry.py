@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from ckpt.agent.peers import secret
+from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
 from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.events import Events
@@ -113,10 +114,11 @@ def enter(
         "strict": asked.strict,
         "store_env": store_environment(),
         "nodes": nodes,
+        "peers": facts[0]["peers"],
     }
     decision = _ask(group, saver, "begin", begin)
     try:
-        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, nodes)
+        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, begin)
     except BaseException:
         saver.link.give_up()
         raise
@@ -134,7 +136,7 @@ def _join_and_restore(
     coordinate: Coordinate,
     launch: str,
     decision: Decision,
-    nodes: list[dict[str, Any]],
+    begun: dict[str, Any],
 ) -> Found:
     terms = Terms(
         decision.epoch,
@@ -145,7 +147,8 @@ def _join_and_restore(
         launch,
         decision.fields.get("parent"),
         list(decision.fields.get("ancestors") or []),
-        nodes,
+        begun["nodes"],
+        begun["peers"],
     )
     offer = saver.make_offer(Tick(0), positions=False)
     collective.together(group, lambda: saver.link.join(terms, offer))
@@ -190,6 +193,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "coordinate": coordinate.text,
             "options": repr(asked.options),
             "state": sorted(asked.state),
+            "peers": list(settings.peers),
             "switches": [asked.strict, asked.generators, asked.take_over, asked.init or ""],
         }
     )
@@ -219,9 +223,10 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
 def _nodes(
     group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Where the ranks are: none where one agent serves all. Else the agents are told to listen, and their names,
-    addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
-    if len({said["agent"] for said in facts}) == 1:
+    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes. Else the agents are
+    told to listen, and their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError,
+    UsageError."""
+    if len({said["agent"] for said in facts}) == 1 and not facts[0]["peers"]:
         return []
     hosts = {said["agent"]: said["host"] for said in facts}
     if group.rank == 0 and len(set(hosts.values())) < len(hosts):
@@ -231,13 +236,28 @@ def _nodes(
             "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
             loud=True,
         )
-    known = collective.from_first(group, lambda: secret.for_run(settings))
+    known = collective.from_first(group, lambda: _secret(settings))
     node = collective.together(group, lambda: saver.link.listen(known))
     nodes: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(group.gather(msgpack.packb(node))):
         told = msgpack.unpackb(said)
         nodes.setdefault(told["name"], {**told, "ranks": []})["ranks"].append(rank)
     return list(nodes.values())
+
+
+def _secret(settings: Settings) -> bytes:
+    """Runs on rank 0. Errors: UsageError."""
+    for each in settings.peers:
+        try:
+            Address.parse(each)
+        except UsageError as exc:
+            raise UsageError(f"CKPT_PEERS: {exc}") from None
+    if settings.peers and settings.secret_file is None:
+        raise UsageError(
+            "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "
+            "that they were started with"
+        )
+    return secret.for_run(settings)
 
 
 def _ask(group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any]) -> Decision:

@@ -44,7 +44,7 @@ _NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
-    one."""
+    one and no memory-only nodes are named: `peers`, where those listen."""
 
     epoch: str
     rank: int
@@ -55,6 +55,7 @@ class Terms:
     parent: str | None
     ancestors: list[Any]
     nodes: list[dict[str, Any]]
+    peers: list[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class FakeRank:
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
         self.options: dict[str, Any] = OPTIONS
+        self.peers: list[str] = []  # where memory-only nodes listen
         self.parent: str | None = None
         self.ancestors: list[Any] = []
         self.nodes: list[dict[str, Any]] = []  # where the ranks are, if on several nodes
@@ -139,7 +140,7 @@ class FakeRank:
     def begin(self, take_over: bool = False) -> wire.Message:
         fields = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
         if self.nodes:
-            fields["nodes"] = self.nodes
+            fields |= {"nodes": self.nodes, "peers": self.peers}
         return self.request("begin", fields)
 
     def join(self, epoch: str, resume: bool = False) -> None:
@@ -159,6 +160,7 @@ class FakeRank:
             "resume": resume,
             "arenas": slots,
             "nodes": self.nodes,
+            "peers": self.peers,
         }
         fds = [self.slots[slot].fd for slot in slots]
         answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes()])

@@ -39,6 +39,7 @@ FAILURE: dict[str, tuple[list[str], Exit]] = {
     "rehearse": (["{to}", "--", "no-such-program-here"], Exit.USAGE),
     "watch": ([NOWHERE, "--once"], Exit.NO_CHECKPOINT),
     "preempt": (["{url}"], Exit.AGENT),
+    "agent": (["{url}", "--listen", "127.0.0.1:0", "--memory", "1MiB"], Exit.USAGE),
     "doctor": (["{blocked}"], Exit.STORAGE),
 }
 
@@ -58,7 +59,8 @@ def say(monkeypatch: pytest.MonkeyPatch, command: str, words: list[str], places:
 
 def test_every_command_is_tried_here() -> None:
     commands = {command.name for command in make_app([]).registered_commands}
-    assert commands == set(SUCCESS) == set(FAILURE)
+    assert commands == set(FAILURE)
+    assert commands - {"agent"} == set(SUCCESS)  # it serves until it is told to end: see test_agent.py
 
 
 @pytest.mark.parametrize("command", SUCCESS)

@@ -4,10 +4,14 @@ are threads of the test. A node is lost by killing its agent and cutting off its
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +47,8 @@ class Cluster:
         self.pids: dict[int, int] = {}  # of the agents, by node; of those that were not killed
         self.route: Route = lambda node, address: address
         self.options: dict[str, Any] = COPIED
+        self.peers: list[str] = []  # where the memory-only nodes listen that jobs name
+        self.lending: list[subprocess.Popen[str]] = []
         self.at: dict[int, int] = {}  # the node of each rank of the newest job
         self._made: list[FakeRank] = []
         self._agents: set[int] = set()
@@ -61,7 +67,7 @@ class Cluster:
         self._made += self.job
         self.at = dict(enumerate(spread))
         for rank in self.job:
-            rank.options = self.options
+            rank.options, rank.peers = self.options, self.peers
         together(self.job, lambda rank: rank.connect())
         for rank, node in self.at.items():
             self.pids[node] = pid_of(self.job[rank])
@@ -148,6 +154,45 @@ class Cluster:
         table = self.status(self.at[0])["job"]["peers"]["nodes"]
         return {number[row["node"]]: [number[name] for name in row["kept_by"]] for row in table}
 
+    # -- memory-only nodes
+
+    def lend(
+        self, memory: str = "1GiB", *options: str, secret: bytes | None = None, at: str = "127.0.0.1:0"
+    ) -> dict[str, Any]:
+        """Starts one more; what it says once it lends. Jobs are told of it by `peers`."""
+        number = len(self.lending)
+        file = self.folder / f"secret-{number}"
+        file.touch(mode=0o600)
+        file.write_text((secret or self.secret).hex())
+        command = [sys.executable, "-m", "ckpt.cli.main", "agent", self.url, "--json"]
+        command += ["--listen", at, "--memory", memory]
+        folders = {"CKPT_RUNTIME_DIR": str(self.folder / f"m{number}"), "CKPT_SECRET_FILE": str(file)}
+        made = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env={**os.environ, **folders})
+        self.lending.append(made)
+        assert made.stdout is not None
+        return dict(json.loads(made.stdout.readline()))
+
+    def lending_status(self, number: int = 0) -> dict[str, Any]:
+        """What that memory-only node says of what it lends."""
+        return dict(self._status(replace(read(), runtime_dir=self.folder / f"m{number}"))["lending"])
+
+    def await_lending(self, what: Callable[[dict[str, Any]], bool], number: int = 0) -> dict[str, Any]:
+        """Until it says that."""
+        deadline = time.monotonic() + BOUND_S
+        while not what(status := self.lending_status(number)):
+            assert time.monotonic() < deadline, status
+            threading.Event().wait(0.02)
+        return status
+
+    def end_lending(self, number: int = 0, with_: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit status."""
+        process = self.lending[number]
+        process.send_signal(with_)
+        status = process.wait(BOUND_S)
+        assert process.stdout is not None
+        process.stdout.close()
+        return status
+
     # -- what goes wrong
 
     def forbid_commits(self) -> None:
@@ -179,8 +224,11 @@ class Cluster:
 
     def status(self, node: int) -> dict[str, Any]:
         """What that node's agent says of itself."""
+        return self._status(self.settings(node))
+
+    def _status(self, settings: Settings) -> dict[str, Any]:
         with Tasks("status") as tasks:
-            sock = client.connect(self.url, self.settings(node))
+            sock = client.connect(self.url, settings)
             connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
             try:
                 return dict(connection.request("status").fields)
@@ -190,6 +238,9 @@ class Cluster:
     def close(self) -> None:
         for rank in self._made:
             rank.close()
+        for number, process in enumerate(self.lending):
+            if process.returncode is None:
+                self.end_lending(number, signal.SIGKILL)
         for pid in self._agents:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

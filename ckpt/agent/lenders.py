@@ -1,0 +1,242 @@
+"""The memory-only nodes that a job names, as its coordinator uses them: who of them is there, and what it lends.
+
+They are known by address only: what they are called is learnt from them. One that is not there delays a start by no
+more than PATIENCE_S and fails no training; it is called again as long as the job runs. Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.loan import Terms
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.wire import Message
+from ckpt.errors import UsageError
+from ckpt.events import Event
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import Network, NodeAt
+
+log = logging.getLogger("ckpt")
+
+PATIENCE_S = 30.0  # how long a start waits for one: as long as it takes one to see that a former coordinator is gone
+CALL_S = 5.0  # between calls while a job runs
+BUSY_S = 1.0  # until one that lends to another job is asked again
+LENDERS_MAX = 64
+
+Later = Callable[[float, Callable[[], None]], None]
+Answered = Callable[[Message | None, str, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A memory-only node that is there. `node`: it has no ranks."""
+
+    node: NodeAt
+    lend_bytes: int
+
+
+def addresses_from(given: Any) -> tuple[Address, ...]:
+    """What rank 0 says of them. Errors: UsageError."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or len(given) > LENDERS_MAX:
+        raise UsageError(f"CKPT_PEERS names more than {LENDERS_MAX} memory-only nodes")
+    return tuple(dict.fromkeys(Address.parse(str(each)) for each in given))
+
+
+class Lenders:
+    """`tell`: hears events. `changed`: called when who is there, or what one lends, is another."""
+
+    def __init__(
+        self,
+        url: str,
+        network: Callable[[], Network | None],
+        later: Later,
+        tell: Callable[[Event], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._url, self._network, self._later, self._tell, self._changed = url, network, later, tell, changed
+        self.wanted: tuple[Address, ...] = ()  # by the newest job
+        self._there: dict[Address, Lent] = {}
+        self._why: dict[Address, str] = {}  # of those that are not
+        self._terms: Terms | None = None  # of the job under way, once it has begun
+        self._calls = 0  # older rounds of calls end by themselves
+
+    @property
+    def lead(self) -> bool:
+        """Whether a job of this agent borrows from any."""
+        return self._terms is not None
+
+    def there(self) -> tuple[Lent, ...]:
+        """Those that can be asked, in a fixed order."""
+        return tuple(self._there[address] for address in sorted(self._there))
+
+    def nodes(self) -> list[NodeAt]:
+        return [each.node for each in self.there()]
+
+    def table(self) -> list[dict[str, Any]]:
+        """For people."""
+        found = []
+        for address in self.wanted:
+            lent = self._there.get(address)
+            about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes} if lent is not None else {}
+            found.append({"address": str(address), **about, "error": self._why.get(address, "") or None})
+        return found
+
+    def begin(self, wanted: Sequence[Address], launch: str, take_over: bool, then: Callable[..., None]) -> None:
+        """A start asks each what it holds: `then(address, answer, error)`, once for each, within PATIENCE_S."""
+        self.end()
+        self.wanted = tuple(wanted)
+        self._there = {each: lent for each, lent in self._there.items() if each in self.wanted}
+        for address in self.wanted:
+            self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over}, then)
+
+    def led(self, terms: Terms, wanted: Sequence[Address]) -> None:
+        """The job has begun an epoch, or its coordinator is back: from here on they are called until `end`."""
+        self.wanted = tuple(wanted)
+        self._terms = terms
+        self._calls += 1
+        self._call(self._calls)
+
+    def end(self) -> None:
+        """The job is over, or about to be followed by another."""
+        self._terms = None
+        self._calls += 1
+
+    def say(self, fields: dict[str, Any]) -> None:
+        """To each that is there. A hint."""
+        network = self._network()
+        for lent in self.there():
+            if network is not None:
+                network.tell(lent.node.name, fields)
+
+    def closed(self, name: str) -> None:
+        """The connection to that agent is gone."""
+        network = self._network()
+        if network is not None and network.channel(name) is not None:
+            return  # it was made anew
+        for address, lent in list(self._there.items()):
+            if lent.node.name == name:
+                self._lose(address, "the connection has ended")
+
+    # -- inside
+
+    def _ask(self, address: Address, fields: dict[str, Any], then: Answered) -> None:
+        """`then` hears the answer, or what went wrong, and whether anybody was there at all."""
+        network = self._network()
+        if network is None:
+            then(None, "this agent was not told to listen", False)
+            return
+
+        def found(name: str, error: str) -> None:
+            if error:
+                then(None, error, False)
+            else:
+                network.ask(name, fields, (), lambda answer, why: then(answer, why, True))
+
+        known = self._there.get(address)
+        if known is not None and network.channel(known.node.name) is not None:
+            found(known.node.name, "")
+        else:
+            network.find(address, found)
+
+    def _ask_start(self, address: Address, fields: dict[str, Any], then: Callable[..., None]) -> None:
+        over = False
+
+        def end(answer: Message | None, error: str) -> None:
+            nonlocal over
+            if not over:
+                over = True
+                then(address, answer, error)
+
+        def ask() -> None:
+            if not over:
+                self._ask(address, fields, answered)
+
+        def answered(answer: Message | None, error: str, was_there: bool) -> None:
+            if over:
+                return
+            busy = self._busy(answer)
+            if busy:
+                self._why[address] = busy
+                self._later(BUSY_S, ask)
+                return
+            if answer is not None:
+                error = self._take(address, answer)
+            if error:
+                self._lose(address, error)
+            end(None if error else answer, error)
+
+        def late() -> None:
+            if not over:
+                why = self._why.get(address) or f"it has not answered within {PATIENCE_S:g} s"
+                self._lose(address, why)
+                end(None, why)
+
+        self._later(PATIENCE_S, late)
+        ask()
+
+    def _call(self, number: int) -> None:
+        """Asks all for their loan, again and again: one that was away comes back so, and one that was lent to another
+        start meanwhile too."""
+        terms = self._terms
+        if terms is None or number != self._calls:
+            return
+        for address in self.wanted:
+            self._ask(address, {"t": "borrow", **terms.fields()}, self._borrowed(address, number))
+        self._later(CALL_S, lambda: self._call(number))
+
+    def _borrowed(self, address: Address, number: int) -> Answered:
+        def answered(answer: Message | None, error: str, was_there: bool) -> None:
+            if number != self._calls:
+                return
+            error = self._busy(answer) or error
+            if not error and answer is not None:
+                error = self._take(address, answer)
+            if error:
+                self._lose(address, error)
+
+        return answered
+
+    def _busy(self, answer: Message | None) -> str:
+        launch = answer.fields.get("busy") if answer is not None else None
+        return f"it lends to launch {launch!r:.200}, whose coordinator is connected" if launch else ""
+
+    def _take(self, address: Address, answer: Message) -> str:
+        """It lends; or why it does not."""
+        from ckpt.agent.network import DOMAINS_MAX, NodeAt
+
+        try:
+            name, lends = str(answer.fields["name"])[:100], answer.fields.get("lends")
+            if type(lends) is not int or lends < 0:
+                return "the agent there lends no memory; it is that of a job's node"
+            domains = tuple(str(each)[:100] for each in answer.fields["domains"][:DOMAINS_MAX] if each)
+            lent = Lent(NodeAt(name, (address,), (), domains), lends)
+        except (LookupError, TypeError) as exc:
+            return f"it has answered what cannot be read: {exc!r:.200}"
+        before = self._there.get(address)
+        self._there[address] = lent
+        if before is None or before.node != lent.node:
+            known = self._why.pop(address, None)
+            text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
+            self._tell(Event("peers.joined", text, known is not None, {"address": str(address), "lends_bytes": lends}))
+        if before != lent:
+            self._changed()
+        return ""
+
+    def _lose(self, address: Address, why: str) -> None:
+        was = self._there.pop(address, None)
+        if was is not None or not self._why.get(address):
+            text = (
+                f"the memory-only node at {address} cannot be used ({why}): training goes on without it, and it is "
+                f"called again. There, `ckpt agent {self._url} --listen {address} --memory SIZE` has to run with the "
+                "same CKPT_SECRET_FILE, and this node has to reach it"
+            )
+            self._tell(Event("peers.unreachable", text, True, {"address": str(address)}))
+        self._why[address] = why
+        if was is not None:
+            self._changed()

@@ -1,0 +1,113 @@
+"""Committing a checkpoint whose coordinator is lost, by a node that keeps all of it.
+
+Whatever begins meanwhile, the two do not come into each other's way:
+- Every key has the name of its own writer in it, and the record refers to no other checkpoint's packs; a second record
+  of one checkpoint is harmless.
+- It is committed only where it is on the run's line: of the newest epoch that the store knows, or on what that one
+  went on from, up to the fork. That is looked at again just before the record; one that lands later all the same is on
+  no line.
+- An epoch that the store does not know is claimed only where it knows none with as large a number: a claim made late
+  never takes the run from a start that came after.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.checkpoint import put_together
+from ckpt.agent.gathering import read_parts
+from ckpt.agent.loan import Terms
+from ckpt.agent.storeside import StoreSide
+from ckpt.errors import DamagedData, Superseded
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
+    from ckpt.store.run import RunView
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A checkpoint of which every rank's snapshot is kept here. `arenas`: by rank."""
+
+    identity: Identity
+    arenas: Mapping[int, Arena]
+    terms: Terms
+
+
+class Verdict(enum.Enum):
+    COMMIT = "to be committed"
+    CLAIM = "to be committed, once its epoch is claimed"
+    DONE = "committed, or the line has a newer one"
+    OVER = "not on the line of the run any more, or retired"
+
+
+def judge(view: RunView, claim: Claim, identity: Identity) -> Verdict:
+    """Whether that checkpoint, of an epoch with that claim, is still to be committed to what the store holds."""
+    from ckpt.store.lineage import CommitRef, Lineage
+
+    if identity in view.retired:
+        return Verdict.OVER
+    if any(ref.identity == identity for ref in view.commits):
+        return Verdict.DONE
+    newest = view.newest_epoch
+    known = claim.epoch in view.epochs
+    claimed_late = not known and (newest is None or newest.number < claim.epoch.number)
+    lineage = Lineage([*view.claims, claim], {*view.epochs, claim.epoch} if claimed_late else view.epochs)
+    head = claim.epoch if claimed_late else newest
+    chain = dict(lineage.chain(head)) if head is not None else {}
+    fork = chain.get(identity.epoch)
+    if identity.epoch not in chain or (fork is not None and identity.tick > fork.tick):
+        return Verdict.OVER
+    refs = [*view.commits, CommitRef(identity, "", 0)]
+    if lineage.line(refs, view.retired, head)[-1].identity != identity:
+        return Verdict.DONE
+    return Verdict.CLAIM if claimed_late else Verdict.COMMIT
+
+
+def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Event) -> Identity | None:
+    """On a thread: commits the newest of these that is still to be, and returns it; None where nothing is to be done.
+    One that is damaged, or on no line, is passed over.
+
+    Errors: SaveFailed; Superseded; StorageError; DamagedData where all that could be committed are damaged."""
+    damaged: DamagedData | None = None
+    for each in sorted(found, key=lambda each: each.identity, reverse=True):
+        verdict = judge(store.run().view(), each.terms.claim, each.identity)
+        if verdict is Verdict.DONE:
+            return None
+        if verdict is Verdict.OVER:
+            continue
+        try:
+            parts = read_parts(each.identity, len(each.arenas), each.arenas)
+            made = put_together(each.identity, parts, each.arenas)
+        except DamagedData as exc:
+            damaged = exc
+            continue
+        if verdict is Verdict.CLAIM:
+            store.claim(each.terms.claim)
+        about: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "launch": each.terms.claim.launch,
+            "world": len(each.arenas),
+            "time_s": time.time(),
+            "disagreed": list(made.disagreed[:100]),
+            "by": "a memory-only node",
+        }
+
+        def check(each: Whole = each) -> None:
+            now = judge(store.run().view(), each.terms.claim, each.identity)
+            if now not in (Verdict.COMMIT, Verdict.DONE):
+                raise Superseded(f"{each.identity} is {now.value}")
+
+        store.commit_for_another(made, each.terms.codec, each.terms.bandwidth, about, check, cancel)
+        return each.identity
+    if damaged is not None:
+        raise damaged
+    return None

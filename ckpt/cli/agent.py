@@ -1,0 +1,68 @@
+"""ckpt agent: a memory-only node, in the foreground. A job's own agents start by themselves and are no command."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from ckpt.cli import out
+from ckpt.errors import UsageError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def agent(
+    url: out.Url,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the job's nodes reach it; port 0: any.")
+    ],
+    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="What it lends at most, such as 64GiB.")],
+    domain: Annotated[
+        str | None,
+        typer.Option("--domain", metavar="ZONE/RACK", help="Its failure domains, widest first [CKPT_DOMAIN]."),
+    ] = None,
+    commit_after_s: Annotated[
+        float,
+        typer.Option(
+            "--commit-after-s", help="Seconds without the job's coordinator until it commits by itself.", min=0.0
+        ),
+    ] = 30.0,
+    json: out.Json = False,
+) -> None:
+    """Lend this machine's memory to the run's jobs: a node that trains nothing. Ctrl-C or SIGTERM ends it.
+
+    It needs CKPT_SECRET_FILE, and a job names it with CKPT_PEERS=HOST:PORT."""
+    from ckpt.agent.lending import Lend
+    from ckpt.agent.main import lend
+    from ckpt.agent.peers.secret import read_file
+    from ckpt.settings import read
+    from ckpt.storage import canonical
+
+    settings, url = read(), canonical(url)
+    if settings.secret_file is None:
+        raise UsageError(
+            "a memory-only node knows the run by its secret: set CKPT_SECRET_FILE, here and on the job's nodes, to a "
+            "file that holds the same; make one with: (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    named = settings.domain if domain is None else domain
+    domains = tuple(each for each in named.split("/") if each)
+    terms = Lend(read_file(settings.secret_file), listen, parse_size(memory), domains, commit_after_s)
+
+    def listening(addresses: list[str]) -> None:
+        if json:
+            out.as_json({"url": url, "listen": addresses, "memory_bytes": terms.memory_bytes})
+        else:
+            out.say(f"lending up to {out.size(terms.memory_bytes)} to {url} at {', '.join(addresses)}")
+
+    lend(url, settings, terms, listening)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "64GiB", "64G", "1.5TiB" (powers of 1024), or a plain number. Errors: UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
+    count = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
+    if not 1 <= count < 1 << 60:
+        raise UsageError(f"--memory {text!r:.80} is no size; give one such as 64GiB")
+    return int(count)

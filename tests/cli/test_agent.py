@@ -1,0 +1,122 @@
+"""ckpt agent: a memory-only node in the foreground. What jobs have of it is tested in tests/agent/nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli.agent import parse_size
+from ckpt.cli.exits import Exit
+from ckpt.errors import UsageError
+from tests.cli.stores import ckpt
+
+HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]
+
+
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("CKPT_SECRET_FILE", str(file))
+    return file
+
+
+@contextlib.contextmanager
+def running(url: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the line that it says."""
+    command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(url), *HERE, *words]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_where_it_listens_and_ends_when_it_is_told_to_leaving_nothing(
+    how: signal.Signals, tmp_path: Path, runtime_dir: Path, secret: Path
+) -> None:
+    with running(tmp_path / "run") as (process, line):
+        assert line.startswith(f"lending up to 1.0 MiB to {tmp_path / 'run'} at 127.0.0.1:"), line
+        process.send_signal(how)
+        assert process.wait(60) == 0
+    assert not list(runtime_dir.iterdir())
+
+
+def test_as_json_it_says_the_addresses_the_memory_and_the_url(tmp_path: Path, secret: Path) -> None:
+    with running(tmp_path / "run", "--json") as (_, line):
+        said = json.loads(line)
+    assert said["url"] == str(tmp_path / "run")
+    assert said["memory_bytes"] == 1 << 20
+    assert [each.rpartition(":")[0] for each in said["listen"]] == ["127.0.0.1"]
+
+
+def test_watching_it_shows_what_it_lends(tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path / "run"):
+        assert "lends 1.0 MiB" in ckpt(monkeypatch, "watch", tmp_path / "run", "--once").out
+        assert ckpt(monkeypatch, "watch", tmp_path / "run", "--once", "--json").json["lending"]["keeps"] == []
+
+
+def test_without_a_secret_it_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_SECRET_FILE", raising=False)
+    said = ckpt(monkeypatch, "agent", tmp_path, *HERE)
+    assert said.code == Exit.USAGE
+    assert "CKPT_SECRET_FILE" in said.err
+    assert "openssl rand -hex 32" in said.err
+
+
+def test_a_secret_that_others_can_read_is_refused(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret.chmod(0o644)
+    said = ckpt(monkeypatch, "agent", tmp_path, *HERE)
+    assert said.code == Exit.USAGE
+    assert f"chmod 600 {secret}" in said.err
+
+
+def test_more_memory_than_the_machine_has_is_refused(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", "1000TiB")
+    assert said.code == Exit.USAGE
+    assert "lend less" in said.err
+
+
+@pytest.mark.parametrize("where", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
+def test_what_is_no_address_is_refused(
+    where: str, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", where, "--memory", "1MiB")
+    assert said.code == Exit.USAGE
+    assert "HOST:PORT" in said.err
+
+
+def test_a_second_one_on_one_machine_says_that_there_is_one(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path / "run"):
+        said = ckpt(monkeypatch, "agent", tmp_path / "run", *HERE)
+    assert said.code == Exit.AGENT
+    assert "CKPT_RUNTIME_DIR" in said.err
+
+
+def test_sizes_are_powers_of_1024_and_nothing_else_is_one() -> None:
+    assert [parse_size(text) for text in ("5", "1KiB", "2k", "1.5 GiB", "64GB", "1T")] == [
+        *(5, 1024, 2048, 3 << 29),
+        *(64 << 30, 1 << 40),
+    ]
+    for text in ("", "0", "-1", "GiB", "1PiB", "1e3", "64 GiB of it", "99999999TiB"):
+        with pytest.raises(UsageError, match="64GiB"):
+            parse_size(text)
