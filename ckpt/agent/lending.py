@@ -208,8 +208,8 @@ class LendingNode(Node):
     def _tool(self, peer: Peer, message: Message) -> None:
         if message.kind == "prune":
             raise AgentError(
-                f"the agent of {self.url} on this machine lends its memory (`ckpt agent`) and deletes nothing: prune on "
-                "another machine, or with another CKPT_RUNTIME_DIR"
+                f"the agent of {self.url} on this machine lends its memory (`ckpt agent`) and deletes nothing: prune "
+                "on another machine, or with another CKPT_RUNTIME_DIR"
             )
         super()._tool(peer, message)
 

@@ -523,6 +523,8 @@ class Starts:
                 raise AgentError(f"no start of {epoch} is under way here")
             job = self._resume(peer, epoch, message)
         job.join(peer, message)
+        if int(fields["rank"]) == 0 and job.claim is not None:  # else it is only about to begin
+            self._lead_lenders(job, self._lenders_of(message))
 
     def _resume(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
         """A trainer whose agent died brings its arenas."""
@@ -538,7 +540,6 @@ class Starts:
         self._store.begun.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
-        self._lead_lenders(job, self._lenders_of(message))
         return job
 
     def _fetch(self, peer: Peer, message: Message) -> None:

@@ -6,8 +6,8 @@ Whatever begins meanwhile, the two do not come into each other's way:
 - It is committed only where it is on the run's line: of the newest epoch that the store knows, or on what that one
   went on from, up to the fork. That is looked at again just before the record; one that lands later all the same is on
   no line.
-- An epoch that the store does not know is claimed only where it knows none with as large a number: a claim made late
-  never takes the run from a start that came after.
+- An epoch that the store does not know is claimed only where the newest that it knows is one that it went on from: a
+  claim made late never takes the run from a start that knew nothing of that epoch.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> Verdict:
         return Verdict.OVER
     if any(ref.identity == identity for ref in view.commits):
         return Verdict.DONE
-    newest = view.newest_epoch
-    known = claim.epoch in view.epochs
-    claimed_late = not known and (newest is None or newest.number < claim.epoch.number)
-    lineage = Lineage([*view.claims, claim], {*view.epochs, claim.epoch} if claimed_late else view.epochs)
+    lineage, newest = Lineage([*view.claims, claim], view.epochs), view.newest_epoch
+    own = dict(lineage.chain(claim.epoch))
+    claimed_late = claim.epoch not in view.epochs and (newest is None or newest in own)
     head = claim.epoch if claimed_late else newest
     chain = dict(lineage.chain(head)) if head is not None else {}
     fork = chain.get(identity.epoch)

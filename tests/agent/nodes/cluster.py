@@ -123,6 +123,20 @@ class Cluster:
             self.job[0].levels.pop((str(Tick(step)), level), None)  # of an appointment that was given up before
         return step
 
+    def come_back(self) -> None:
+        """The ranks of a job whose agents have died start others, of the same names at the same addresses."""
+
+        def come(rank: FakeRank) -> None:
+            (node,) = [each for each in rank.nodes if rank.rank in each["ranks"]]
+            come_back(rank, listen={"secret": self.secret, "at": node["addresses"][0], "name": node["name"]})
+            rank.enter(rank.step + 1)
+
+        together(self.job, come)
+        for rank, node in self.at.items():
+            self.pids[node] = pid_of(self.job[rank])
+            self._agents.add(self.pids[node])
+        together(self.job, lambda rank: rank.wait_warm())
+
     def save(self, *levels: str) -> Tick:
         """An explicit save of the step that has just ended, until it is complete at these levels."""
         tick = Tick(self.job[0].step, 1)
@@ -201,6 +215,9 @@ class Cluster:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data").write_bytes(b"")
 
+    def allow_commits(self) -> None:
+        Path(self.url, "data").unlink()
+
     def kill_agent(self, node: int) -> None:
         pid = self.pids.pop(node)
         with contextlib.suppress(ProcessLookupError):
@@ -269,14 +286,16 @@ def train(ranks: Sequence[FakeRank], until: int) -> None:
             rank.boundary()
 
 
-def come_back(rank: FakeRank, tries: int = 300) -> None:
-    """As trainers do: who is refused tries again."""
+def come_back(rank: FakeRank, tries: int = 300, listen: dict[str, Any] | None = None) -> None:
+    """As trainers do: who is refused tries again. `listen`: what a new agent is told of where it is known."""
     for _ in range(tries):
         try:
             if rank.connection is not None:
                 rank.connection.close()
             rank.warm.clear()
             rank.connect()
+            if listen is not None:
+                rank.request("listen", listen)
             rank.join(rank.epoch, resume=True)
         except AgentError:
             threading.Event().wait(0.05)

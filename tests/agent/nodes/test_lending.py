@@ -3,10 +3,30 @@ lost, and commits it."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
+
 import pytest
 
+from ckpt.agent.peers import secret
+from ckpt.errors import CkptError
+from ckpt.storage import open as open_store
+from ckpt.store.run import Run
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.test_kills import await_level, busy
+
+KILLS = int(os.environ.get("CKPT_NODE_KILLS", "6"))
+SLOW = 300e3  # bytes/s to the store: a commit takes seconds
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with another launch id watches for two heartbeats whether the one before lives."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.5")
+    monkeypatch.setenv("CKPT_RETRY_S", "1")
 
 
 @pytest.fixture
@@ -40,3 +60,187 @@ def test_when_the_trainers_node_is_lost_its_state_comes_back_from_there_onto_any
     assert decision.fields["candidate"]["level"] == "peer"
     assert set(lent.fetched()) == {"peer"}
     assert lent.checkpoint("peer") > step
+
+
+def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_there(
+    cluster: Cluster, url: str
+) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: status["error"] is not None)
+    cluster.allow_commits()
+    assert cluster.end_lending() == 0  # it tries once more
+    assert [identity.tick.step for identity in line(url)] == [step]
+    cluster.peers = []
+    decision = cluster.start(1, launch="another")
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
+
+
+def slowly(cluster: Cluster, bandwidth: float | None = SLOW) -> None:
+    cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": bandwidth}}
+
+
+def committed(cluster: Cluster) -> list[int]:
+    """The steps of the line."""
+    return [identity.tick.step for identity in line(cluster.url)]
+
+
+def test_it_commits_of_itself_once_nobody_has_been_there_for_so_long(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5")["listen"]
+    slowly(cluster)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    assert committed(cluster) == []
+    cluster.kill(0)
+    cluster.await_lending(lambda status: bool(committed(cluster)))
+    assert committed(cluster) == [step]
+
+
+def test_a_job_that_begins_while_it_commits_goes_on_from_the_same_and_neither_hurts_the_other(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0")["listen"]
+    slowly(cluster)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: status["committing"] is not None)
+    decision = cluster.start(1, 1)
+    assert decision.fields["candidate"]["step"] == step
+    assert cluster.lending_status()["committing"] is not None
+    later = cluster.checkpoint("peer", "store")
+    cluster.await_lending(lambda status: status["committing"] is None)
+    assert set(committed(cluster)) == {step, later}
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_once_a_job_has_gone_on_from_something_older_what_it_keeps_is_not_put_on_the_line(
+    committing: bool, cluster: Cluster
+) -> None:
+    """That job names no memory-only nodes: it does not know of this one, nor this one of it."""
+    named = cluster.lend("1GiB", "--commit-after-s", "0" if committing else "3600")["listen"]
+    cluster.start(0, 0)
+    older = cluster.checkpoint("store")
+    cluster.kill(0)
+    cluster.peers = named
+    slowly(cluster)
+    cluster.start(1, 1)
+    lost = cluster.checkpoint("peer")
+    assert cluster.lending_status()["whole"]
+    cluster.kill(1)
+    if committing:
+        cluster.await_lending(lambda status: status["committing"] is not None)
+    cluster.peers = []
+    slowly(cluster, None)
+    decision = cluster.start(2)
+    assert decision.fields["candidate"]["step"] == older
+    later = cluster.checkpoint("store")
+    assert cluster.end_lending() == 0  # when it has tried
+    assert committed(cluster) == [older, later]
+    assert later == lost  # of another branch: told apart by its epoch
+    cluster.finish()
+
+
+def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0")["listen"]
+    slowly(cluster)
+    cluster.start(0, 0)
+    step = cluster.checkpoint("peer")
+    os.kill(cluster.pids[0], signal.SIGSTOP)
+    cluster.await_lending(lambda status: bool(committed(cluster)))  # once it has been silent for long enough
+    os.kill(cluster.pids[0], signal.SIGCONT)
+    assert cluster.job[0].wait_level(Tick(step), "store")
+    store = open_store(cluster.url)
+    try:
+        records = [ref.identity.tick.step for ref in Run(store).view().commits]
+    finally:
+        store.close()
+    assert records == [step, step]
+    assert committed(cluster) == [step]
+    assert cluster.checkpoint("peer", "store") > step
+
+
+def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(lent: Cluster) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("peer", "store")
+    first = list(lent.job)
+    lent.job = []  # it goes on
+    lent.connect(1, launch="another")
+    with pytest.raises(CkptError, match="in use"):
+        lent.enter()
+    assert lent.lending_status()["launch"] == "test"
+    lent.job, lent.at = first, {0: 0, 1: 0}
+    assert lent.checkpoint("peer", "store") > step
+
+
+def test_whenever_the_trainers_node_is_killed_the_newest_safe_checkpoint_comes_back_from_there(
+    lent: Cluster, seed: int
+) -> None:
+    rng = random.Random(seed)
+    lent.forbid_commits()
+    lent.options = {**lent.options, "policy": {"steps": 2, "seconds": None}}
+    known = 0
+    for node in range(KILLS):
+        decision = lent.start(*[node] * rng.randint(1, 3))
+        found = decision.fields["candidate"]
+        step = found["step"] if found is not None else 0
+        assert step >= known, f"kill {node}: step {known} was safe, and step {step} came back"
+        assert set(lent.fetched()) <= {"peer"}
+        with busy(lent, rng) as job:
+            await_level(job, step + 2)
+            threading.Event().wait(rng.choice((0.0, 0.005, 0.01, 0.03, 0.1)))
+            lent.kill(node)
+            known = job.safe()
+        print(f"kill {node}: step {known} was safe")
+    assert lent.start(KILLS).fields["candidate"]["step"] >= known
+
+
+def test_one_that_is_not_there_is_named_and_training_goes_on_and_when_it_comes_it_is_used(cluster: Cluster) -> None:
+    at = cluster.lend()["listen"][0]
+    assert cluster.end_lending() == 0
+    cluster.peers = [at]
+    cluster.start(0)
+    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert len(told) == 1
+    assert f"--listen {at}" in told[0]["message"]
+    assert told[0]["loud"]
+    cluster.checkpoint("local", "store")
+    cluster.lend(at=at)
+    cluster.await_lending(lambda status: status["connected"], 1)
+    assert cluster.checkpoint("peer")
+    cluster.end_lending(1, signal.SIGKILL)
+    cluster.checkpoint("store")
+    cluster.finish()
+
+
+def test_one_with_another_secret_takes_no_part_and_learns_nothing(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend(secret=secret.make())["listen"]
+    cluster.start(0)
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert "secret" in told[0]
+    cluster.checkpoint("local", "store")
+    assert cluster.lending_status()["launch"] is None
+    cluster.finish()
+
+
+def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
+    cluster.peers = cluster.lend("64KiB")["listen"]
+    cluster.start(0)
+    cluster.checkpoint("local", "store")
+    placed = [event for event in cluster.job[0].events if event["name"] == "peers.placed"]
+    assert "lend more" in placed[-1]["message"]
+    assert cluster.lending_status()["keeps"] == []
+    cluster.finish()
+
+
+def test_an_agent_of_the_job_that_is_killed_has_the_memory_only_node_again(lent: Cluster) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    lent.kill_agent(0)
+    for rank in lent.job:
+        assert rank.lost.wait(60)
+    lent.come_back()
+    again = lent.checkpoint("peer")
+    assert again > step
+    assert lent.lending_status()["launch"] == "test"
