@@ -3,7 +3,8 @@
 The agent's main thread drives it and never waits for it. It is let go, and its owner told, when anything arrives that
 is not authentic or not sound, when the peer has been silent for SILENT_S (both sides say that they live every BEAT_S),
 or when it does not take what is sent: nothing for SILENT_S, or OUTBOX_BYTES_MAX are waiting. What was sent may be lost
-with the connection; an end proves nothing, for anybody can cut it.
+with the connection; an end proves nothing, for anybody can cut it. But what has arrived of a peer that is gone is heard,
+also where its end is found out by sending to it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Channel:
         self._room = bytearray(auth.RECORD_HEADER_BYTES)
         self._got = 0
         self._heard_s = self._moved_s = self._said_s = self._clock.now_s()
+        self._deaf = ""  # why it takes nothing any more
         self._watched = 0
         self._watch()
         loop.later(BEAT_S, self._beat)
@@ -74,7 +76,7 @@ class Channel:
         """Sends now, or when there is room; does nothing once the connection is gone. The blobs must not change until
         they are sent. Errors: AgentError for a message that is larger than allowed."""
         made = messages.payloads(fields, blobs)
-        if not self.open:
+        if not self.open or self._deaf:
             return
         idle = not self.waiting_bytes
         for kind, payload in made:
@@ -98,10 +100,18 @@ class Channel:
             self.open = False
             self._loop.unwatch(self._sock)
             self._sock.close()
-            self._outbox.clear()
-            self._outbox_bytes, self._sending = 0, memoryview(b"")
+            self._drop_waiting()
 
     # -- inside
+
+    def _drop_waiting(self) -> None:
+        self._outbox.clear()
+        self._outbox_bytes, self._sending = 0, memoryview(b"")
+
+    def _hear_the_rest(self) -> None:
+        """It takes nothing any more; what it said before that is here, or lost."""
+        self._read(OUTBOX_BYTES_MAX)
+        self._lose(self._deaf)
 
     def _lose(self, why: str) -> None:
         if self.open:
@@ -126,7 +136,7 @@ class Channel:
         if self.waiting_bytes and now_s - self._moved_s >= SILENT_S:
             self._lose(f"has taken nothing of what it was sent for {now_s - self._moved_s:.0f} s")
             return
-        if not self.waiting_bytes and now_s - self._said_s >= BEAT_S / 2:
+        if not (self.waiting_bytes or self._deaf) and now_s - self._said_s >= BEAT_S / 2:
             self._outbox.append((messages.ALIVE, b""))
             self._outbox_bytes += _SMALL
             self._moved_s = now_s
@@ -151,7 +161,9 @@ class Channel:
         except BlockingIOError:
             pass  # it has to wait
         except OSError as exc:
-            self._lose(f"cannot be sent to: {exc.strerror or exc}")
+            self._drop_waiting()
+            self._deaf = f"cannot be sent to: {exc.strerror or exc}"
+            self._loop.post(self._hear_the_rest)  # not from here: one of its messages may be being handled
             return
         self._watch()
 
@@ -163,8 +175,7 @@ class Channel:
             self._sending = memoryview(self._session.sealer.seal(kind, payload))
         return bool(self._sending)
 
-    def _read(self) -> None:
-        room = AT_ONCE_BYTES
+    def _read(self, room: int = AT_ONCE_BYTES) -> None:
         try:
             while self.open and room > 0:
                 got = self._sock.recv_into(memoryview(self._room)[self._got :])

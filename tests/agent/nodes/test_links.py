@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.agent.peers.sockets import Address
 from ckpt.types import FRAME_BYTES, Tick
-from tests.agent.nodes.cluster import Cluster, come_back, together
+from tests.agent.nodes.cluster import Cluster, await_end, come_back, together
 from tests.agent.peers.proxy import Fault, Proxy
 
 NAME = "0123456789abcdef"  # as long as agents' names are
@@ -117,3 +117,19 @@ def test_an_agent_that_hung_and_wakes_up_later_brings_nothing_old_back(cluster: 
     assert decision.fields["candidate"]["step"] == second
     assert cluster.checkpoint("peer", "store") > second
     cluster.finish()
+
+
+def test_an_agent_hears_that_the_job_is_over_though_its_coordinator_is_gone_before_it_has_looked(
+    cluster: Cluster,
+) -> None:
+    """It has more to say than it has heard: what the ranks said last goes to a connection that is closed already."""
+    cluster.start(0, 1)
+    tick = cluster.save("peer", "store")
+    together(cluster.job, lambda rank: rank.save(Tick(tick.step, 2), "exit"))
+    together(cluster.job, lambda rank: rank.leave())
+    os.kill(cluster.pids[1], signal.SIGSTOP)
+    cluster.hang_up(1)
+    cluster.hang_up(0)
+    await_end(cluster.pids[0])
+    os.kill(cluster.pids[1], signal.SIGCONT)
+    await_end(cluster.pids[1])

@@ -97,6 +97,29 @@ def test_messages_and_blobs_arrive_in_order_both_ways(node: Made, loop: MovedLoo
     assert mine.waiting_bytes == 0
 
 
+def test_what_was_said_before_an_end_is_heard_by_who_finds_out_about_the_end_by_sending(
+    pair: tuple[Node, Node], loop: MovedLoop
+) -> None:
+    one, other = pair
+    mine, theirs = one.channels[0], other.channels[0]
+    mine.send({"t": "unread"})  # so that the end is a reset
+    theirs.send({"t": "drop", "number": 1}, [b"x" * (4 << 20)])
+    while theirs.waiting_bytes:
+        theirs._flush()
+        mine._read()
+    theirs.send({"t": "drop", "number": 2})
+    theirs.close()
+    for _ in range(3):
+        mine.send({"t": "steps"})
+    assert mine.open
+    loop.until(lambda: one.noted.ends)
+    assert [message.fields["number"] for message in one.noted.messages] == [1, 2]
+    assert "cannot be sent to" in str(one.noted.ends[0]) or "closed it" in str(one.noted.ends[0])
+    assert not mine.waiting_bytes
+    loop.move(2 * SILENT_S)
+    assert len(one.noted.ends) == 1
+
+
 def test_small_messages_are_not_delayed_and_dead_hosts_are_noticed(pair: tuple[Node, Node]) -> None:
     for each in pair:
         sock = each.channels[0]._sock
