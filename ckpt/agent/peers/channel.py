@@ -3,8 +3,8 @@
 The agent's main thread drives it and never waits for it. It is let go, and its owner told, when anything arrives that
 is not authentic or not sound, when the peer has been silent for SILENT_S (both sides say that they live every BEAT_S),
 or when it does not take what is sent: nothing for SILENT_S, or OUTBOX_BYTES_MAX are waiting. What was sent may be lost
-with the connection; an end proves nothing, for anybody can cut it. But what has arrived of a peer that is gone is heard,
-also where its end is found out by sending to it.
+with the connection; an end proves nothing, for anybody can cut it. But what has arrived from a peer that is gone is
+heard, also where its end is found out by sending to it.
 """
 
 from __future__ import annotations
