@@ -160,6 +160,7 @@ class Facts:
         self._commit_failures = 0
         self._retry_copy_s = math.inf
         self._copy_failures = 0
+        self._copies_lost = False
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the deadline then
@@ -366,9 +367,15 @@ class Facts:
         entry.leases -= 1
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
-        if entry.round is not None:
+        if entry.round is not None and entry.round.peer is Store.DONE:  # what may have been lost of it was made again
+            self._copies_lost = self._copies_lost or bool(error)
+        elif entry.round is not None:
             entry.round.peer = Store.FAILED if error else Store.DONE
             self._tell_level(entry.round.tick, "peer", not error, error)
+
+    def copies_lost(self) -> None:
+        """An agent of another node is not connected any more: what it kept for others may have gone with it."""
+        self._copies_lost = True
 
     def lease(self, slot: int) -> None:
         self.slots[slot].leases += 1

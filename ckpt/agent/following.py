@@ -146,6 +146,8 @@ class Following:
             self.ranks.bring(rank, slots, message.fds)
         else:
             self.ranks.has(rank, slots, message.fds)
+        if resume and self.claim is None:  # it was told to a former agent
+            self.claim = claim_told(self.epoch, fields)
         here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
         self._forward(rank, here, message)
 

@@ -142,16 +142,22 @@ class Group(Leaving):
                 self._free(slot)
 
     def _replicate_newest(self, now_s: float) -> None:
-        """One at a time, and again after it failed; what is overtaken meanwhile skips the level."""
+        """One at a time, and again after it failed, or a node that may have lost its copies is back; what is overtaken
+        meanwhile skips the level."""
         newest = self.newest
         if not self.replicates or self.replicating is not None or self.superseded_by or self.all_gone:
             return
         if newest is None or newest.round is None:
             return
-        again = newest.round.peer is Store.FAILED and now_s >= self._retry_copy_s and not self._broken()
-        if newest.round.peer is not Store.NEW and not again:
+        peer = newest.round.peer
+        lost = self._copies_lost and all(member.lost_s is None for member in self.members)
+        waits = self._copy_failures > 0 and now_s < self._retry_copy_s
+        again = peer is Store.FAILED or (peer is Store.DONE and lost)
+        if peer is not Store.NEW and (not again or waits or self._broken()):
             return
-        newest.round.peer = Store.RUNNING
+        self._copies_lost = False
+        if peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
+            newest.round.peer = Store.RUNNING
         newest.leases += 1
         self.replicating = newest.number
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))

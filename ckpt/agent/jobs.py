@@ -28,6 +28,7 @@ from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed
 from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
+from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
@@ -67,6 +68,7 @@ class Job(Carrier):
         self.told_newer = False  # whether the other nodes know that a checkpoint of it is complete
         self.first = first
         self.restore: Restore | None = None
+        self.reprotecting: Reprotecting | None = None  # of what it goes on from, until it has something as safe
         self.gone_s: float | None = None
         self._sent_away = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
@@ -127,6 +129,15 @@ class Job(Carrier):
         if found is None:
             raise AgentError(f"agent {node} has no rank of {self.epoch}")
         return found
+
+    def lends(self) -> dict[str, int]:
+        """Bytes that each node has left beside its slots and a generation of what it keeps for others."""
+        nodes, placement = self.ranks, self.protection.placement if self.protection is not None else None
+        if self.plan is None or not isinstance(nodes, Nodes):
+            return {}
+        keeps = {load.node: load.keeps_bytes for load in placement.loads} if placement is not None else {}
+        left = {name: plan.left_bytes(self.plan.slots) for name, plan in nodes.plans_by_name().items()}
+        return {name: max(0, count - keeps.get(name, 0)) for name, count in left.items()}
 
     def involves(self, peer: AnyPeer) -> bool:
         return self.first is peer or self.rank_of(peer) is not None

@@ -114,6 +114,7 @@ class Node(Others):
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
         self._see()
+        self._tend_protection()
         self._drop_former()
         times.append(self._end_s(now_s))
         return min((each for each in times if each is not None), default=None)

@@ -24,6 +24,7 @@ from ckpt.agent.loan import Terms
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
+from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Start
 from ckpt.agent.starts import Starts
@@ -253,6 +254,35 @@ class Others(Starts):
         for each in self.followings:
             each.over = each.over or each.epoch < before
 
+    # -- what a job goes on from, and has lost copies of
+
+    def _restored(self, peer: Peer, message: Message) -> None:
+        start = self._start
+        super()._restored(peer, message)
+        job, network = self.current, self.network
+        identity = job.claim.parent if job is not None and job.claim is not None else None
+        if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
+            return
+        sizes = {rank: arena.bytes for rank, arena in self._arenas_of(identity).items()}
+        holders = {rank: [network.me] for rank in sizes}
+        if identity in start.gathered:
+            places = start.gathered[identity].places
+            sizes = places.sizes
+            holders = {rank: [name or network.me for name in names] for rank, names in places.holders.items()}
+        services = network, self.copies, job.nodes, identity, holders, sizes
+        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit)
+
+    def _tend_protection(self) -> None:
+        """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
+        for job in [job for job in self._jobs() if job.reprotecting is not None]:
+            assert job.reprotecting is not None
+            group, protection = job.group, job.protection
+            if job is not self.current or group.outdoes_former or group.all_gone or group.superseded_by:
+                job.reprotecting.end()
+                job.reprotecting = None
+            elif job.reprotecting.is_due and protection is not None and protection.option is not None and job.plan:
+                job.reprotecting.tend(job.lends(), protection.option.n)
+
     # -- what other agents say
 
     def peer_message(self, channel: Channel, message: Message) -> None:
@@ -362,8 +392,9 @@ class Others(Starts):
                 channel.reply(request_id, {})
 
         wanted = decode_described(message.blobs[0])
-        safe = fields["safe"]
-        self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
+        if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
+            safe = fields["safe"]
+            self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:
@@ -456,6 +487,7 @@ class Others(Starts):
             if share is not None:
                 for peer in share.close():
                     self.ended(peer)
+                job.group.copies_lost()
         self._server.later(CALL_AGAIN_S, lambda: self._call_again(channel.peer))
 
     def _call_again(self, name: str) -> None:

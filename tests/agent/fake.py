@@ -92,6 +92,7 @@ class FakeRank:
         self.parent: str | None = None
         self.ancestors: list[Any] = []
         self.nodes: list[dict[str, Any]] = []  # where the ranks are, if on several nodes
+        self.known: dict[str, Any] | None = None  # how a new agent is to listen, where and as whom the others know it
 
     # -- what it holds
 

@@ -447,6 +447,37 @@ def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> 
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [tick, tick]
 
 
+def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_what_is_safe_meanwhile() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    tick = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.commit()
+    driver.group.lost(1, driver.now_s)
+    driver.group.copies_lost()
+    driver.decide()
+    made = lambda: [each.tick for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
+    assert made() == [tick], "not while it is away"
+    driver.group.joined(1)
+    driver.decide()
+    assert made() == [tick, tick]
+    held = driver.group.safe
+    assert held is not None
+    driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+    driver.decide()
+    assert made() == [tick, tick], "later"
+    assert driver.group.safe is held
+    driver.now_s += 10.0
+    driver.decide()
+    assert made() == [tick, tick, tick]
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.now_s += 100.0
+    driver.decide()
+    assert made() == [tick, tick, tick]
+    tells = [each for each in driver.said if isinstance(each, do.Tell) and each.body.get("level") == "peer"]
+    assert len(tells) == 1
+
+
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
     driver = Driver()
     word = driver.word()

@@ -145,6 +145,19 @@ class Cluster:
             assert self.job[0].wait_level(tick, level), self.job[0].levels
         return tick
 
+    def await_event(self, name: str, count: int = 1) -> dict[str, Any]:
+        """What the newest job is told with it, for the `count`th time."""
+        rank = self.job[0]
+        with rank.changed:
+            found: list[dict[str, Any]] = []
+
+            def told() -> bool:
+                found[:] = [each["data"] for each in rank.events if each["name"] == name]
+                return len(found) >= count
+
+            assert rank.changed.wait_for(told, BOUND_S), [each["name"] for each in rank.events]
+            return found[count - 1]
+
     def finish(self) -> None:
         """The last step is saved, all leave, and the agents end by themselves."""
         step = self.job[0].step
@@ -206,6 +219,17 @@ class Cluster:
         assert process.stdout is not None
         process.stdout.close()
         return status
+
+    def come_back(self, node: int) -> None:
+        """The ranks of a node whose agent died start another, which is to be found where that was, as that."""
+        away = [rank for rank in self.job if self.at[rank.rank] == node]
+        for rank in away:
+            known = next(each for each in rank.nodes if rank.rank in each["ranks"])
+            rank.known = {"secret": self.secret, "at": known["addresses"][0], "name": known["name"]}
+        together(away, come_back)
+        for rank in away:
+            self.pids[node] = pid_of(rank)
+            self._agents.add(self.pids[node])
 
     # -- what goes wrong
 
@@ -294,8 +318,9 @@ def come_back(rank: FakeRank, tries: int = 300, listen: dict[str, Any] | None = 
                 rank.connection.close()
             rank.warm.clear()
             rank.connect()
-            if listen is not None:
-                rank.request("listen", listen)
+            known = listen if listen is not None else rank.known
+            if known is not None:
+                rank.request("listen", known)
             rank.join(rank.epoch, resume=True)
         except AgentError:
             threading.Event().wait(0.05)

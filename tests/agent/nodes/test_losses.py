@@ -77,3 +77,44 @@ def test_a_checkpoint_of_which_one_ranks_part_is_lost_is_passed_over_for_one_tha
     cluster.hang_up()
     decision = cluster.start(0, 2)
     assert decision.fields["candidate"] is None
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 0, 2)])
+def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_them_again(
+    order: tuple[int, int, int], cluster: Cluster
+) -> None:
+    """Three nodes, one copy of each. No snapshot is taken after the first: memory of it is all there is."""
+    first, second, last = order
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    cluster.kill(first)
+    cluster.hang_up()
+    decision = cluster.start(second, last)
+    assert decision.fields["candidate"]["step"] == step
+    told = cluster.await_event("peers.reprotected")
+    assert told["identity"] == decision.fields["candidate"]["identity"]
+    assert told["bytes"] > 0
+    assert cluster.job[0].levels == {}
+    cluster.kill(second)
+    cluster.hang_up()
+    decision = cluster.start(last)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
+    assert cluster.checkpoint("local") > step
+
+
+def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(cluster: Cluster) -> None:
+    """Its ranks have their own memory; copies of the others' died with it. No snapshot is taken after that."""
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    rank = cluster.job[1]
+    cluster.kill_agent(1)
+    assert rank.lost.wait(60)
+    cluster.come_back(1)
+    rank.wait_warm()
+    cluster.await_event("peers.done", 2)
+    cluster.kill(0)
+    cluster.hang_up()
+    decision = cluster.start(1)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
