@@ -212,6 +212,9 @@ class Following:
                     self.ranks.offer(slot, str(fields["division"]))
             case "close-arenas":
                 self.ranks.close_arenas(int(fields["slot"]))
+            case "limit":
+                told = fields["bandwidth"]
+                self._network.limit(float(told) if told is not None else None)
             case "claimed":
                 self.claim = claim_told(self.epoch, fields)
                 self._end_restore()  # all ranks have what they wanted

@@ -215,6 +215,7 @@ class Job(Carrier):
             self.options = options
             self._protect(options.peers)
             self._follow(policy)
+        self._limit_copies(rank)
         self.group.joined(rank)
         self.group.layout(rank)
         peer.reply(request_id, {}, fds)
@@ -320,6 +321,18 @@ class Job(Carrier):
             return
         if self.protection is None or self.protection.option != option:
             self.protection = Protection(network, copies, self.nodes, option, self._services.lenders)
+
+    def _limit_copies(self, rank: int) -> None:
+        """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""
+        network, nodes = self._services.network(), self.ranks
+        if network is None or not isinstance(nodes, Nodes):
+            return
+        rate = self.options.limits.peer_bandwidth
+        if rank == 0:
+            network.limit(rate)
+        for name in nodes.others if rank == 0 else [nodes.node_of(rank)]:
+            if name:
+                nodes.others[name].limit_copies(rate)
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""

@@ -87,6 +87,7 @@ class Network:
     def __init__(self, loop: Loop, bulk: Bulk, me: str, receiver: Receiver) -> None:
         self.me = me
         self.transport = TcpTransport(self._greet)
+        self.limit_bytes_s: float | None = None
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
         self._secrets: dict[str, bytes] = {}  # newest last
         self._listener: Listener | None = None
@@ -184,6 +185,11 @@ class Network:
         """Where that agent may be found, first those of the host that we are connected to."""
         host = self._hosts.get(node.name)
         return sorted(node.addresses, key=lambda address: address.host != host)
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """What transfers that no start waits for may take, each way. Errors: ValueError."""
+        self.transport.set_rate(bytes_per_s)
+        self.limit_bytes_s = bytes_per_s
 
     def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """A hint: lost where there is no connection."""

@@ -185,6 +185,7 @@ class Node(Others):
             "predictions": self.foreseeing.table(),
             "starting": self._start.launch if self._start is not None else None,
             "job": {**job.status(), **job_facts(job)} if job is not None else None,
+            "peer_bandwidth": self.network.limit_bytes_s if self.network is not None else None,
             "following": [each.status() for each in self.followings],
             "former": [{**each.status(), **job_facts(each)} for each in self.former[-4:]],
             "lenders": self.lenders.table(),

@@ -213,7 +213,7 @@ class Others(Starts):
         if arena is None or self.network is None:
             raise AgentError(f"rank {rank} of {identity} is not held here")
         if name not in self._offered:
-            self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes))
+            self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes), urgent=True)
             self._offered.add(name)
 
     def _end_serving(self, identity: Identity) -> None:

@@ -92,6 +92,7 @@ class PeerFrames:
                 self._frames[rank],
                 np.searchsorted(numbers, wanted).tolist(),
                 lambda number: self._post(lambda: self._landed(int(numbers[number]))),
+                urgent=True,
             )
         except (CkptError, OSError) as exc:
             self._fetch(rank, wanted, others, str(exc))

@@ -140,6 +140,10 @@ class RemoteRanks:
         """That node's agent; lost where it is not connected."""
         self._tell(fields)
 
+    def limit_copies(self, bytes_per_s: float | None) -> None:
+        """What copies may take of that node's network, each way."""
+        self._tell({"t": "limit", "bandwidth": bytes_per_s})
+
     def drop(self) -> None:
         if not self.dropped:
             self.dropped = True

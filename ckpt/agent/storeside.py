@@ -73,7 +73,11 @@ def options_from(given: Any) -> Options:
     peers = given.get("peers")
     return Options(
         keep,
-        Limits(memory=limits.get("memory"), bandwidth=limits.get("bandwidth")),
+        Limits(
+            memory=limits.get("memory"),
+            bandwidth=limits.get("bandwidth"),
+            peer_bandwidth=limits.get("peer_bandwidth"),
+        ),
         codec,
         None if peers is None else Replicas(fields_of(peers, "options.peers")["replicas"]),
     )

@@ -57,17 +57,20 @@ class Keep:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What is rare. `memory`: bytes the agent may hold for this job (None: what the machine or its cgroup allows).
-    `bandwidth`: bytes per second to the store (None: no limit). `exit_s`: how long leaving waits for the last commit.
-    `unsaved_s`: leave with an error when no commit landed for so long (None: never)."""
+    `bandwidth`: bytes per second to the store (None: no limit). `peer_bandwidth`: bytes per second that copies on their
+    way to other nodes' memory may take, from each node and to it (None: no limit). `exit_s`: how long leaving waits for
+    the last commit. `unsaved_s`: leave with an error when no commit landed for so long (None: never)."""
 
     memory: int | None = None
     bandwidth: float | None = None
     exit_s: float = 600.0
     unsaved_s: float | None = None
+    peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         _whole("ckpt.Limits(memory=), in bytes", self.memory, 1)
         _positive("ckpt.Limits(bandwidth=), in bytes per second", self.bandwidth)
+        _positive("ckpt.Limits(peer_bandwidth=), in bytes per second", self.peer_bandwidth)
         if self.exit_s is None:
             raise UsageError("ckpt.Limits(exit_s=None): a number of seconds")
         _positive("ckpt.Limits(exit_s=)", self.exit_s)

@@ -69,7 +69,11 @@ def make_options(
             "every": keep.every,
             "best": None if best is None else [best.metric, best.mode],
         },
-        "limits": {"memory": limits.memory, "bandwidth": limits.bandwidth},
+        "limits": {
+            "memory": limits.memory,
+            "bandwidth": limits.bandwidth,
+            "peer_bandwidth": limits.peer_bandwidth,
+        },
         "codec": codec,
         "peers": None if peers is None else {"replicas": peers.n},
     }

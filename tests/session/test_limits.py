@@ -32,7 +32,16 @@ def committed_steps(seen: Seen) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"memory": -1}, {"bandwidth": 0.0}, {"bandwidth": -5.0}, {"exit_s": -1.0}, {"unsaved_s": 0.0}], ids=str
+    "wrong",
+    [
+        {"memory": -1},
+        {"bandwidth": 0.0},
+        {"bandwidth": -5.0},
+        {"peer_bandwidth": 0.0},
+        {"exit_s": -1.0},
+        {"unsaved_s": 0.0},
+    ],
+    ids=str,
 )
 def test_a_limit_that_means_nothing_is_refused_where_it_is_written(wrong: dict[str, Any]) -> None:
     (name,) = wrong

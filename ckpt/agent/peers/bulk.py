@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.agent.peers import auth
 from ckpt.agent.peers.auth import Dialler, Session
@@ -36,6 +36,7 @@ PATIENCE_S = 30.0
 class _Offer:
     source: memoryview
     places: list[tuple[int, int]]  # of the frames: offset, length
+    urgent: bool
     socks: set[socket.socket] = field(default_factory=set)
     gone: Future[None] | None = None  # once it is withdrawn
 
@@ -57,14 +58,16 @@ class TcpTransport:
     ) -> None:
         """The other arguments are those of Terms. `clock`: of the bandwidth limit."""
         self._outward, self._inward = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
+        self._unlimited = Bucket(None, clock)
         self._terms = Terms(greet, self._inward, connections, stall_s, patience_s)
+        self._urgent = replace(self._terms, inward=self._unlimited, nice=False)
         self._tasks = Tasks("peers")
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._fetches: set[TcpFetch] = set()
         self._served = 0
 
-    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         if len(name.encode()) > auth.NAME_BYTES_MAX:
             raise AgentError(f"the name of a transfer has {len(name)} characters: {name[:100]!r}")
         source = source.cast("B")
@@ -72,7 +75,7 @@ class TcpTransport:
         with self._lock:
             if name in self._offers:
                 raise AgentError(f"{name} is offered already")
-            self._offers[name] = _Offer(source, frames.places())
+            self._offers[name] = _Offer(source, frames.places(), urgent)
 
     def withdraw(self, name: str) -> Future[None]:
         gone = settled_by_us()
@@ -96,9 +99,11 @@ class TcpTransport:
         frames: Frames,
         only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
+        urgent: bool = False,
     ) -> TcpFetch:
         frames = frames.at(frames.offsets, target.nbytes)
-        fetch = TcpFetch(self._terms, peer, addresses, name, target, frames, Ledger(name, frames, only), landed)
+        terms = self._urgent if urgent else self._terms
+        fetch = TcpFetch(terms, peer, addresses, name, target, frames, Ledger(name, frames, only), landed)
         with self._lock:
             self._fetches = {each for each in self._fetches if not each.done.done()} | {fetch}
         fetch.start(self._tasks)
@@ -133,7 +138,8 @@ class TcpTransport:
 
     def _serve(self, sock: socket.socket, session: Session, offer: _Offer) -> None:
         try:
-            be_nice()
+            if not offer.urgent:
+                be_nice()
             wait_at_most(sock, self._terms.stall_s)
             while offer.gone is None:
                 for number in _wanted(sock, session, len(offer.places)):
@@ -148,9 +154,10 @@ class TcpTransport:
 
     def _send(self, sock: socket.socket, offer: _Offer, number: int) -> None:
         at, length = offer.places[number]
-        stop, size = at + length, self._outward.piece_bytes
+        bucket = self._unlimited if offer.urgent else self._outward
+        stop, size = at + length, bucket.piece_bytes
         while at < stop:
-            self._outward.wait(min(size, stop - at), offer.is_gone)
+            bucket.wait(min(size, stop - at), offer.is_gone)
             if offer.gone is not None:
                 raise AgentError("the offer was withdrawn")
             with offer.source[at : min(at + size, stop)] as piece:

@@ -1,7 +1,7 @@
 """Fetching over TCP: the receiver's side of `bulk`, which says what is spoken on a data connection.
 
-Everything here happens on threads of the lowest priority, in calls that release the GIL: one recv_into a piece, xxh3
-over it while it is in the cache.
+Everything here happens on threads, of the lowest priority unless a start waits for it, in calls that release the GIL:
+one recv_into a piece, xxh3 over it while it is in the cache.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew
 class Terms:
     """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
     the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
-    transfer fails when nothing has come for so long and a connection then fails."""
+    transfer fails when nothing has come for so long and a connection then fails. `nice`: at the lowest priority."""
 
     greet: Callable[[str, str], Dialler]
     inward: Bucket
     connections: int
     stall_s: float
     patience_s: float
+    nice: bool = True
 
 
 class TcpFetch:
@@ -130,7 +131,8 @@ class TcpFetch:
     def _work(self) -> None:
         pause_s = PAUSE_S
         try:
-            be_nice()
+            if self._terms.nice:
+                be_nice()
             while self._await_work():
                 before = self._moved_s
                 asked: collections.deque[int] = collections.deque()

@@ -158,8 +158,9 @@ class Fetch(Protocol):
 class Transport(Protocol):
     """Thread-safe; only `close` waits for anything."""
 
-    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
-        """From here on agents of the run may fetch these frames of `source`, which must not change.
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
+        """From here on agents of the run may fetch these frames of `source`, which must not change. `urgent`: a start
+        waits for them: at normal priority, and outside the rate.
         Errors: AgentError where the name is taken or too long, or a frame is not in `source`."""
         ...
 
@@ -176,15 +177,16 @@ class Transport(Protocol):
         frames: Frames,
         only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
+        urgent: bool = False,
     ) -> Fetch:
         """Brings the frames (or `only` these) of the offer `name` of the agent `peer` into `target`. `addresses`: where
-        that listens, best first. `landed`: told of
-        each that is in place and checked, on a thread of the transport. Cut connections are made anew as long as
-        frames keep arriving. Errors: AgentError."""
+        that listens, best first. `landed`: told of each that is in place and checked, on a thread of the transport.
+        `urgent`: as of an offer. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
         ...
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """How many bytes a second may leave this agent, and as many reach it, in all transfers together."""
+        """How many bytes a second may leave this agent, and as many reach it, in all transfers together but urgent
+        ones. None: no limit."""
         ...
 
     def close(self) -> None:

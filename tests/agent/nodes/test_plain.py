@@ -32,6 +32,26 @@ def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str)
     assert len(line(url)) == 1
 
 
+RATE = 400_000.0
+STATE_BYTES = 2 * 512 * 300 * 4
+
+
+def test_copies_keep_to_their_bandwidth_on_every_node_and_what_a_start_waits_for_does_not(cluster: Cluster) -> None:
+    cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": None, "peer_bandwidth": RATE}}
+    cluster.start(0, 1, 2)
+    assert [cluster.status(node)["peer_bandwidth"] for node in range(3)] == [RATE] * 3
+    step = cluster.checkpoint("peer")
+    told = cluster.await_event("peers.done")
+    assert told["seconds"] >= 0.9 * STATE_BYTES / 3 / RATE, "some node sends a third of the state, or more"
+    cluster.kill(1)
+    cluster.hang_up()
+    cluster.options["limits"]["peer_bandwidth"] = 100.0  # a start that kept to it would take an hour
+    decision = cluster.start(3, 0, 2)
+    assert decision.fields["candidate"]["step"] == step
+    assert cluster.fetched()["peer"] > 100_000
+    assert [cluster.status(node)["peer_bandwidth"] for node in (3, 0, 2)] == [100.0] * 3
+
+
 AGAIN = [((0, 0, 1, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1)), ((0, 1), (0, 0, 1)), ((0, 1, 2), (2, 0, 1, 1))]
 
 

@@ -3,6 +3,7 @@ for right; and whoever stops leaves no thread and no connection behind."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
@@ -378,6 +379,23 @@ def test_a_limited_side_moves_bytes_no_faster(node: Made, side: str) -> None:
     transfer.result()
     assert transfer.is_right()
     assert sum(LENGTHS) / 1e6 - 0.2 < clock.now_s() < sum(LENGTHS) / 1e6 + 0.2
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
+    node: Made, loop: TurnedLoop, urgent: bool
+) -> None:
+    clock, nice = ManualClock(), set[int]()
+    limit = {"bytes_per_s": 1e6, "clock": clock}
+    sender, receiver = node("a", **limit), node("b", **limit)
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames, urgent)
+    note = lambda number: nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))  # noqa: E731
+    target = memoryview(bytearray(ROOM))
+    fetch = receiver.transport.fetch("a", [sender.address], NAME, target, frames, None, note, urgent)
+    finished(loop, fetch.done)
+    assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
+    assert (clock.now_s() > 0.1) != urgent
 
 
 def test_a_limit_counts_for_transfers_under_way(node: Made, loop: TurnedLoop) -> None:
