@@ -393,12 +393,16 @@ class Carrier:
 
     def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Elsewhere:
         """Each other node writes the frames that lie there, or who keeps copies of them does."""
-        round_, holders = self.group.slots[slot].round, dict[str, list[str]]()
-        if self.protection is not None and round_ is not None and round_.peer is Store.DONE:
-            holders = self.protection.holders()
-        return Parts(
-            checkpoint, self.options, nodes.ranks_elsewhere, holders, self._have_written, self._services.server.post
-        )
+        round_ = self.group.slots[slot].round
+
+        def holders() -> dict[str, list[str]]:
+            if self.protection is None or round_ is None or round_.peer is not Store.DONE:
+                return {}
+            return self.protection.holders()
+
+        server, margin_s = self._services.server, self._services.heartbeat_s
+        ask = self._have_written
+        return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, ask, server.post, server.later, margin_s)
 
     def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         nodes, copies = self.ranks, self._services.copies

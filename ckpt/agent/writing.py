@@ -1,17 +1,24 @@
-"""The parts of a commit that nodes other than its coordinator's write: whoever holds the frames does it."""
+"""The parts of a commit that nodes other than its coordinator's write: whoever holds the frames does it.
+
+Every try at a part has keys of its own (StoreSide.write), so that two may be under way at once.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.overdue import overdue_s
 from ckpt.agent.remote import Wanted
 from ckpt.agent.storeside import StoreSide
+from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
 
 if TYPE_CHECKING:
@@ -41,26 +48,54 @@ def write_part(store: StoreSide, wanted: Wanted, arenas: Mapping[int, Arena]) ->
     return store.write(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth)
 
 
+@dataclass(slots=True)
+class _Part:
+    """What one node was asked to write. `names`: who else may be asked, best first, once that is known."""
+
+    name: str
+    wanted: Wanted
+    future: Future[Written]
+    names: list[str] | None = None
+    asked: int = 0  # writers that have not answered
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.wanted.frames["length"].sum())
+
+
 class Parts:
-    """The parts of one commit. `ranks`: of each other node, by its name. `holders`: who keeps copies of a node's
-    snapshots, and writes them if that one cannot. `ask`: see Ask; it runs on the main thread, as `post` makes it."""
+    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each other node, by its name. `holders`: who
+    keeps copies of each node's snapshots at that moment, and writes them if that one cannot, or has taken too long by
+    `overdue_s`, with this margin; who is first counts, and nothing refers to what the other has put. `ask`: see Ask; it
+    runs on the main thread, as `post` makes it; so does what `later` is given."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         options: Options,
         ranks: Mapping[str, frozenset[int]],
-        holders: Mapping[str, Sequence[str]],
+        holders: Callable[[], Mapping[str, Sequence[str]]],
         ask: Ask,
         post: Callable[[Callable[[], None]], None],
+        later: Callable[[float, Callable[[], None]], None],
+        margin_s: float,
+        clock: Clock | None = None,
     ) -> None:
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._holders, self._ask, self._post = ranks, holders, ask, post
+        self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
+        self._began_s = 0.0
+        self._own_bytes = 0
+        self._parts: list[_Part] = []
+        self._written: list[tuple[float, int]] = []  # seconds and bytes of the parts that are; main thread
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
-        """On the thread that commits: see store.commit.Elsewhere."""
+        """On the thread that commits."""
         made = self._checkpoint
         found: list[tuple[Indices, Future[Written]]] = []
+        self._began_s = self._clock.now_s()
+        self._own_bytes = int(made.manifest.frames["length"][todo].sum())
         for name, ranks in self._ranks.items():
             numbers = todo[np.isin(made.ranks[todo], list(ranks))]
             if not len(numbers):
@@ -69,22 +104,58 @@ class Parts:
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
             wanted = Wanted(made.identity, frames, *at, codec, bandwidth)
             future: Future[Written] = Future()
-            self._begin([name, *self._holders.get(name, ())], wanted, future, "")
+            part = _Part(name, wanted, future)
+            self._parts.append(part)
+            self._own_bytes -= part.nbytes
             found.append((numbers, future))
+        for part in self._parts:
+            self._post(functools.partial(self._have_written, part, part.name))
         return found
 
-    def _begin(self, names: Sequence[str], wanted: Wanted, future: Future[Written], why: str) -> None:
-        if not names:
-            future.set_exception(AgentError(why))
-            return
+    def own_written(self) -> None:
+        self._post(lambda: self._is_written(self._own_bytes))
 
-        def written(result: Written | None, error: str) -> None:
+    # -- inside; on the main thread
+
+    def _have_written(self, part: _Part, name: str) -> None:
+        def answered(result: Written | None, error: str) -> None:
+            part.asked -= 1
+            if part.future.done():
+                return  # another one was first
             if result is not None:
-                future.set_result(result)
+                part.future.set_result(result)
+                self._is_written(part.nbytes)
                 return
-            text = f"the node of agent {names[0] or 'here'} has not written its part: {error}"
-            if len(names) > 1:
-                log.warning("%s; another one that has a copy does", text)
-            self._begin(names[1:], wanted, future, why or text)
+            part.errors.append(f"the node of agent {name or 'here'} has not written its part: {error}")
+            if not self._have_another_write(part, part.errors[-1]) and not part.asked:
+                part.future.set_exception(AgentError(part.errors[0]))
 
-        self._post(lambda: self._ask(names[0], wanted, written))
+        part.asked += 1
+        self._ask(name, part.wanted, answered)
+
+    def _have_another_write(self, part: _Part, why: str) -> bool:
+        """The next who has a copy; False where there is none."""
+        if part.names is None:
+            part.names = list(self._holders().get(part.name, ()))
+        if not part.names:
+            return False
+        log.warning("%s; another one that has a copy does", why)
+        self._have_written(part, part.names.pop(0))
+        return True
+
+    def _is_written(self, nbytes: int) -> None:
+        """So much is, and by that others may be late."""
+        self._written.append((self._clock.now_s() - self._began_s, nbytes))
+        for part in self._parts:
+            self._look(part)
+
+    def _look(self, part: _Part) -> None:
+        due_s = overdue_s(self._written, part.nbytes, self._margin_s)
+        if part.future.done() or due_s is None or part.errors or part.asked > 1:
+            return  # whoever failed has been followed by another; and of those that are slow one is enough
+        left_s = due_s - (self._clock.now_s() - self._began_s)
+        if left_s > 0:
+            self._later(left_s, lambda: self._look(part))
+            return
+        slow = f"the node of agent {part.name} takes longer than {due_s:.1f} s for its part"
+        self._have_another_write(part, slow)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,8 +37,17 @@ from ckpt.types import Identity
 
 CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
 
-# The numbers of frames that are to be written; in parts, which of them somebody else writes, and when that is done.
-Elsewhere = Callable[[Indices], "list[tuple[Indices, Future[Written]]]"]
+
+class Elsewhere(Protocol):
+    """Other writers that hold some of the frames."""
+
+    def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
+        """Of the frames with these numbers, which ones they write, in parts, and when each is done. Has them begin."""
+        ...
+
+    def own_written(self) -> None:
+        """The committer has written the others, and waits for theirs now."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,8 @@ class Committer:
                 written = [
                     (own, self.write(identity, manifest.frames[own], own.tolist(), frame, owner, writer, cancel))
                 ]
+                if elsewhere is not None:
+                    elsewhere.own_written()
                 written += [(numbers, _result(future, cancel)) for numbers, future in theirs]
                 for numbers, each in written:
                     placing.add(numbers, each)

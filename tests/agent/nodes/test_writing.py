@@ -1,0 +1,167 @@
+"""Parts of a commit that other nodes write: who fails or is late is followed by who has a copy, and who is first
+counts."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.overdue import SLOWER, overdue_s
+from ckpt.agent.remote import Wanted
+from ckpt.agent.storeside import Options
+from ckpt.agent.writing import Parts
+from ckpt.clock import ManualClock
+from ckpt.errors import AgentError
+from ckpt.format.manifest import FRAME
+from ckpt.store.packs import Written
+from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.staged import identity
+
+MARGIN_S = 10.0
+
+
+def test_a_part_is_late_by_comparison_with_those_that_are_written_and_never_before_one_is() -> None:
+    assert overdue_s([], 100, 5.0) is None
+    assert overdue_s([(2.0, 0)], 100, 5.0) is None, "nothing was to be written"
+    assert overdue_s([(2.0, 100)], 100, 5.0) == SLOWER * 2 + 5
+    assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWER * 4 + 5, "the slowest counts"
+    assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWER * 6 + 5, "what has more bytes may take longer"
+    assert overdue_s([(2.0, 300)], 100, 5.0) == SLOWER * 2 + 5
+
+
+class Writers:
+    """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy."""
+
+    def __init__(self, world: int, copies: int = 1) -> None:
+        self.clock = ManualClock()
+        self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        frames = np.zeros(world, FRAME)
+        frames["length"] = 100
+        made = SimpleNamespace(
+            identity=identity(5),
+            manifest=SimpleNamespace(frames=frames),
+            ranks=np.arange(world),
+            offsets=np.zeros(world, np.int64),
+        )
+        self.parts = Parts(
+            cast(Checkpoint, made),
+            Options(),
+            {f"n{rank}": frozenset([rank]) for rank in range(1, world)},
+            lambda: {f"n{rank}": [f"k{rank}", f"l{rank}"][:copies] for rank in range(world)},
+            self.ask,
+            lambda what: what(),
+            self.later,
+            MARGIN_S,
+            self.clock,
+        )
+        self.futures = [future for _, future in self.parts(np.arange(world))]
+
+    def ask(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        self.asked.append((name, then))
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.clock.now_s() + delay_s, len(self._timers), what))
+
+    def move(self, seconds: float) -> None:
+        self.clock.sleep_s(seconds)
+        while self._timers and self._timers[0][0] <= self.clock.now_s():
+            heapq.heappop(self._timers)[2]()
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.asked]
+
+    def writes(self, name: str, error: str = "") -> Written | None:
+        """The one that was asked last under that name answers."""
+        then = [then for each, then in self.asked if each == name][-1]
+        made = None if error else Written(((name, 100),), np.zeros(1))
+        then(made, error)
+        return made
+
+    def of(self, rank: int) -> Future[Written]:
+        return self.futures[rank - 1]
+
+
+def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() -> None:
+    nodes = Writers(3)
+    assert nodes.names() == ["n1", "n2"]
+    nodes.move(1000)
+    assert nodes.names() == ["n1", "n2"], "the store may be slow for all"
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.parts.own_written()
+    nodes.writes("n2")
+    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    assert nodes.names() == ["n1", "n2"], "not yet"
+    nodes.move(0.2)
+    assert nodes.names() == ["n1", "n2", "k1"]
+    nodes.move(1000)
+    assert nodes.names() == ["n1", "n2", "k1"], "one is enough"
+    first = nodes.writes("k1")
+    assert nodes.of(1).result(0) is first
+    nodes.writes("n1")
+    assert nodes.of(1).result(0) is first
+
+
+def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
+    nodes = Writers(2)
+    nodes.parts.own_written()
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == ["n1", "k1"]
+    first = nodes.writes("n1")
+    nodes.writes("k1", "too late")
+    assert nodes.of(1).result(0) is first
+
+
+@pytest.mark.parametrize("order", [("n1", "k1"), ("k1", "n1")])
+def test_a_part_fails_once_everybody_has_failed_who_had_it_and_not_before(order: tuple[str, str]) -> None:
+    nodes = Writers(2)
+    nodes.parts.own_written()
+    nodes.move(MARGIN_S + 1)
+    nodes.writes(order[0], "no")
+    assert not nodes.of(1).done()
+    nodes.writes(order[1], "neither")
+    with pytest.raises(AgentError, match="no"):
+        nodes.of(1).result(0)
+
+
+def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
+    nodes = Writers(2, copies=2)
+    nodes.writes("n1", "full")
+    assert nodes.names() == ["n1", "k1"]
+    nodes.writes("k1", "full")
+    assert nodes.names() == ["n1", "k1", "l1"]
+    made = nodes.writes("l1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(
+    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads are slowed down, so that the agent hangs in the middle of its own."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
+    cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
+    cluster.start(0, 1)
+    tick = cluster.save("peer")
+    os.kill(cluster.pids[1], signal.SIGSTOP)
+    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    assert [each.tick for each in line(url)] == [tick]
+    first = packs_of(url)
+    os.kill(cluster.pids[1], signal.SIGCONT)
+    cluster.finish()
+    assert all(path.read_bytes() == content for path, content in first.items()), "nothing is written twice to one key"
+    assert any("takes longer" in path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
+
+
+def packs_of(url: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(url, "data").rglob("*.pack")}
