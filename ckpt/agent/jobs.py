@@ -331,7 +331,7 @@ class Job(Carrier):
         if rank == 0:
             network.limit(rate)
         for name in nodes.others if rank == 0 else [nodes.node_of(rank)]:
-            if name:
+            if name and nodes.others[name].peers:  # else it has no part yet, and is told when a rank there joins
                 nodes.others[name].limit_copies(rate)
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:

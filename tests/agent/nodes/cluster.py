@@ -123,20 +123,6 @@ class Cluster:
             self.job[0].levels.pop((str(Tick(step)), level), None)  # of an appointment that was given up before
         return step
 
-    def come_back(self) -> None:
-        """The ranks of a job whose agents have died start others, of the same names at the same addresses."""
-
-        def come(rank: FakeRank) -> None:
-            (node,) = [each for each in rank.nodes if rank.rank in each["ranks"]]
-            come_back(rank, listen={"secret": self.secret, "at": node["addresses"][0], "name": node["name"]})
-            rank.enter(rank.step + 1)
-
-        together(self.job, come)
-        for rank, node in self.at.items():
-            self.pids[node] = pid_of(self.job[rank])
-            self._agents.add(self.pids[node])
-        together(self.job, lambda rank: rank.wait_warm())
-
     def save(self, *levels: str) -> Tick:
         """An explicit save of the step that has just ended, until it is complete at these levels."""
         tick = Tick(self.job[0].step, 1)
@@ -220,16 +206,17 @@ class Cluster:
         process.stdout.close()
         return status
 
-    def come_back(self, node: int) -> None:
-        """The ranks of a node whose agent died start another, which is to be found where that was, as that."""
-        away = [rank for rank in self.job if self.at[rank.rank] == node]
+    def come_back(self, *nodes: int) -> None:
+        """The ranks of these nodes (of all), whose agents have died, start others, each of the same name at the same
+        address."""
+        away = [rank for rank in self.job if not nodes or self.at[rank.rank] in nodes]
         for rank in away:
             known = next(each for each in rank.nodes if rank.rank in each["ranks"])
             rank.known = {"secret": self.secret, "at": known["addresses"][0], "name": known["name"]}
         together(away, come_back)
         for rank in away:
-            self.pids[node] = pid_of(rank)
-            self._agents.add(self.pids[node])
+            self.pids[self.at[rank.rank]] = pid_of(rank)
+            self._agents.add(pid_of(rank))
 
     # -- what goes wrong
 
@@ -310,17 +297,16 @@ def train(ranks: Sequence[FakeRank], until: int) -> None:
             rank.boundary()
 
 
-def come_back(rank: FakeRank, tries: int = 300, listen: dict[str, Any] | None = None) -> None:
-    """As trainers do: who is refused tries again. `listen`: what a new agent is told of where it is known."""
+def come_back(rank: FakeRank, tries: int = 300) -> None:
+    """As trainers do: who is refused tries again."""
     for _ in range(tries):
         try:
             if rank.connection is not None:
                 rank.connection.close()
             rank.warm.clear()
             rank.connect()
-            known = listen if listen is not None else rank.known
-            if known is not None:
-                rank.request("listen", known)
+            if rank.known is not None:
+                rank.request("listen", rank.known)
             rank.join(rank.epoch, resume=True)
         except AgentError:
             threading.Event().wait(0.05)

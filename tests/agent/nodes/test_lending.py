@@ -241,6 +241,10 @@ def test_an_agent_of_the_job_that_is_killed_has_the_memory_only_node_again(lent:
     for rank in lent.job:
         assert rank.lost.wait(60)
     lent.come_back()
+    for rank in lent.job:
+        rank.enter(rank.step + 1)
+    for rank in lent.job:
+        rank.wait_warm()
     again = lent.checkpoint("peer")
     assert again > step
     assert lent.lending_status()["launch"] == "test"

@@ -21,7 +21,8 @@ def test_a_job_of_several_nodes_is_complete_at_every_level_and_every_agent_ends_
     cluster.finish()
     committed = [identity.tick for identity in line(url)]
     assert {Tick(appointed), asked} <= set(committed)
-    assert not [path for path in runtime_dir.rglob("*") if path.is_file() or path.is_socket()]
+    left = [path for path in runtime_dir.rglob("*") if path.is_file() or path.is_socket()]
+    assert not [(path, path.read_text() if path.is_file() else "") for path in left]
 
 
 def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str) -> None:
