@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt.events import Event
-    from ckpt.plan.placement import Replicas
+    from ckpt.plan.placement import Parity, Replicas
     from ckpt.policy.adaptive import Adaptive
     from ckpt.policy.every import Best, Every, Keep, Limits
     from ckpt.session import Checkpointer, Handle, Restored
@@ -43,6 +43,7 @@ _WHERE = {
     "Every": "ckpt.policy.every",
     "Keep": "ckpt.policy.every",
     "Limits": "ckpt.policy.every",
+    "Parity": "ckpt.plan.placement",
     "Replicas": "ckpt.plan.placement",
     "Event": "ckpt.events",
 }  # everything else is an error class
@@ -63,6 +64,7 @@ __all__ = [
     "Leave",
     "Limits",
     "NoCheckpoint",
+    "Parity",
     "Replicas",
     "Restored",
     "RunInUse",

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
 from ckpt.events import Events, JsonLines, Sink
-from ckpt.plan.placement import ONE_COPY, Replicas
+from ckpt.plan.placement import ONE_COPY, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
@@ -91,8 +91,8 @@ class Checkpointer:
 
     url: a folder, or s3://, gs://, az://, or any fsspec URL. state: a dict of modules, optimizers, schedulers,
     scalers, loaders, generators, tensors, and plain values; `ck.state[...]` is live. policy: when to save
-    (default Adaptive()). keep: what stays in the store (default: everything). peers: copies that other nodes keep in
-    memory, where the job has several (default Replicas(1); None: none). codec: "auto", "raw", "zstd" or
+    (default Adaptive()). keep: what stays in the store (default: everything). peers: Replicas or Parity,
+    in other nodes' memory, where the job has several (default Replicas(1); None: none). codec: "auto", "raw", "zstd" or
     "planes". mesh: a DeviceMesh that names the ranks (default: the DTensors' own, else the rank). process_group: the
     ranks that save together (default: all). init: weights to begin with (.safetensors, a folder of them, or a ckpt
     URL), used only where the run has no checkpoint. lazy: let proven copies run under the next step. strict: a state
@@ -111,7 +111,7 @@ class Checkpointer:
         *,
         policy: Every | Adaptive | None = None,
         keep: Keep | None = None,
-        peers: Replicas | None = ONE_COPY,
+        peers: Replicas | Parity | None = ONE_COPY,
         codec: str = "auto",
         mesh: Any = None,
         process_group: Any = None,

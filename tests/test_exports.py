@@ -23,6 +23,7 @@ EXPORTED = [
     "Leave",
     "Limits",
     "NoCheckpoint",
+    "Parity",
     "Replicas",
     "Restored",
     "RunInUse",

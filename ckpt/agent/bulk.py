@@ -27,9 +27,10 @@ class Lane(enum.Enum):
     MEMORY = "memory"  # arenas, divisions, hashing
     COMMIT = "commit"  # one commit after the other
     STORE = "store"  # small objects: claim, heartbeat, end
+    PARITY = "parity"  # waits for other nodes' bytes
 
 
-_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.STORE: 2}
+_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.STORE: 2, Lane.PARITY: 4}
 
 
 class Bulk:

@@ -33,6 +33,7 @@ from ckpt.agent.group import Group
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.parities import Parities
 from ckpt.agent.protection import Protection
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.remote import AnyPeer, RemoteRanks, Wanted
@@ -65,7 +66,7 @@ class Services:
     `listening`: to what the
     machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
     place; None: nowhere. `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the
-    sources of predictions, as numbers."""
+    sources of predictions, as numbers. `parities`: its part in parity."""
 
     server: Server
     bulk: Bulk
@@ -79,6 +80,7 @@ class Services:
     account: Account = field(default_factory=Account)
     told: Callable[[Event], None] = lambda event: None
     foreseen: Callable[[], dict[str, dict[str, float]]] = dict
+    parities: Parities | None = None
     lenders: Callable[[], Sequence[Lent]] = tuple
 
 
@@ -405,6 +407,22 @@ class Carrier:
         return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, ask, server.post, server.later, margin_s)
 
     def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity."""
+        owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
+        if self.protection is None or name in owners:
+            self._have_copies_written(name, wanted, then)
+            return
+
+        def made(error: str) -> None:
+            if error:
+                then(None, error)
+            else:
+                self._have_copies_written(name, wanted, then)
+
+        (owner,) = owners
+        self.protection.remake(wanted.identity, owner, name, lambda error: self._guard(lambda: made(error)))
+
+    def _have_copies_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         nodes, copies = self.ranks, self._services.copies
         if isinstance(nodes, Nodes) and name in nodes.others:
             nodes.others[name].write(wanted, then)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.chunks import Chunks
 from ckpt.agent.holdings import Key, sealed
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
@@ -43,6 +44,11 @@ class Described:
     size: int
     page: bytes
     frames: Frames
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of all frames."""
+        return int(self.frames.lengths.sum())
 
 
 def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[Described]:
@@ -96,10 +102,11 @@ def transfer_of(identity: Identity, rank: int) -> str:
 
 
 class Copies:
-    """What this node keeps for others, and what it offers them."""
+    """What this node keeps for others, and what it offers them. `chunks`: parity, which comes and goes as copies do."""
 
     def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
+        self.chunks = Chunks()
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
         self._offered: set[str] = set()
@@ -115,7 +122,12 @@ class Copies:
     @property
     def _used_bytes(self) -> int:
         coming = [arena for _, arena in self._coming.values()]
-        return sum(arena.bytes for arena in [*self.kept.values(), *self._late.values(), *coming])
+        return self.chunks.bytes + sum(arena.bytes for arena in [*self.kept.values(), *self._late.values(), *coming])
+
+    @property
+    def identities(self) -> set[Identity]:
+        """Of which something is kept."""
+        return {identity for identity, _ in self.kept} | self.chunks.identities
 
     def bound(self, room: Callable[[], int]) -> None:
         """From here on no copy is taken that does not fit. `room`: the bytes that all of it may come to now."""
@@ -144,10 +156,7 @@ class Copies:
                 return
             try:
                 for each in done.result():
-                    name = transfer_of(identity, each.rank)
-                    if name not in self._offered:
-                        transport.offer(name, arenas[each.rank].view, each.frames)
-                        self._offered.add(name)
+                    self.offer(transport, transfer_of(identity, each.rank), arenas[each.rank].view, each.frames)
             except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
                 then([], str(exc))
                 return
@@ -155,8 +164,16 @@ class Copies:
 
         self._bulk.run(Lane.MEMORY, lambda: described(identity, arenas), found)
 
+    def offer(self, transport: Transport, name: str, source: memoryview, frames: Frames) -> None:
+        """Lets other nodes fetch it, until `withdraw`. Errors: AgentError; ValueError where the memory was closed."""
+        if name not in self._offered:
+            transport.offer(name, source, frames)
+            self._offered.add(name)
+
     def withdraw(self, transport: Transport, identity: Identity) -> None:
-        for name in [name for name in self._offered if name.startswith(f"copy/{identity}/")]:
+        self.chunks.take_back(identity)
+        offered = f"copy/{identity}/", f"parity/{identity}/"
+        for name in [name for name in self._offered if name.startswith(offered)]:
             transport.withdraw(name)
             self._offered.discard(name)
 
@@ -238,12 +255,13 @@ class Copies:
     def make_room(self, identity: Identity, safe: Identity | None) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
         `safe`, came of attempts that failed. `safe`: None where that is not known: then the newest of them stay."""
-        failed = sorted({i for i, _ in self.kept if i.epoch == identity.epoch and i not in (identity, safe)})
+        failed = sorted({i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)})
         gone = set(failed if safe is not None else failed[:-FAILED_MAX])
         self.forget(gone.__contains__)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
+        self.chunks.forget(goes)
         for key in [key for key in self.kept if goes(key[0])]:
             arena = self.kept.pop(key)
             if self._leases[key[0]]:
@@ -278,10 +296,18 @@ class Copies:
         self.kept.clear()
         self._late.clear()
         self._spare.clear()
+        self.chunks.close()
 
     def of(self, identity: Identity) -> dict[int, Arena]:
         """The copies of that checkpoint, by rank."""
         return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
+
+    def add(self, key: Key, arena: Arena) -> None:
+        """One that was made here."""
+        if key in self.kept:
+            arena.close()
+        else:
+            self.kept[key] = arena
 
     def arenas(self) -> Iterable[Arena]:
         return self.kept.values()

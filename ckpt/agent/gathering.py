@@ -113,6 +113,7 @@ class Gathering:
         self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
         self._left = set(holders)
         self._over = False
+        self.lacking: int | None = None  # a rank that nobody who holds it could give
 
     def begin(self) -> None:
         self._ask_next(list(self._holders), "nobody holds it")
@@ -122,6 +123,7 @@ class Gathering:
         asked: dict[str, list[int]] = {}
         for rank in ranks:
             if not self._rest[rank]:
+                self.lacking = rank if self.lacking is None else self.lacking
                 self._fail(why)
                 return
             asked.setdefault(self._rest[rank].pop(0), []).append(rank)

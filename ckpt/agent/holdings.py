@@ -1,6 +1,8 @@
-"""What nodes hold of a run in memory: sealed arenas, each one rank's snapshot, and what is known of their epochs.
+"""What nodes hold of a run in memory: sealed arenas, each one rank's snapshot, parities of them, and what is known of
+their epochs.
 
-A checkpoint can be had from memory when somebody holds each of its ranks. An arena says by itself whose it is; that its
+A checkpoint can be had from memory when somebody holds each of its ranks, or when those that nobody holds can be made
+again from parity. An arena says by itself whose it is; that its
 frames are hashed says that its coordinator saw all ranks stage that tick. The rest is asked for when it is needed.
 """
 
@@ -13,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.arena import Arena
 from ckpt.agent.candidates import Remembered
 from ckpt.errors import AgentError, DamagedData
+from ckpt.format.parity import Row
+from ckpt.plan.rebuild import Striped, rebuildable
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.folding import Chunk
     from ckpt.store.lineage import Claim
 
 ARENAS_MAX = 1 << 16  # that one node may say it holds
@@ -36,12 +41,17 @@ def sealed(arena: Arena) -> tuple[Key, int] | None:
 @dataclass(slots=True)
 class Inventory:
     """What one node holds, or several together. `claims`: of epochs that got beyond their start. `steps`: how far each
-    epoch is known to have come. `worlds`: by checkpoint. `holders`: who has which snapshot; "" is this node."""
+    epoch is known to have come. `worlds`: by checkpoint. `holders`: who has which snapshot; "" is this node.
+    `parities`: which of them are held of a stripe, by whomever. `sizes`: bytes of the snapshots that they are of.
+    `unfit`: who has which snapshot damaged."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
     worlds: dict[Identity, int] = field(default_factory=dict)
     holders: dict[Key, list[str]] = field(default_factory=dict)
+    parities: dict[Identity, dict[Striped, set[int]]] = field(default_factory=dict)
+    sizes: dict[Key, int] = field(default_factory=dict)
+    unfit: dict[Key, set[str]] = field(default_factory=dict)
 
     def add_epoch(self, claim: Claim | None, epoch: Epoch, step: int) -> None:
         if claim is not None:
@@ -61,15 +71,54 @@ class Inventory:
             self.steps[epoch] = max(step, self.steps.get(epoch, 0))
         for key in other.holders:
             self._add(key, other.worlds[key[0]], node)
+        for identity, stripes in other.parities.items():
+            for striped, rows in stripes.items():
+                sizes = {rank: other.sizes[identity, rank] for rank in striped.ranks}
+                self._add_parity(identity, other.worlds[identity], striped, rows, sizes)
 
     def _add(self, key: Key, world: int, node: str) -> None:
         known = self.worlds.setdefault(key[0], world)
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
 
+    def add_chunks(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            name = chunk.name
+            sizes = {rank: each.staged_bytes for rank, each in chunk.snapshots.items()}
+            self._add_parity(name.identity, chunk.world, name.striped, {int(name.row)}, sizes)
+
+    def _add_parity(
+        self, identity: Identity, world: int, striped: Striped, rows: Iterable[int], sizes: Mapping[int, int]
+    ) -> None:
+        known = self.worlds.setdefault(identity, world)
+        if known == world and max(striped.ranks) < world:
+            self.parities.setdefault(identity, {}).setdefault(striped, set()).update(rows)
+            for rank, size in sizes.items():
+                self.sizes.setdefault((identity, rank), size)
+
+    def missing(self, identity: Identity) -> list[int]:
+        """The ranks of it that nobody holds."""
+        return [rank for rank in range(self.worlds[identity]) if not self.holders.get((identity, rank))]
+
     def complete(self) -> list[Identity]:
-        """The checkpoints of which somebody holds each rank."""
-        return sorted(i for i, world in self.worlds.items() if all((i, rank) in self.holders for rank in range(world)))
+        """The checkpoints of which somebody holds each rank, or that can be made complete."""
+        return sorted(identity for identity in self.worlds if self._can_be_had(identity))
+
+    def _can_be_had(self, identity: Identity) -> bool:
+        missing = self.missing(identity)
+        if not missing:
+            return True
+        rows = self.parities.get(identity, {})
+        sizes = {rank: self.sizes[identity, rank] for rank in missing if (identity, rank) in self.sizes}
+        return len(rebuildable(missing, sizes, rows)) == len(missing)
+
+    def without(self, identity: Identity, rank: int) -> None:
+        """Nobody of those who hold that rank of it has it in one piece."""
+        self.unfit.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))
+
+    def made(self, identity: Identity, rank: int, node: str) -> None:
+        """It was made again there."""
+        self._add((identity, rank), self.worlds[identity], node)
 
     def remembered(self) -> list[Remembered]:
         """As candidates for a start."""
@@ -84,6 +133,7 @@ class Inventory:
     def forget(self, identity: Identity) -> None:
         """It was not what it was said to be."""
         world = self.worlds.pop(identity, 0)
+        self.parities.pop(identity, None)
         for rank in range(world):
             self.holders.pop((identity, rank), None)
 
@@ -95,6 +145,18 @@ class Inventory:
         return {
             "epochs": [[str(epoch), self.steps.get(epoch, 0), _told(self.claims.get(epoch))] for epoch in epochs],
             "arenas": [[str(identity), rank, self.worlds[identity]] for identity, rank in sorted(self.holders)],
+            "parities": [
+                [
+                    str(identity),
+                    self.worlds[identity],
+                    sorted(rows),
+                    striped.length,
+                    striped.rows(),
+                    [[rank, self.sizes[identity, rank]] for rank in sorted(striped.ranks)],
+                ]
+                for identity, stripes in self.parities.items()
+                for striped, rows in stripes.items()
+            ],
         }
 
     @staticmethod
@@ -103,7 +165,8 @@ class Inventory:
         from ckpt.agent.recovery import claim_told
 
         found = Inventory()
-        if len(fields["epochs"]) > EPOCHS_MAX or len(fields["arenas"]) > ARENAS_MAX:
+        told_parities = fields.get("parities", [])
+        if max(len(fields["arenas"]), len(told_parities)) > ARENAS_MAX or len(fields["epochs"]) > EPOCHS_MAX:
             raise AgentError("a node says that it holds more than it can")
         for text, step, told in fields["epochs"]:
             epoch = Epoch.parse(str(text))
@@ -112,6 +175,11 @@ class Inventory:
             if not 0 <= int(rank) < int(world):
                 raise AgentError(f"a node says that it holds rank {rank} of {world}")
             found._add((Identity.parse(str(text)), int(rank)), int(world), "")
+        for text, world, rows, length, sources, sizes in told_parities:
+            striped, told_sizes = Striped.of(length, sources), {int(rank): int(size) for rank, size in sizes}
+            if not striped.ranks <= told_sizes.keys() or not set(rows) <= set(Row):
+                raise AgentError("a node says of its parity what cannot be")
+            found._add_parity(Identity.parse(str(text)), int(world), striped, rows, told_sizes)
         return found
 
 

@@ -33,7 +33,7 @@ from ckpt.agent.storeside import fields_of, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.notices.notice import Notice, Withdrawn, Word
-from ckpt.plan.placement import Replicas
+from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every
 from ckpt.policy.known import NOTHING
@@ -314,13 +314,13 @@ class Job(Carrier):
             self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()
 
-    def _protect(self, option: Replicas | None) -> None:
-        """Other nodes keep copies, where there are any."""
-        network, copies = self._services.network(), self._services.copies
-        if not self.nodes or network is None or copies is None:
+    def _protect(self, option: Replicas | Parity | None) -> None:
+        """Other nodes keep copies or parity, where there are any."""
+        network, copies, parities = self._services.network(), self._services.copies, self._services.parities
+        if not self.nodes or network is None or copies is None or parities is None:
             return
         if self.protection is None or self.protection.option != option:
-            self.protection = Protection(network, copies, self.nodes, option, self._services.lenders)
+            self.protection = Protection(network, copies, parities, self.nodes, option, self._services.lenders)
 
     def _limit_copies(self, rank: int) -> None:
         """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""

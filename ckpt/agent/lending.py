@@ -21,6 +21,7 @@ from ckpt.agent.copies import decode_described
 from ckpt.agent.holdings import Inventory, sealed
 from ckpt.agent.loan import Loan, Terms
 from ckpt.agent.node import Node
+from ckpt.agent.parities import Where
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.surviving import Whole, commit_newest
@@ -100,6 +101,13 @@ class LendingNode(Node):
                 if not self.copies.fits(sizes):
                     self.copies.forget(self._loan.may_go)
                 super().peer_message(channel, message)
+            case "stripe":
+                identity = Identity.parse(str(fields["identity"]))
+                self._loan.check(channel.peer, identity)
+                where = Where.decode(identity, message.blobs[0])
+                if not self.copies.fits([name.striped.length for _, name, _ in where.chunks]):
+                    self.copies.forget(self._loan.may_go)
+                super().peer_message(channel, message)
             case "kept":
                 self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))
                 super().peer_message(channel, message)
@@ -111,7 +119,7 @@ class LendingNode(Node):
                 self._loan.gone(channel.peer, time.monotonic())
             case "drop":
                 self._drop(channel, Epoch.parse(str(fields["epoch"])))
-            case "parts" | "serve" | "unserve" | "write":
+            case "parts" | "serve" | "unserve" | "write" | "publish" | "withdraw" | "lend":
                 super().peer_message(channel, message)
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
@@ -151,7 +159,7 @@ class LendingNode(Node):
 
     def settle(self) -> float | None:
         now_s = time.monotonic()
-        self._loan.keep_terms({identity.epoch for identity, _ in self.copies.kept})
+        self._loan.keep_terms({identity.epoch for identity in self.copies.identities})
         due_s = self._tend_commit(now_s)
         times = [each for each in (due_s, super().settle()) if each is not None]
         return min(times, default=None)
@@ -215,7 +223,7 @@ class LendingNode(Node):
 
     def status(self) -> dict[str, Any]:
         loan = self._loan
-        kept = sorted({identity for identity, _ in self.copies.kept})
+        kept = sorted(self.copies.identities)
         lending = {
             "at": [str(each) for each in self.addresses],
             "memory_bytes": self._lend.memory_bytes,

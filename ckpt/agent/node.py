@@ -253,7 +253,7 @@ class Node(Others):
             self._idle_since_s = now_s
             return None
         ended = bool(jobs) and jobs[-1].came_to_its_end  # then nobody comes back for what is kept of it
-        keeps = bool(self.followings or self.copies.kept) and not ended
+        keeps = bool(self.followings or self.copies.identities) and not ended
         if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
             return self._idle_since_s + self._settings.linger_s
         if not jobs:

@@ -23,6 +23,7 @@ from ckpt.agent.lenders import Lenders
 from ckpt.agent.loan import Terms
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
+from ckpt.agent.rebuilding import Made, Rebuilding
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
@@ -177,20 +178,53 @@ class Others(Starts):
         network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
 
     def _gather(self, start: Start, identity: Identity) -> None:
-        def gathered(found: Gathered | None, error: str) -> None:
+        """What nobody holds is made again from parity first; so is what turns out to be damaged where it lies."""
+        inventory = start.inventory
+
+        def failed(error: str) -> None:
             start.resolving = False
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            start.failed[identity] = error
+            inventory.forget(identity)
+
+        def gathered(found: Gathered | None, error: str) -> None:
             if found is not None:
+                start.resolving = False
                 start.gathered[identity] = found
+                return
+            if gathering.lacking is not None:
+                inventory.without(identity, gathering.lacking)
+            if gathering.lacking is not None and identity in inventory.complete():
+                log.warning("%s: %s; it is made again from parity", identity, error)
+                self._gather(start, identity)
             else:
-                log.warning("%s cannot be had from memory: %s", identity, error)
-                start.failed[identity] = error
-                start.inventory.forget(identity)
+                failed(error)
 
         def then(found: Gathered | None, error: str) -> None:
             self._guard_start(start, lambda: gathered(found, error))
 
-        holders, arenas = start.inventory.by_rank(identity), self._arenas_of(identity)
-        Gathering(self.network, self._bulk, identity, holders, arenas, then).begin()
+        def made(found: Made, error: str) -> None:
+            for rank, name in found.items():
+                inventory.made(identity, rank, "" if name == me else name)
+            if error:
+                failed(error)
+            else:
+                self._gather(start, identity)
+
+        missing, me = inventory.missing(identity), self.network.me if self.network is not None else ""
+        if missing:
+            by_rank = inventory.by_rank(identity)
+            holders = {rank: [name or me for name in names] for rank, names in by_rank.items()}
+            unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in missing}
+            nodes = [node.name for node in start.nodes] or [me]
+            at = {rank: [name for name in nodes if name not in unfit[rank]] for rank in missing}
+            ended = lambda found, error: self._guard_start(start, lambda: made(found, error))  # noqa: E731
+            lenders = self.lenders.nodes() if start.nodes else []
+            Rebuilding(self.parities, [*start.nodes, *lenders], identity, holders, at, ended, me).begin()
+            return
+        arenas = self._arenas_of(identity)
+        gathering = Gathering(self.network, self._bulk, identity, inventory.by_rank(identity), arenas, then)
+        gathering.begin()
 
     def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
         places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
@@ -280,8 +314,8 @@ class Others(Starts):
             if job is not self.current or group.outdoes_former or group.all_gone or group.superseded_by:
                 job.reprotecting.end()
                 job.reprotecting = None
-            elif job.reprotecting.is_due and protection is not None and protection.option is not None and job.plan:
-                job.reprotecting.tend(job.lends(), protection.option.n)
+            elif job.reprotecting.is_due and protection is not None and protection.losses and job.plan:
+                job.reprotecting.tend(job.lends(), protection.losses)
 
     # -- what other agents say
 
@@ -310,6 +344,9 @@ class Others(Starts):
                 return
             case "kept":
                 self.copies.before(Identity.parse(str(fields["identity"])))
+                return
+            case "stripe" | "lend" | "rebuild":
+                self._asked_of_parity(channel, message)
                 return
             case "withdraw":
                 if self.network is not None:
@@ -350,6 +387,17 @@ class Others(Starts):
 
         arenas = self._held(identity, [int(rank) for rank in fields["ranks"]])
         self.copies.publish(network.transport, identity, arenas, published)
+
+    def _asked_of_parity(self, channel: Channel, message: Message) -> None:
+        request_id = int(message.fields["id"])
+
+        def answer(blobs: list[bytes], error: str) -> None:
+            if error:
+                channel.refuse(request_id, AgentError(error))
+            else:
+                channel.reply(request_id, {}, blobs)
+
+        self.parities.asked(message.fields, message.blobs, answer)
 
     def _held(self, identity: Identity, ranks: Sequence[int]) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""

@@ -1,4 +1,4 @@
-"""Which nodes of a job keep copies of whose snapshots, and having them do so: the coordinator's side."""
+"""Which nodes of a job keep copies, or parity, of whose snapshots, and having them do so: the coordinator's side."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
+from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.parities import Parities
+from ckpt.agent.rebuilding import Rebuilding
 from ckpt.agent.replicating import Replication
+from ckpt.agent.striping import Striping
 from ckpt.plan.groups import Node
-from ckpt.plan.placement import GENERATIONS, Placement, Replicas, place
+from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -27,20 +31,29 @@ class Protection:
         self,
         network: Network,
         copies: Copies,
+        parities: Parities,
         nodes: Sequence[NodeAt],
-        option: Replicas | None,
+        option: Replicas | Parity | None,
         lenders: Callable[[], Sequence[Lent]] = tuple,
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
         self.risks: dict[str, float] = {}  # by node: the probability of its failure, where any is predicted
         self._lenders = lenders
-        self._network, self._copies, self._nodes = network, copies, tuple(nodes)
+        self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
+        self._rebuilding: list[Rebuilding] = []  # the first is under way, the others wait for it
 
     @property
     def protects(self) -> bool:
         """Whether anything is kept by another node."""
-        return self.placement is not None and any(kept.holders for kept in self.placement.kept)
+        return self.placement is not None and any(kept.losses for kept in self.placement.kept)
+
+    @property
+    def losses(self) -> int:
+        """How many nodes may be lost, as was asked for."""
+        if self.option is None:
+            return 0
+        return self.option.parity if isinstance(self.option, Parity) else self.option.n
 
     def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], fixed: int | None = None) -> int:
         """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies.
@@ -52,6 +65,7 @@ class Protection:
             self.placement = None
             return slots
         before = self.placement
+        scratch_bytes = SCRATCH_BYTES if isinstance(self.option, Parity) else 0
         lenders = [
             Node(each.node.name, lend_bytes=each.lend_bytes, domains=each.node.domains, trains=False)
             for each in self._lenders()
@@ -61,7 +75,7 @@ class Protection:
                 Node(
                     node.name,
                     bytes=sizes[node.name],
-                    lend_bytes=plans[node.name].left_bytes(wanted),
+                    lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
                     domains=node.domains,
                     risk=self.risks.get(node.name),
                 )
@@ -69,25 +83,40 @@ class Protection:
             ]
             nodes += lenders
             self.placement = place(nodes, self.option, before)
-            possible = min(self.option.n, len(nodes) - 1)
+            possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):
                 return wanted  # no more memory would make it any safer
         return slots if not self.protects else SLOTS_MIN
 
     def holders(self) -> dict[str, list[str]]:
-        """By node: who keeps copies of its snapshots; "" is this one."""
+        """By node: who keeps copies of its snapshots, or can make them from parity; "" is this one."""
         me = self._network.me
-        kept = self.placement.kept if self.placement is not None else ()
-        return {each.node: ["" if name == me else name for name in each.holders] for each in kept}
+        return {node: ["" if name == me else name for name in names] for node, names in self._kept_by().items()}
+
+    def _kept_by(self) -> dict[str, list[str]]:
+        placement = self.placement
+        if placement is None:
+            return {}
+        if isinstance(placement.option, Replicas):
+            return {kept.node: list(kept.holders) for kept in placement.kept}
+        found: dict[str, list[str]] = {kept.node: [] for kept in placement.kept}
+        for group in placement.groups:
+            for at, node in enumerate(group.members):
+                if group.parity and node in group.home:
+                    found[node] = [*group.members[at + 1 :], *group.members[:at]]
+        return found
 
     def table(self) -> dict[str, Any]:
         """What it takes, for people: who keeps whose, bytes in memory and on the network for each checkpoint."""
-        placement = self.placement
+        placement, option = self.placement, self.option
+        parity = {"data": option.data, "parity": option.parity} if isinstance(option, Parity) else None
+        copies = option.n if isinstance(option, Replicas) else None
         if placement is None:
-            return {"copies": None if self.option is None else self.option.n, "nodes": [], "shortfalls": []}
-        holders = {kept.node: list(kept.holders) for kept in placement.kept}
+            return {"copies": copies, "parity": parity, "nodes": [], "shortfalls": []}
+        holders = self._kept_by()
         return {
-            "copies": self.option.n if self.option is not None else 0,
+            "copies": copies,
+            "parity": parity,
             "nodes": [
                 {
                     "node": load.node,
@@ -100,6 +129,7 @@ class Protection:
                 for load in placement.loads
             ],
             "generations": GENERATIONS,
+            "scratch_bytes": SCRATCH_BYTES if parity else 0,
             "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
             "exposed": list(placement.exposed),
             "notes": list(placement.notes),
@@ -107,15 +137,18 @@ class Protection:
 
     def describe(self) -> str:
         """In one line."""
-        placement = self.placement
+        placement, parity = self.placement, isinstance(self.option, Parity)
         if placement is None or not self.protects:
             short = placement.shortfalls if placement is not None else ()
             why = short[0].why if short else "they were not asked for, or there is too little memory"
-            return f"no node keeps copies of another's snapshots: {why}"
+            return f"no node keeps {'parity' if parity else 'copies'} of another's snapshots: {why}"
         most = max(load.keeps_all_bytes for load in placement.loads)
+        sends = max(load.sends_bytes for load in placement.loads)
         least = min(kept.losses for kept in placement.kept)
         text = f"any {least} of {len(placement.kept)} nodes may be lost" if least else "not every node has one"
-        return f"copies: {text}; each node keeps up to {most >> 20:,} MiB for others"
+        notes = "".join(f"; {note}" for note in placement.notes[:3])
+        how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
+        return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
 
     def replicate(
         self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], None]
@@ -123,7 +156,32 @@ class Protection:
         """`safe`: the newest that is safe until now. `then` hears "" once every copy is where it should be, and right;
         or what went wrong."""
         assert self.placement is not None
+        nodes = [*self._nodes, *(each.node for each in self._lenders())]
+        if isinstance(self.placement.option, Parity):
+            services = self._network, self._copies, self._parities, nodes
+            Striping(*services, self.placement.groups, identity, safe, own, then).begin()
+            return
         ranks = {node.name: node.ranks for node in self._nodes}
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
-        nodes = [*self._nodes, *(each.node for each in self._lenders())]
         Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
+
+    def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str], None]) -> None:
+        """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:
+        `then` hears "" once it has it, or why it has not. Where that is nothing to be made, as with copies: at once."""
+        if self.placement is None or not isinstance(self.placement.option, Parity):
+            then("")
+            return
+
+        left = [node for node in (*self._nodes, *(each.node for each in self._lenders())) if node.name != lost]
+        holders = {rank: [node.name] for node in left for rank in node.ranks}
+
+        def ended(_: object, error: str) -> None:
+            del self._rebuilding[0]
+            if self._rebuilding:
+                self._rebuilding[0].begin()
+            then(error)
+
+        wanted = {rank: [at or self._network.me] for node in self._nodes if node.name == lost for rank in node.ranks}
+        self._rebuilding.append(Rebuilding(self._parities, left, identity, holders, wanted, ended))
+        if len(self._rebuilding) == 1:
+            self._rebuilding[0].begin()

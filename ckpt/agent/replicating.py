@@ -25,6 +25,8 @@ class Replication:
     `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
     them as they are until `then` has heard "" or what went wrong."""
 
+    what = "a copy"
+
     def __init__(
         self,
         network: Network,
@@ -103,7 +105,7 @@ class Replication:
             return
         self._left.discard((source, holder))
         if error:
-            self._errors.append(f"a copy at agent {holder}: {error}")
+            self._errors.append(f"{self.what} at agent {holder}: {error}")
         if not self._left:
             self._finish()
 

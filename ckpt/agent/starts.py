@@ -35,6 +35,7 @@ from ckpt.agent.holdings import Inventory, sealed, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
+from ckpt.agent.parities import Parities
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
@@ -82,6 +83,7 @@ class Starts:
         self._server = server
         self._bulk = Bulk(server.post)
         self.copies = Copies(self._bulk, server.post)
+        self.parities = Parities(self._bulk, server.post, self.copies, self._arenas_of, lambda: self.network)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
         self._listening = Listening(server.post, self._heard, self._events)
@@ -100,6 +102,7 @@ class Starts:
             self.showing.account,
             self.showing.told,
             self.foreseeing.numbers,
+            self.parities,
         )
         self._start: Start | None = None
         self._struck: dict[Identity, str] = {}
@@ -129,7 +132,8 @@ class Starts:
             found.add_epoch(each.claim, each.epoch, each.newest_step)
             found.add_arenas(each.ranks.all_arenas())
         found.add_arenas(self.copies.arenas())
-        for identity, _ in self.copies.kept:
+        found.add_chunks(self.copies.chunks.kept.values())
+        for identity in self.copies.identities:
             found.add_epoch(None, identity.epoch, identity.tick.step)
         for epoch in self._store.begun:
             found.add_epoch(None, epoch, 0)

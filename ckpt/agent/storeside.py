@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.errors import CkptError, StorageError, UsageError
 from ckpt.events import Events
-from ckpt.plan.placement import Replicas
+from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.every import Best, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
@@ -54,13 +54,13 @@ class LostStore(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, as far as the agent acts on it. `peers`: the copies that other nodes keep, if there are
-    several."""
+    """What the user asked for, as far as the agent acts on it. `peers`: the copies or the parity that other nodes keep,
+    if there are several."""
 
     keep: Keep = field(default_factory=Keep)
     limits: Limits = field(default_factory=Limits)
     codec: CodecOption = "auto"
-    peers: Replicas | None = field(default_factory=Replicas)
+    peers: Replicas | Parity | None = field(default_factory=Replicas)
 
 
 def options_from(given: Any) -> Options:
@@ -70,7 +70,6 @@ def options_from(given: Any) -> Options:
     codec = given.get("codec")
     if codec not in CODECS:
         raise UsageError(f"options.codec is {codec!r:.80}, none of {', '.join(CODECS)}")
-    peers = given.get("peers")
     return Options(
         keep,
         Limits(
@@ -79,8 +78,18 @@ def options_from(given: Any) -> Options:
             peer_bandwidth=limits.get("peer_bandwidth"),
         ),
         codec,
-        None if peers is None else Replicas(fields_of(peers, "options.peers")["replicas"]),
+        _peers_from(given.get("peers")),
     )
+
+
+def _peers_from(given: Any) -> Replicas | Parity | None:
+    """Errors: UsageError names the field."""
+    if given is None:
+        return None
+    peers = fields_of(given, "options.peers")
+    if "replicas" in peers:
+        return Replicas(peers["replicas"])
+    return Parity(peers.get("data"), peers.get("parity"))  # type: ignore[arg-type]
 
 
 def keep_from(given: Any, name: str) -> Keep:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
-from ckpt.plan.placement import Replicas
+from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import Settings
@@ -49,7 +49,7 @@ def check_state(state: object) -> None:
 
 
 def make_options(
-    policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | None
+    policy: Every | Adaptive, keep: Keep, limits: Limits, codec: str, peers: Replicas | Parity | None
 ) -> dict[str, Any]:
     """Plain values, as they travel. Errors: UsageError."""
     if codec not in CODECS:
@@ -59,8 +59,8 @@ def make_options(
     for name, value, kind in (("keep", keep, Keep), ("limits", limits, Limits)):
         if not isinstance(value, kind):
             raise UsageError(f"{name}={value!r}: a ckpt.{kind.__name__}(...)")
-    if peers is not None and not isinstance(peers, Replicas):
-        raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), or None for none")
+    if peers is not None and not isinstance(peers, Replicas | Parity):
+        raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), a ckpt.Parity(...), or None for none")
     best = keep.best
     return {
         "policy": _policy(policy),
@@ -75,8 +75,14 @@ def make_options(
             "peer_bandwidth": limits.peer_bandwidth,
         },
         "codec": codec,
-        "peers": None if peers is None else {"replicas": peers.n},
+        "peers": _peers(peers),
     }
+
+
+def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:
+    if isinstance(peers, Parity):
+        return {"data": peers.data, "parity": peers.parity}
+    return None if peers is None else {"replicas": peers.n}
 
 
 def _policy(policy: Every | Adaptive) -> dict[str, Any]:

@@ -100,10 +100,11 @@ class TcpTransport:
         only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
         urgent: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> TcpFetch:
         frames = frames.at(frames.offsets, target.nbytes)
-        terms = self._urgent if urgent else self._terms
-        fetch = TcpFetch(terms, peer, addresses, name, target, frames, Ledger(name, frames, only), landed)
+        terms, ledger = self._urgent if urgent else self._terms, Ledger(name, frames, only)
+        fetch = TcpFetch(terms, peer, addresses, name, target, frames, ledger, landed, numbers)
         with self._lock:
             self._fetches = {each for each in self._fetches if not each.done.done()} | {fetch}
         fetch.start(self._tasks)

@@ -73,8 +73,12 @@ class TcpFetch:
         frames: Frames,
         ledger: Ledger,
         landed: Callable[[int], None] | None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
+        if numbers is not None and len(numbers) != len(frames):
+            raise AgentError(f"{len(numbers)} numbers for {len(frames)} frames of {name}")
         self.done = settled_by_us()
+        self._numbers = numbers if numbers is not None else range(len(frames))
         self._terms, self._peer, self._name = terms, peer, name
         self._addresses = list(addresses)  # the one that led there last, first
         self._target, self._landed = target.cast("B"), landed
@@ -246,7 +250,7 @@ class TcpFetch:
             more = [] if self._error is not None else self._ledger.take(ASK_FRAMES - len(asked), room)
         asked.extend(more)
         if more:
-            send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, more)))))
+            send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(NUMBER.pack(self._numbers[n]) for n in more))))
         return bool(asked)
 
     def _receive(self, sock: socket.socket, number: int) -> None:

@@ -178,10 +178,12 @@ class Transport(Protocol):
         only: Iterable[int] | None = None,
         landed: Callable[[int], None] | None = None,
         urgent: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> Fetch:
         """Brings the frames (or `only` these) of the offer `name` of the agent `peer` into `target`. `addresses`: where
         that listens, best first. `landed`: told of each that is in place and checked, on a thread of the transport.
-        `urgent`: as of an offer. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
+        `urgent`: as of an offer. `numbers`: what the offer calls each of `frames`, where these are not all that it
+        has. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
         ...
 
     def set_rate(self, bytes_per_s: float | None) -> None:

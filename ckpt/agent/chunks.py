@@ -1,0 +1,84 @@
+"""The parity that a node keeps of others' snapshots. Main thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.folding import Chunk, ChunkName
+
+
+class Chunks:
+    """`kept`: what is whole and right. Memory that is being filled counts, too."""
+
+    def __init__(self) -> None:
+        self.kept: dict[ChunkName, Chunk] = {}
+        self._lent: set[Identity] = set()  # others may be reading them
+        self._coming: dict[ChunkName, bytearray] = {}
+        self._spare: list[bytearray] = []
+
+    @property
+    def bytes(self) -> int:
+        return self._kept_bytes + sum(map(len, [*self._coming.values(), *self._spare]))
+
+    @property
+    def identities(self) -> set[Identity]:
+        return {name.identity for name in self.kept}
+
+    def is_coming(self, name: ChunkName) -> bool:
+        return name in self._coming
+
+    def begin(self, name: ChunkName) -> bytearray:
+        """Memory for it, with anything in it: some whose pages are warm, if there is."""
+        found = next((each for each in self._spare if len(each) == name.striped.length), None)
+        if found is not None:
+            self._spare = [each for each in self._spare if each is not found]
+        self._coming[name] = bytearray(name.striped.length) if found is None else found
+        return self._coming[name]
+
+    def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> None:
+        """Of what was begun under these names this much is whole."""
+        for chunk in made:
+            self.kept[chunk.name] = chunk
+        for name in names:
+            data = self._coming.pop(name)
+            if name not in self.kept:
+                self._put_back(data)
+
+    def forget(self, goes: Callable[[Identity], bool]) -> None:
+        self._forget([name for name in self.kept if goes(name.identity)])
+
+    def only(self, identity: Identity, names: Collection[ChunkName]) -> None:
+        """Of that checkpoint nothing but these is wanted any more: the rest came of an attempt that failed."""
+        self._forget([name for name in self.kept if name.identity == identity and name not in names])
+
+    def _forget(self, names: Iterable[ChunkName]) -> None:
+        for name in names:
+            data = self.kept.pop(name).data
+            if name.identity not in self._lent:
+                self._put_back(data)
+
+    def lend(self, identity: Identity) -> list[Chunk]:
+        """All of that checkpoint. Their memory is used for nothing else before they are taken back."""
+        self._lent.add(identity)
+        return [chunk for name, chunk in self.kept.items() if name.identity == identity]
+
+    def take_back(self, identity: Identity) -> None:
+        self._lent.discard(identity)
+
+    def close(self) -> None:
+        self.kept.clear()
+        self._spare.clear()
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(name.striped.length for name in self.kept)
+
+    def _put_back(self, data: bytearray) -> None:
+        """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
+        self._spare.append(data)
+        while sum(map(len, self._spare)) > self._kept_bytes:
+            self._spare.pop(0)

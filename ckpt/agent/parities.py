@@ -1,0 +1,292 @@
+"""A node's part in parity: what a coordinator has it keep, lend and make again. Main thread only.
+
+    stripe    keep parities of what other nodes' ranks staged, whose bytes are had from them
+    lend      let others read what is kept of a checkpoint, and say what that is
+    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy
+
+The coordinator asks its own node the same, in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ckpt.agent import memory
+from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.copies import Copies, Described, decode_described, encode_described, transfer_of
+from ckpt.agent.folding import (
+    SCRATCH_BYTES,
+    Chunk,
+    ChunkName,
+    Folding,
+    Origin,
+    row_from,
+)
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import Frames
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.parity import Row
+from ckpt.plan.rebuild import Striped, rebuildable
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.arena import Arena
+    from ckpt.agent.network import Network
+
+CHUNKS_MAX = 4096  # of one checkpoint at one node
+KINDS = ("stripe", "lend", "rebuild")
+
+Then = Callable[[list[bytes], str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Who has what of a checkpoint. `nodes`: the addresses of those named; `ranks`: who has what each rank staged;
+    `chunks`: parities, each with who keeps it, and its bytes as frames: None where it is still to be made."""
+
+    nodes: Mapping[str, tuple[Address, ...]]
+    ranks: Mapping[int, str]
+    chunks: Sequence[tuple[str, ChunkName, Frames | None]]
+
+    def encode(self) -> bytes:
+        chunks = [
+            [name, int(chunk.row), chunk.striped.length, chunk.striped.rows(), frames.encode() if frames else None]
+            for name, chunk, frames in self.chunks
+        ]
+        nodes = [[name, [str(address) for address in addresses]] for name, addresses in self.nodes.items()]
+        packed: bytes = msgpack.packb([nodes, list(self.ranks.items()), chunks])
+        return packed
+
+    @staticmethod
+    def decode(identity: Identity, blob: bytes) -> Where:
+        """Errors: AgentError."""
+        try:
+            nodes, ranks, chunks = msgpack.unpackb(blob)
+            if len(chunks) > CHUNKS_MAX:
+                raise AgentError("more parities are spoken of than there can be")
+            return Where(
+                {str(name): tuple(Address.parse(str(text)) for text in texts) for name, texts in nodes},
+                {int(rank): str(name) for rank, name in ranks},
+                [
+                    (
+                        str(name),
+                        ChunkName(identity, row_from(row), Striped.of(length, sources)),
+                        Frames.decode(frames, int(length)) if frames is not None else None,
+                    )
+                    for name, row, length, sources, frames in chunks
+                ],
+            )
+        except (ValueError, TypeError, OverflowError, AttributeError, msgpack.UnpackException) as exc:
+            raise AgentError(f"where a checkpoint is to be had was told wrong: {exc}") from exc
+
+    def check(self, snapshots: Mapping[int, Described]) -> None:
+        """Errors: AgentError where a parity is of bytes that no rank staged."""
+        sizes = {rank: each.staged_bytes for rank, each in snapshots.items()}
+        for _, chunk, _ in self.chunks:
+            for run in (run for source in chunk.striped.sources for run in source):
+                if run.stop > sizes.get(run.rank, 0):
+                    raise AgentError(f"a parity of bytes that rank {run.rank} has not staged")
+
+
+class Parities:
+    """`arenas_of`: by rank, the snapshots of a checkpoint that lie here, copies among them."""
+
+    def __init__(
+        self,
+        bulk: Bulk,
+        post: Callable[[Callable[[], None]], None],
+        copies: Copies,
+        arenas_of: Callable[[Identity], dict[int, Arena]],
+        network: Callable[[], Network | None],
+    ) -> None:
+        self._bulk, self._post, self._copies = bulk, post, copies
+        self._arenas_of, self._network = arenas_of, network
+
+    def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        """That node does it: `then` hears the blobs of its answer and "", or what went wrong; later than this call.
+        "": this one."""
+        network = self._network()
+        if not node or (network is not None and node == network.me):
+            self._post(lambda: self._here(fields, blobs, then))
+        elif network is None:
+            self._post(lambda: then([], f"there is no way to agent {node}"))
+        else:
+            network.ask(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
+
+    def end_reading(self, identity: Identity, nodes: Sequence[str]) -> None:
+        """Nobody reads what they lent and published of it any more."""
+        network = self._network()
+        if network is None:
+            return
+        for node in nodes:
+            if not node or node == network.me:
+                self._copies.withdraw(network.transport, identity)
+            else:
+                network.tell(node, {"t": "withdraw", "identity": str(identity)})
+
+    def _here(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        try:
+            self.asked(fields, blobs, then)
+        except CkptError as exc:
+            then([], str(exc))
+
+    def asked(self, fields: Mapping[str, Any], blobs: Sequence[bytes], then: Then) -> None:
+        """Errors: AgentError, and whatever a malformed message leads to; then nothing is heard."""
+        identity = Identity.parse(str(fields["identity"]))
+        match fields["t"]:
+            case "stripe":
+                safe = fields["safe"]
+                self._copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
+                where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
+                self._keep(identity, int(fields["world"]), where, snapshots, then)
+            case "lend":
+                then([*self._lend(identity)], "")
+            case "rebuild":
+                where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
+                order = [row_from(row) for row in fields["order"]]
+                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, then)
+            case "publish":
+                self._publish(identity, [int(rank) for rank in fields["ranks"]], then)
+
+    # -- keeping
+
+    def _keep(
+        self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, Described], then: Then
+    ) -> None:
+        chunks = self._copies.chunks
+        wanted = [name for _, name, _ in where.chunks]
+        where.check(snapshots)
+        chunks.only(identity, wanted)
+        new = [name for name in dict.fromkeys(wanted) if name not in chunks.kept]
+        if any(chunks.is_coming(name) for name in new):
+            raise AgentError("it is on its way already")
+        lengths = [name.striped.length for name in new]
+        if not self._copies.fits(lengths):
+            raise AgentError(f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node lends")
+        short = sum(lengths) - memory.free_bytes()
+        if short > 0:
+            raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
+        origins = self._origins(identity, where, snapshots)
+        buffers = {name: chunks.begin(name) for name in new}
+        folding = self._folding()
+
+        def make() -> list[Chunk]:
+            return [
+                folding.make(name, world, origins, {rank: snapshots[rank] for rank in name.striped.ranks}, data)
+                for name, data in buffers.items()
+            ]
+
+        def made(done: Future[list[Chunk]]) -> None:
+            error = failure(done)
+            chunks.end(buffers, [] if error else done.result())
+            then([], error)
+
+        self._bulk.run(Lane.PARITY, make, made)
+
+    # -- lending
+
+    def _lend(self, identity: Identity) -> tuple[bytes, bytes]:
+        lent, network = self._copies.chunks.lend(identity), self._network()
+        if network is not None:
+            for chunk in lent:
+                self._copies.offer(network.transport, chunk.name.transfer, memoryview(chunk.data), chunk.frames)
+        snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
+        where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
+        return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
+
+    def _publish(self, identity: Identity, ranks: Sequence[int], then: Then) -> None:
+        """What this node's ranks staged, and copies: to be read by others."""
+        network, arenas = self._network(), self._arenas_of(identity)
+        if not set(ranks) <= arenas.keys():
+            raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
+        if network is None:
+            then([], "")
+            return
+
+        def published(found: list[Described], error: str) -> None:
+            then([] if error else [encode_described(found)], error)
+
+        self._copies.publish(network.transport, identity, {rank: arenas[rank] for rank in ranks}, published)
+
+    # -- making again
+
+    def _rebuild(
+        self,
+        identity: Identity,
+        rank: int,
+        where: Where,
+        snapshots: Mapping[int, Described],
+        order: Sequence[Row],
+        then: Then,
+    ) -> None:
+        if rank in self._arenas_of(identity):
+            then([], "")
+            return
+        where.check(snapshots)
+        missing = {each for _, name, _ in where.chunks for each in name.striped.ranks} - where.ranks.keys()
+        origins, parities = self._origins(identity, where, snapshots), self._parities(where)
+        sizes = {each: found.staged_bytes for each, found in snapshots.items()}
+        if rank not in rebuildable(missing, sizes, parities):
+            raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
+        if snapshots[rank].size + SCRATCH_BYTES > memory.free_bytes():
+            raise AgentError(f"there is no memory for {snapshots[rank].size >> 20} MiB and the way to them")
+        key, folding = (identity, rank), self._folding()
+
+        def made(done: Future[Arena]) -> None:
+            error = failure(done)
+            if not error:
+                self._copies.add(key, done.result())
+            then([], error)
+
+        work = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
+        self._bulk.run(Lane.PARITY, work, made)
+
+    # -- small steps
+
+    def _folding(self) -> Folding:
+        network = self._network()
+        return Folding(network.transport if network is not None else None)
+
+    def _origins(self, identity: Identity, where: Where, snapshots: Mapping[int, Described]) -> dict[int, Origin]:
+        """Of what the ranks staged that are somewhere. Errors: AgentError."""
+        here, found = self._arenas_of(identity), {}
+        for rank in where.ranks.keys() & snapshots.keys():
+            name, frames = transfer_of(identity, rank), snapshots[rank].frames
+            if rank in here and here[rank].bytes >= snapshots[rank].size:
+                found[rank] = Origin(name, frames, here=here[rank].view)
+            else:
+                node = where.ranks[rank]
+                found[rank] = Origin(name, frames, node, self._addresses(node, where))
+        return found
+
+    def _parities(self, where: Where) -> dict[Striped, dict[Row, Origin]]:
+        found: dict[Striped, dict[Row, Origin]] = {}
+        for node, name, frames in where.chunks:
+            kept = self._copies.chunks.kept.get(name)
+            if kept is not None:
+                origin = Origin(name.transfer, kept.frames, here=memoryview(kept.data))
+            elif frames is not None:
+                origin = Origin(name.transfer, frames, node, self._addresses(node, where))
+            else:
+                continue
+            found.setdefault(name.striped, {})[name.row] = origin
+        return found
+
+    def _addresses(self, node: str, where: Where) -> tuple[Address, ...]:
+        """Errors: AgentError."""
+        from ckpt.agent.network import NodeAt
+
+        network = self._network()
+        if network is None or node not in where.nodes:
+            raise AgentError(f"nothing says where agent {node} is")
+        return tuple(network.addresses(NodeAt(node, where.nodes[node], ())))
+
+
+def _by_rank(blob: bytes) -> dict[int, Described]:
+    """Errors: AgentError."""
+    return {described.rank: described for described in decode_described(blob)}

@@ -1,0 +1,175 @@
+"""What lost ranks staged, made again from parity by nodes that are left, as the coordinator arranges it. Main thread.
+
+All nodes are asked what parity they keep of the checkpoint; those that have ranks' snapshots let them be read; then
+each lost rank is given to one node, which makes it and keeps it as a copy. Where that fails, as with a parity that is
+damaged, another node tries it, with the other parity first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.agent.copies import Described, decode_described, encode_described
+from ckpt.agent.folding import ChunkName
+from ckpt.agent.parities import Parities, Where
+from ckpt.agent.peers.transport import Frames
+from ckpt.errors import AgentError, CkptError
+from ckpt.format.parity import Row
+from ckpt.plan.rebuild import Striped, rebuildable
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import NodeAt
+
+log = logging.getLogger("ckpt")
+
+ATTEMPTS = 3  # at one rank
+
+Made = dict[int, str]  # by rank: the node that made it
+
+
+class Rebuilding:
+    """`nodes`: those that are left, this one first; () where this is the only one. `holders`: by rank, who has what it
+    staged. `at`: by rank that is to be made: the nodes that may make it, the best first. `then` hears who made which,
+    and "" or why not all could be; once, later than `begin`."""
+
+    def __init__(
+        self,
+        parities: Parities,
+        nodes: Sequence[NodeAt],
+        identity: Identity,
+        holders: Mapping[int, Sequence[str]],
+        at: Mapping[int, Sequence[str]],
+        then: Callable[[Made, str], None],
+        me: str = "",
+    ) -> None:
+        """`me`: the name of this node where it is the only one."""
+        self._parities, self._identity, self._then = parities, identity, then
+        self._nodes = {node.name: node.addresses for node in nodes}
+        self._names = list(self._nodes) or [me]
+        self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
+        self._todo, self._at = sorted(at), {rank: list(names) for rank, names in at.items()}
+        self._left: set[str] = set()  # who has not answered yet
+        self._chunks: list[tuple[str, ChunkName, Frames | None]] = []
+        self._described: dict[int, bytes] = {}
+        self._snapshots: dict[int, Described] = {}
+        self._tried: Counter[int] = Counter()
+        self._busy: Counter[str] = Counter()
+        self._made: Made = {}
+        self._error = ""
+
+    def begin(self) -> None:
+        self._left = set(self._names)
+        for name in self._names:
+            self._ask(name, {"t": "lend"}, (), lambda blobs, error, name=name: self._lent(name, blobs, error))
+
+    # -- what there is
+
+    def _lent(self, name: str, blobs: list[bytes], error: str) -> None:
+        self._left.discard(name)
+        try:
+            if error or len(blobs) != 2:
+                raise AgentError(error or "its answer has not what belongs to it")
+            where, snapshots = Where.decode(self._identity, blobs[0]), decode_described(blobs[1])
+            where.check({each.rank: each for each in snapshots})
+        except CkptError as exc:
+            log.warning("agent %s has no parity of %s to give: %s", name or "here", self._identity, exc)
+            if error:  # else it is there, and only what it says of parity is wrong
+                self._without(name)
+                self._at = {rank: [each for each in names if each != name] for rank, names in self._at.items()}
+        else:
+            if self._agrees(name, snapshots):
+                self._chunks += [(name, chunk, frames) for _, chunk, frames in where.chunks]
+        if not self._left:
+            self._publish()
+
+    def _agrees(self, name: str, snapshots: Sequence[Described]) -> bool:
+        """Whether it says of the snapshots what others have said: all parities are to be of the same bytes."""
+        for each in snapshots:
+            if self._described.setdefault(each.rank, encode_described([each])) != encode_described([each]):
+                log.warning("agent %s describes rank %d of %s unlike others do", name, each.rank, self._identity)
+                return False
+            self._snapshots.setdefault(each.rank, each)
+        return True
+
+    def _without(self, name: str) -> None:
+        self._holders = {rank: [each for each in names if each != name] for rank, names in self._holders.items()}
+
+    def _publish(self) -> None:
+        """Who holds what is needed of it lets it be read."""
+        needed = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks}
+        by_node: dict[str, list[int]] = {}
+        for rank in sorted(needed - set(self._todo)):
+            if self._holders.get(rank):
+                by_node.setdefault(self._holders[rank][0], []).append(rank)
+        self._left = set(by_node)
+        if not by_node:
+            self._share_out()
+        for name, ranks in by_node.items():
+            self._ask(
+                name, {"t": "publish", "ranks": ranks}, (), lambda _, error, name=name: self._published(name, error)
+            )
+
+    def _published(self, name: str, error: str) -> None:
+        if error:
+            log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, error)
+            self._without(name)
+        self._left.discard(name)
+        if not self._left:
+            self._share_out()
+
+    # -- making them
+
+    @property
+    def _where(self) -> Where:
+        held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in self._todo}
+        return Where(self._nodes, held, self._chunks)
+
+    def _share_out(self) -> None:
+        where, sizes = self._where, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
+        rows: dict[Striped, set[Row]] = {}
+        for _, chunk, _ in self._chunks:
+            rows.setdefault(chunk.striped, set()).add(chunk.row)
+        missing = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks} - where.ranks.keys()
+        lost = sorted(set(self._todo) - rebuildable(missing, sizes, rows))
+        idle = [rank for rank in self._todo if not self._at[rank]]
+        if lost or idle:
+            why = "too much of what it was kept with is lost, too" if lost else "no node is left that could"
+            self._finish(f"rank {(lost or idle)[0]} cannot be made again from parity: {why}")
+            return
+        self._left = {str(rank) for rank in self._todo}
+        for rank in self._todo:
+            self._give(rank, where, self._at[rank])
+
+    def _give(self, rank: int, where: Where, at: Sequence[str]) -> None:
+        name = min(at, key=lambda each: (self._busy[each], at.index(each)))
+        order = list(Row) if self._tried[rank] % 2 == 0 else list(Row)[::-1]
+        self._tried[rank] += 1
+        self._busy[name] += 1
+        fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
+        snapshots = encode_described([self._snapshots[each] for each in sorted(self._snapshots)])
+
+        def made(_: list[bytes], error: str) -> None:
+            if error and self._tried[rank] < ATTEMPTS:
+                log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
+                self._give(rank, where, [each for each in at if each != name] or at)
+                return
+            if error:
+                self._error = self._error or f"rank {rank} from parity at agent {name or 'here'}: {error}"
+            else:
+                self._made[rank] = name
+            self._left.discard(str(rank))
+            if not self._left:
+                self._finish(self._error)
+
+        self._ask(name, fields, [where.encode(), snapshots], made)
+
+    def _finish(self, error: str) -> None:
+        self._parities.end_reading(self._identity, self._names)
+        self._then(self._made, error)
+
+    def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
+        self._parities.have(name, {**fields, "identity": str(self._identity)}, blobs, then)
