@@ -16,7 +16,6 @@ class Chunks:
 
     def __init__(self) -> None:
         self.kept: dict[ChunkName, Chunk] = {}
-        self._lent: set[Identity] = set()  # others may be reading them
         self._coming: dict[ChunkName, bytearray] = {}
         self._spare: list[bytearray] = []
 
@@ -57,17 +56,10 @@ class Chunks:
 
     def _forget(self, names: Iterable[ChunkName]) -> None:
         for name in names:
-            data = self.kept.pop(name).data
-            if name.identity not in self._lent:
-                self._put_back(data)
+            self._put_back(self.kept.pop(name).data)
 
-    def lend(self, identity: Identity) -> list[Chunk]:
-        """All of that checkpoint. Their memory is used for nothing else before they are taken back."""
-        self._lent.add(identity)
+    def of(self, identity: Identity) -> list[Chunk]:
         return [chunk for name, chunk in self.kept.items() if name.identity == identity]
-
-    def take_back(self, identity: Identity) -> None:
-        self._lent.discard(identity)
 
     def close(self) -> None:
         self.kept.clear()

@@ -109,7 +109,8 @@ class Copies:
         self.chunks = Chunks()
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
-        self._offered: set[str] = set()
+        self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
+        self._transport: Transport | None = None  # over which
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}
         self._room: Callable[[], int] | None = None
         self._leases: Counter[Identity] = Counter()
@@ -145,9 +146,10 @@ class Copies:
         identity: Identity,
         arenas: Mapping[int, Arena],
         then: Callable[[list[Described], str], None],
+        reader: str = "",
     ) -> None:
         """Lets other nodes fetch these ranks' snapshots. Whoever calls this keeps the arenas as they are until
-        `withdraw`. `then` hears what they are to be told."""
+        `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them."""
 
         def found(done: Future[list[Described]]) -> None:
             error = failure(done)
@@ -156,7 +158,8 @@ class Copies:
                 return
             try:
                 for each in done.result():
-                    self.offer(transport, transfer_of(identity, each.rank), arenas[each.rank].view, each.frames)
+                    name = transfer_of(identity, each.rank)
+                    self.offer(transport, name, arenas[each.rank].view, each.frames, reader)
             except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
                 then([], str(exc))
                 return
@@ -164,18 +167,21 @@ class Copies:
 
         self._bulk.run(Lane.MEMORY, lambda: described(identity, arenas), found)
 
-    def offer(self, transport: Transport, name: str, source: memoryview, frames: Frames) -> None:
+    def offer(self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str) -> None:
         """Lets other nodes fetch it, until `withdraw`. Errors: AgentError; ValueError where the memory was closed."""
         if name not in self._offered:
             transport.offer(name, source, frames)
-            self._offered.add(name)
+        self._transport = transport
+        self._offered.setdefault(name, set()).add(reader)
 
-    def withdraw(self, transport: Transport, identity: Identity) -> None:
-        self.chunks.take_back(identity)
+    def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
+        """That reader has done with what there is of it."""
         offered = f"copy/{identity}/", f"parity/{identity}/"
-        for name in [name for name in self._offered if name.startswith(offered)]:
-            transport.withdraw(name)
-            self._offered.discard(name)
+        for name in [name for name, readers in self._offered.items() if name.startswith(offered) and reader in readers]:
+            self._offered[name].discard(reader)
+            if not self._offered[name]:
+                transport.withdraw(name)
+                del self._offered[name]
 
     # -- as the node that keeps it
 
@@ -261,6 +267,10 @@ class Copies:
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
+        for name in [name for name in self._offered if name.startswith("parity/")]:
+            if self._transport is not None and goes(Identity.parse(name.split("/")[1])):
+                self._transport.withdraw(name)  # whoever was to read it has not said that it is done
+                del self._offered[name]
         self.chunks.forget(goes)
         for key in [key for key in self.kept if goes(key[0])]:
             arena = self.kept.pop(key)

@@ -350,7 +350,8 @@ class Others(Starts):
                 return
             case "withdraw":
                 if self.network is not None:
-                    self.copies.withdraw(self.network.transport, Identity.parse(str(fields["identity"])))
+                    identity, reader = Identity.parse(str(fields["identity"])), str(fields.get("reader", ""))
+                    self.copies.withdraw(self.network.transport, identity, reader)
                 return
             case "unserve":
                 self._end_serving(Identity.parse(str(fields["identity"])))
@@ -386,7 +387,7 @@ class Others(Starts):
                 channel.reply(request_id, {}, [encode_described(found)])
 
         arenas = self._held(identity, [int(rank) for rank in fields["ranks"]])
-        self.copies.publish(network.transport, identity, arenas, published)
+        self.copies.publish(network.transport, identity, arenas, published, str(fields.get("reader", ""))[:100])
 
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])

@@ -2,7 +2,8 @@
 
     stripe    keep parities of what other nodes' ranks staged, whose bytes are had from them
     lend      let others read what is kept of a checkpoint, and say what that is
-    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy
+    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy. The
+              answer names the transfer that it failed by, where some bytes are not what they are said to be
 
 The coordinator asks its own node the same, in the same words.
 """
@@ -25,6 +26,7 @@ from ckpt.agent.folding import (
     ChunkName,
     Folding,
     Origin,
+    Spoiled,
     row_from,
 )
 from ckpt.agent.peers.sockets import Address
@@ -118,16 +120,16 @@ class Parities:
         else:
             network.ask(node, fields, blobs, lambda answer, error: then(answer.blobs if answer else [], error))
 
-    def end_reading(self, identity: Identity, nodes: Sequence[str]) -> None:
+    def end_reading(self, identity: Identity, nodes: Sequence[str], reader: str) -> None:
         """Nobody reads what they lent and published of it any more."""
         network = self._network()
         if network is None:
             return
         for node in nodes:
             if not node or node == network.me:
-                self._copies.withdraw(network.transport, identity)
+                self._copies.withdraw(network.transport, identity, reader)
             else:
-                network.tell(node, {"t": "withdraw", "identity": str(identity)})
+                network.tell(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
 
     def _here(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         try:
@@ -145,13 +147,13 @@ class Parities:
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 self._keep(identity, int(fields["world"]), where, snapshots, then)
             case "lend":
-                then([*self._lend(identity)], "")
+                then([*self._lend(identity, str(fields["reader"]))], "")
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 order = [row_from(row) for row in fields["order"]]
                 self._rebuild(identity, int(fields["rank"]), where, snapshots, order, then)
             case "publish":
-                self._publish(identity, [int(rank) for rank in fields["ranks"]], then)
+                self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields["reader"]), then)
 
     # -- keeping
 
@@ -190,16 +192,16 @@ class Parities:
 
     # -- lending
 
-    def _lend(self, identity: Identity) -> tuple[bytes, bytes]:
-        lent, network = self._copies.chunks.lend(identity), self._network()
+    def _lend(self, identity: Identity, reader: str) -> tuple[bytes, bytes]:
+        lent, network = self._copies.chunks.of(identity), self._network()
         if network is not None:
             for chunk in lent:
-                self._copies.offer(network.transport, chunk.name.transfer, memoryview(chunk.data), chunk.frames)
+                self._copies.offer(network.transport, chunk.name.transfer, memoryview(chunk.data), chunk.frames, reader)
         snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
         where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
         return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
 
-    def _publish(self, identity: Identity, ranks: Sequence[int], then: Then) -> None:
+    def _publish(self, identity: Identity, ranks: Sequence[int], reader: str, then: Then) -> None:
         """What this node's ranks staged, and copies: to be read by others."""
         network, arenas = self._network(), self._arenas_of(identity)
         if not set(ranks) <= arenas.keys():
@@ -211,7 +213,8 @@ class Parities:
         def published(found: list[Described], error: str) -> None:
             then([] if error else [encode_described(found)], error)
 
-        self._copies.publish(network.transport, identity, {rank: arenas[rank] for rank in ranks}, published)
+        given = {rank: arenas[rank] for rank in ranks}
+        self._copies.publish(network.transport, identity, given, published, reader)
 
     # -- making again
 
@@ -238,10 +241,13 @@ class Parities:
         key, folding = (identity, rank), self._folding()
 
         def made(done: Future[Arena]) -> None:
-            error = failure(done)
-            if not error:
+            error = done.exception()
+            if error is None:
                 self._copies.add(key, done.result())
-            then([], error)
+            if isinstance(error, Spoiled):
+                then([error.name.encode()], "")
+            else:
+                then([], failure(done))
 
         work = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
         self._bulk.run(Lane.PARITY, work, made)

@@ -167,9 +167,13 @@ class Protection:
 
     def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str], None]) -> None:
         """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:
-        `then` hears "" once it has it, or why it has not. Where that is nothing to be made, as with copies: at once."""
+        `then` hears "" once it has it, or why it has not. At once where there is nothing to be made, as with copies,
+        and where that node is there: what it cannot write others are not to take their memory for."""
         if self.placement is None or not isinstance(self.placement.option, Parity):
             then("")
+            return
+        if self._network.channel(lost) is not None:
+            then("the node that has it is there: it is not made again from parity")
             return
 
         left = [node for node in (*self._nodes, *(each.node for each in self._lenders())) if node.name != lost]

@@ -1,18 +1,20 @@
 """What lost ranks staged, made again from parity by nodes that are left, as the coordinator arranges it. Main thread.
 
 All nodes are asked what parity they keep of the checkpoint; those that have ranks' snapshots let them be read; then
-each lost rank is given to one node, which makes it and keeps it as a copy. Where that fails, as with a parity that is
-damaged, another node tries it, with the other parity first.
+each lost rank is given to one node, which makes it and keeps it as a copy. What turns out to be damaged where it lies
+is done without, as if it were lost, too. Where what came out is wrong, and nobody knows by whom, another node tries it,
+with the other parity first.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.copies import Described, decode_described, encode_described
+from ckpt.agent.copies import Described, decode_described, encode_described, transfer_of
 from ckpt.agent.folding import ChunkName
 from ckpt.agent.parities import Parities, Where
 from ckpt.agent.peers.transport import Frames
@@ -48,6 +50,7 @@ class Rebuilding:
     ) -> None:
         """`me`: the name of this node where it is the only one."""
         self._parities, self._identity, self._then = parities, identity, then
+        self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
         self._nodes = {node.name: node.addresses for node in nodes}
         self._names = list(self._nodes) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
@@ -60,6 +63,7 @@ class Rebuilding:
         self._busy: Counter[str] = Counter()
         self._made: Made = {}
         self._error = ""
+        self._again = False  # what is left is to be made without what turned out to be damaged
 
     def begin(self) -> None:
         self._left = set(self._names)
@@ -152,24 +156,50 @@ class Rebuilding:
         fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
         snapshots = encode_described([self._snapshots[each] for each in sorted(self._snapshots)])
 
-        def made(_: list[bytes], error: str) -> None:
-            if error and self._tried[rank] < ATTEMPTS:
+        def made(blobs: list[bytes], error: str) -> None:
+            if blobs and not error:
+                self._spoiled(bytes(blobs[0]).decode(errors="replace"))
+            elif error and self._tried[rank] < ATTEMPTS:
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
                 self._give(rank, where, [each for each in at if each != name] or at)
                 return
-            if error:
+            elif error:
                 self._error = self._error or f"rank {rank} from parity at agent {name or 'here'}: {error}"
             else:
                 self._made[rank] = name
+                self._holders[rank] = [name]
             self._left.discard(str(rank))
             if not self._left:
-                self._finish(self._error)
+                self._go_on()
 
         self._ask(name, fields, [where.encode(), snapshots], made)
 
+    def _spoiled(self, transfer: str) -> None:
+        """What lies there is damaged: it is done without it, if it can be."""
+        log.warning("%s: what lies there is not what it was; it is done without", transfer[:200])
+        before = len(self._chunks), self._holders
+        self._chunks = [each for each in self._chunks if each[1].transfer != transfer]
+        self._holders = {
+            rank: names[1:] if transfer == transfer_of(self._identity, rank) else names
+            for rank, names in self._holders.items()
+        }
+        if before == (len(self._chunks), self._holders):
+            self._error = self._error or f"{transfer:.200} is said to be damaged, and was not asked for"
+        else:
+            self._again = True
+
+    def _go_on(self) -> None:
+        """All have answered."""
+        self._todo = [rank for rank in self._todo if rank not in self._made]
+        if self._error or not self._again:
+            self._finish(self._error)
+            return
+        self._again = False
+        self._publish()
+
     def _finish(self, error: str) -> None:
-        self._parities.end_reading(self._identity, self._names)
+        self._parities.end_reading(self._identity, self._names, self._reader)
         self._then(self._made, error)
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
-        self._parities.have(name, {**fields, "identity": str(self._identity)}, blobs, then)
+        self._parities.have(name, {**fields, "identity": str(self._identity), "reader": self._reader}, blobs, then)
