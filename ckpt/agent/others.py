@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
-from ckpt.agent.copies import Described, decode_described, encode_described
+from ckpt.agent.copies import decode_described
 from ckpt.agent.facts import Store
 from ckpt.agent.following import Following
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
@@ -333,9 +333,6 @@ class Others(Starts):
                 arena = self._arenas_of(identity).get(rank)
                 self._serve(identity, rank, Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0))
                 return
-            case "publish":
-                self._publish(channel, fields)
-                return
             case "write":
                 self._write(channel, message)
                 return
@@ -345,7 +342,7 @@ class Others(Starts):
             case "kept":
                 self.copies.before(Identity.parse(str(fields["identity"])))
                 return
-            case "stripe" | "lend" | "rebuild":
+            case "publish" | "stripe" | "lend" | "rebuild":
                 self._asked_of_parity(channel, message)
                 return
             case "withdraw":
@@ -373,21 +370,6 @@ class Others(Starts):
             self.foreseeing.told(message.kind, fields)
             return
         following.led(channel, message)
-
-    def _publish(self, channel: Channel, fields: dict[str, Any]) -> None:
-        """Other nodes are to have copies of snapshots that lie here."""
-        network, request_id = self.network, int(fields["id"])
-        assert network is not None  # the message came by it
-        identity = Identity.parse(str(fields["identity"]))
-
-        def published(found: list[Described], error: str) -> None:
-            if error:
-                channel.refuse(request_id, AgentError(error))
-            else:
-                channel.reply(request_id, {}, [encode_described(found)])
-
-        arenas = self._held(identity, [int(rank) for rank in fields["ranks"]])
-        self.copies.publish(network.transport, identity, arenas, published, str(fields.get("reader", ""))[:100])
 
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])

@@ -1,6 +1,7 @@
 """A node's part in parity: what a coordinator has it keep, lend and make again. Main thread only.
 
     stripe    keep parities of what other nodes' ranks staged, whose bytes are had from them
+    publish   let others read what ranks staged here, and say what that is; for copies, too
     lend      let others read what is kept of a checkpoint, and say what that is
     rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy. The
               answer names the transfer that it failed by, where some bytes are not what they are said to be
@@ -153,7 +154,7 @@ class Parities:
                 order = [row_from(row) for row in fields["order"]]
                 self._rebuild(identity, int(fields["rank"]), where, snapshots, order, then)
             case "publish":
-                self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields["reader"]), then)
+                self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields.get("reader", "")), then)
 
     # -- keeping
 

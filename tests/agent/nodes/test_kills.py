@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
+import pytest
+
 from ckpt.errors import CkptError
 from ckpt.tasks import Tasks
 from ckpt.types import Tick
@@ -64,13 +66,14 @@ def await_level(made: Busy, step: int) -> None:
     assert made.safe() >= step, rank.levels
 
 
+@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
 def test_whatever_is_killed_at_whatever_moment_the_newest_safe_checkpoint_comes_back(
-    cluster: Cluster, url: str, seed: int
+    peers: dict[str, int], cluster: Cluster, url: str, seed: int
 ) -> None:
     rng = random.Random(seed)
     if rng.random() < 0.5:
         cluster.forbid_commits()
-    cluster.options = {**cluster.options, "policy": {"steps": 2, "seconds": None}}
+    cluster.options = {**cluster.options, "peers": peers, "policy": {"steps": 2, "seconds": None}}
     known = 0
     nodes = list(range(NODES))
     for kill in range(KILLS):

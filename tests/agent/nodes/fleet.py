@@ -1,0 +1,185 @@
+"""Nodes that keep parity for each other within one process: the agents' own parts, and between them a network and a
+transport that carry what the test lets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.copies import Copies
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.parities import Parities
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import WRONG_MAX, Frames
+from ckpt.agent.rebuilding import Rebuilding
+from ckpt.agent.striping import Striping
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, CkptError, DamagedData
+from ckpt.format.frames import frame_hash
+from ckpt.plan.groups import Node
+from ckpt.plan.placement import Parity, place
+from ckpt.types import Identity
+from tests.agent.nodes.staged import Turned, staged
+
+
+class Link:
+    """One node's transport and network: what it asks reaches the others as it would over a connection."""
+
+    def __init__(self, fleet: Fleet, me: str) -> None:
+        self.me, self._fleet = me, fleet
+        self.offers: dict[str, tuple[memoryview, Frames]] = {}
+
+    @property
+    def transport(self) -> Link:
+        return self
+
+    # -- as a transport
+
+    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+        if name in self.offers:
+            raise AgentError(f"{name} is offered already")
+        self.offers[name] = source, frames
+
+    def withdraw(self, name: str) -> None:
+        del self.offers[name]
+
+    def fetch(
+        self,
+        peer: str,
+        addresses: Sequence[Address],
+        name: str,
+        target: memoryview,
+        frames: Frames,
+        numbers: Sequence[int],
+    ) -> Any:
+        done: Future[None] = Future()
+        given = self._fleet.links[peer].offers.get(name) if peer not in self._fleet.gone else None
+        if given is None:
+            done.set_exception(AgentError(f"agent {peer} does not offer {name}"))
+            return Fetched(done)
+        source, theirs = given
+        for (at, length), number, value in zip(frames.places(), numbers, frames.hashes.tolist(), strict=True):
+            offset, there = theirs.places()[number]
+            assert there == length
+            target[at : at + length] = source[offset : offset + length]
+            if list(frame_hash(target[at : at + length])) != value:
+                done.set_exception(DamagedData(f"frame {number} of {name} arrived {WRONG_MAX} times with another hash"))
+                return Fetched(done)
+        done.set_result(None)
+        return Fetched(done)
+
+    # -- as a network
+
+    def addresses(self, node: NodeAt) -> list[Address]:
+        return list(node.addresses)
+
+    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+        def answered(found: list[bytes], error: str) -> None:
+            then(None if error else Message({"t": "reply", "id": 1}, [], found), error)
+
+        def asked() -> None:
+            if name in self._fleet.gone:
+                then(None, f"there is no connection to agent {name}")
+                return
+            try:
+                self._fleet.parities[name].asked(fields, blobs, answered)
+            except CkptError as exc:
+                then(None, str(exc))
+
+        self._fleet.turned.post(asked)
+
+    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        identity = Identity.parse(fields["identity"])
+        if name in self._fleet.gone:
+            return
+        if fields["t"] == "kept":
+            self._fleet.copies[name].before(identity)
+        else:
+            self._fleet.copies[name].withdraw(cast(Any, self._fleet.links[name]), identity, fields.get("reader", ""))
+
+    def channel(self, name: str) -> object:
+        return None if name in self._fleet.gone else object()
+
+
+class Fetched:
+    def __init__(self, done: Future[None]) -> None:
+        self.done = done
+
+    def cancel(self) -> None: ...
+
+
+class Fleet:
+    """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost."""
+
+    def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
+        self.turned = Turned()
+        self.ranks, self.option = ranks, option
+        self.world = sum(map(len, ranks.values()))
+        self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]
+        self.gone: set[str] = set()
+        self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
+        self.links = {name: Link(self, name) for name in ranks}
+        self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
+        self.parities = {name: self._parities(name) for name in ranks}
+
+    def _parities(self, name: str) -> Parities:
+        def held(identity: Identity) -> dict[int, Arena]:
+            own = {rank: self.arenas[identity][rank] for rank in self.ranks[name]}
+            return {**self.copies[name].of(identity), **own}
+
+        network = cast(Network, self.links[name])
+        return Parities(self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network)
+
+    @property
+    def me(self) -> str:
+        """The first that is left."""
+        return next(name for name in self.ranks if name not in self.gone)
+
+    def protect(self, identity: Identity, safe: Identity | None = None, spoil: Callable[[], None] | None = None) -> str:
+        """What is heard of making its parity. `spoil`: what goes wrong once all is staged."""
+        self.arenas[identity] = staged(identity, self.world)
+        sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
+        groups = place([Node(name, size, 1 << 40) for name, size in sizes.items()], self.option).groups
+        if spoil is not None:
+            spoil()
+        own = {rank: self.arenas[identity][rank] for rank in self.ranks[self.me]}
+        heard: list[str] = []
+        services = cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
+        Striping(*services, groups, identity, safe, own, heard.append).begin()
+        self.turned.until(lambda: heard)
+        assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
+        return heard[0]
+
+    def rebuild(self, identity: Identity, missing: Sequence[int] | None = None) -> tuple[dict[int, str], str]:
+        """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`."""
+        left = [node for node in self.nodes if node.name not in self.gone]
+        held = {rank: [node.name] for node in left for rank in node.ranks if rank not in (missing or ())}
+        lost = sorted(set(range(self.world)) - held.keys()) if missing is None else missing
+        heard: list[tuple[dict[int, str], str]] = []
+        at = {rank: [node.name for node in left if rank not in node.ranks] for rank in lost}
+        then = lambda made, error: heard.append((made, error))  # noqa: E731
+        Rebuilding(self.parities[self.me], left, identity, held, at, then).begin()
+        self.turned.until(lambda: heard)
+        assert not any(self.links[node.name].offers for node in left)
+        return heard[0]
+
+    def kept(self, name: str) -> set[int]:
+        """The steps of which that node keeps parity."""
+        return {identity.tick.step for identity in self.copies[name].chunks.identities}
+
+    def check(self, identity: Identity, made: Mapping[int, str]) -> None:
+        """What was made is what was lost, bit for bit."""
+        for rank, name in made.items():
+            original, again = self.arenas[identity][rank], self.copies[name].of(identity)[rank]
+            at, length = original.tail()
+            assert bytes(again.view[: at + length]) == bytes(original.view[: at + length])
+
+    def close(self) -> None:
+        self.turned.close()
+        for copies in self.copies.values():
+            copies.close()
+        for arenas in self.arenas.values():
+            for arena in arenas.values():
+                arena.close()

@@ -1,0 +1,220 @@
+"""What nodes keep of each other as parity, and what they make of it again: the same bytes or nothing, whoever is lost,
+damaged or wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from ckpt.agent.folding import Chunk, chunk_frames
+from ckpt.agent.holdings import Inventory
+from ckpt.errors import CkptError
+from ckpt.format.parity import Row
+from ckpt.plan.placement import Parity
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import WRONG, identity, spoiled
+
+STEP, NEXT = identity(5), identity(10)
+FOUR = {"a": [0], "b": [1], "c": [2], "d": [3]}
+UNEVEN = {"a": [0, 1, 2], "b": [3], "c": [4, 5], "d": [6], "e": [7]}
+
+Make = Callable[[Mapping[str, Sequence[int]], Parity], Fleet]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Fleet] = []
+
+    def one(ranks: Mapping[str, Sequence[int]], option: Parity) -> Fleet:
+        made.append(Fleet(ranks, option))
+        return made[-1]
+
+    yield one
+    for fleet in made:
+        fleet.close()
+
+
+@pytest.mark.parametrize("ranks", [FOUR, UNEVEN, {"a": [0, 1], "b": [2]}, {"a": [0], "b": [1, 2], "c": [3]}])
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1)])
+def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
+    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity
+) -> None:
+    """Every loss of as many nodes as there are parities; and what the inventories say of it is what then happens, for
+    every loss."""
+    fleet = make(ranks, option)
+    assert fleet.protect(STEP) == ""
+    for count in range(1, len(ranks)):
+        for gone in itertools.combinations(ranks, count):
+            fleet.gone = set(gone)
+            possible = inventory(fleet).complete() == [STEP]
+            assert possible or count > option.parity
+            made, error = fleet.rebuild(STEP)
+            assert (error == "") == possible, (gone, error)
+            fleet.check(STEP, made)
+            for name in set(made.values()):
+                assert fleet.copies[name].of(STEP).keys() == {rank for rank, at in made.items() if at == name}
+            for copies in fleet.copies.values():
+                while copies.kept:
+                    copies.kept.popitem()[1].close()
+
+
+def inventory(fleet: Fleet) -> Inventory:
+    """What the nodes that are left say together, as it comes out of their messages."""
+    whole = Inventory()
+    for name, ranks in fleet.ranks.items():
+        if name not in fleet.gone:
+            own = Inventory()
+            own.add_arenas(fleet.arenas[STEP][rank] for rank in ranks)
+            own.add_chunks(fleet.copies[name].chunks.kept.values())
+            whole.add(Inventory.parse(msgpack.unpackb(msgpack.packb(own.fields()))), name)
+    return whole
+
+
+def test_lost_ranks_are_spread_over_the_nodes_that_are_left(make: Make) -> None:
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"a"}
+    made, error = fleet.rebuild(STEP)
+    assert not error
+    assert len(set(made.values())) == 2
+
+
+def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"d"}
+    assert "no connection" in fleet.protect(NEXT, STEP)
+    for name in "abc":
+        assert 5 in fleet.kept(name)
+    made, error = fleet.rebuild(STEP)
+    assert (list(made), error) == ([3], "")
+    fleet.check(STEP, made)
+    fleet.gone = set()
+    assert fleet.protect(identity(15), STEP) == ""
+    assert all(fleet.kept(name) == {15} for name in FOUR), "the failed attempt is gone, too"
+
+
+def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    safe = None
+    for step in range(5, 40, 5):
+        assert fleet.protect(identity(step), safe) == ""
+        safe = identity(step)
+        for copies in fleet.copies.values():
+            one = sum(len(chunk.data) for chunk in copies.chunks.kept.values())
+            assert 0 < copies.chunks.bytes <= 2 * one
+    for copies in fleet.copies.values():
+        copies.forget(lambda each: True)
+        assert copies.bytes == 0
+
+
+def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+
+    def lie() -> None:
+        fleet.arenas[NEXT][2].data(0, 8)[:] = b"\xff" * 8
+
+    assert "another hash" in fleet.protect(NEXT, STEP, lie)
+    fleet.gone = {"b", "c"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([1, 2], "")
+    fleet.check(STEP, made)
+
+
+def chunk_of(fleet: Fleet, row: Row) -> tuple[str, Chunk]:
+    """The largest such, and who keeps it."""
+    kept = [(name, chunk) for name, each in fleet.copies.items() for chunk in each.chunks.kept.values()]
+    return max((each for each in kept if each[1].name.row is row), key=lambda each: len(each[1].data))
+
+
+@pytest.mark.parametrize("row", list(Row))
+@pytest.mark.parametrize("lies", [False, True])
+def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_anything(
+    make: Make, row: Row, lies: bool
+) -> None:
+    """Damaged, so that its bytes are not what its holder said; or the holder says so, too."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    name, chunk = chunk_of(fleet, row)
+    chunk.data[:5] = b"wrong"
+    if lies:
+        changed = replace(chunk, frames=chunk_frames(memoryview(chunk.data), len(chunk.data)))
+        fleet.copies[name].chunks.kept[chunk.name] = changed
+    outcomes = set()
+    for count in (1, 2):
+        for gone in itertools.combinations(sorted(set(FOUR) - {name}), count):
+            fleet.gone = set(gone)
+            made, error = fleet.rebuild(STEP)
+            fleet.check(STEP, made)
+            outcomes.add((count, error == ""))
+            for copies in fleet.copies.values():
+                while copies.kept:
+                    copies.kept.popitem()[1].close()
+    assert (1, True) in outcomes
+    assert (1, False) not in outcomes, "one loss leaves another parity"
+    assert (2, False) in outcomes, "two losses need both"
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing", "made_again"),
+    [({"c"}, None, [2]), ({"c", "d"}, None, None), ({"d"}, [1, 3], [1, 3]), (set(), [1], [1])],
+)
+def test_what_a_survivor_holds_damaged_counts_as_lost(
+    make: Make, gone: set[str], missing: list[int] | None, made_again: list[int] | None
+) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    damaged = fleet.arenas[STEP][1].data(0, 8)
+    before, damaged[:] = bytes(damaged), b"\xff" * 8
+    fleet.gone = gone
+    made, error = fleet.rebuild(STEP, missing)
+    damaged[:] = before
+    fleet.check(STEP, made)
+    if made_again is None:
+        assert "cannot be made again" in error
+    else:
+        assert (sorted(made), error) == (made_again, "")
+
+
+def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
+    """Each part of what a coordinator asks is replaced by what it cannot be. An error, or nothing that is wrong."""
+    fleet = make({"a": [0], "b": [1], "c": [2]}, Parity(2, 1))
+    asked: list[tuple[str, dict[str, Any], list[bytes]]] = []
+    for name, parities in fleet.parities.items():
+        original = parities.asked
+
+        def note(fields: Any, blobs: Any, then: Any, name: str = name, original: Any = original) -> None:
+            asked.append((name, dict(fields), list(blobs)))
+            original(fields, blobs, then)
+
+        parities.asked = note  # type: ignore[method-assign]
+    assert fleet.protect(STEP) == ""
+    fleet.gone = {"c"}
+    assert fleet.rebuild(STEP)[1] == ""
+    expected = (CkptError, LookupError, TypeError, ValueError, OverflowError, AttributeError)
+    count = 0
+    for kind in ("stripe", "lend", "rebuild"):
+        name, fields, blobs = next(each for each in asked if each[1]["t"] == kind and each[0] != "c")
+        plan = msgpack.unpackb(blobs[0]) if blobs else None
+        variants = [(each, blobs) for each in spoiled(fields) if each.get("t") == kind]
+        variants += [(fields, [msgpack.packb(each), blobs[1]]) for each in [*spoiled(plan), *WRONG] if blobs]
+        variants += [(fields, [blobs[0], each]) for each in (b"", b"\xc1", msgpack.packb([[1]])) if blobs]
+        for wrong_fields, wrong_blobs in variants:
+            heard: list[tuple[list[bytes], str]] = []
+            try:
+                fleet.parities[name].asked(wrong_fields, wrong_blobs, lambda *found, heard=heard: heard.append(found))
+            except expected:
+                continue
+            fleet.turned.until(lambda heard=heard: heard)
+            count += 1
+            for copies in fleet.copies.values():
+                for key, arena in copies.kept.items():
+                    at, length = arena.tail()
+                    assert bytes(arena.view[: at + length]) == bytes(fleet.arenas[STEP][key[1]].view[: at + length])
+    assert count
