@@ -41,6 +41,32 @@ def test_a_node_that_is_killed_at_any_moment_of_a_save_is_replaced_and_nothing_i
     check_losses(lines, losses(job.last_step()))
 
 
+def test_with_two_parities_any_two_of_four_nodes_are_killed_and_the_others_go_on_from_memory(
+    lan: Lan, tmp_path: Path
+) -> None:
+    """Twice: rank 0's node is among the first two; two new ones take their place, and of these one goes with an old."""
+    end = tmp_path / "end"
+    options = ("--every", str(EVERY), "--mib", "3", "--bandwidth", str(STORE_BYTES_S), "--end", str(end))
+    job = Elastic(lan, tmp_path, 100_000, *options, "--parity", "2", "2", nodes=(2, 4), apart=True)
+    job.start(4)
+    job.safe_after(0.0, world=4)
+    victims = [job.node_of(rank) for rank in (0, 2)]
+    safe = job.safe_step()
+    killed = [job.kill(victim) for victim in victims][0]
+    check_memory(job.restored(2, killed), at_least=safe)
+    new = job.start(2)
+    came = job.restored(4, killed)
+    since = came[0]["at"]
+    job.safe_after(since, world=4)
+    safe = job.safe_step()
+    old = next(name for name in job.places if name not in new)
+    killed = [job.kill(victim) for victim in (new[0], old)][0]
+    check_memory(job.restored(2, killed), at_least=safe)
+    end.touch()
+    lines = job.end()
+    check_losses(lines, losses(job.last_step()))
+
+
 def after_a_save(job: Elastic, lan: Lan, victim: str) -> None:
     job.safe_after(time.time(), world=3)
 

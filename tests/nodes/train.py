@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--mesh", type=Path, help="a file that names the shape of the mesh")
     parser.add_argument("--end", type=Path, help="a file: once it is there, all ranks stop at the same step")
     parser.add_argument("--bandwidth", type=float, help="to the store, bytes/s")
+    parser.add_argument("--parity", type=int, nargs=2, help="data and parity, instead of one copy")
     parser.add_argument("--parts", action="store_true", help="say how long the parts of entering took")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives, seconds")
     args = parser.parse_args()
@@ -213,7 +214,8 @@ def main() -> None:
 
     parts = Parts() if args.parts else None
     limits = ckpt.Limits(bandwidth=args.bandwidth)
-    with ckpt.Checkpointer(args.url, state, policy=ckpt.Every(steps=args.every), limits=limits, sinks=(hear,)) as ck:
+    policy, peers = ckpt.Every(steps=args.every), ckpt.Parity(*args.parity) if args.parity else ckpt.Replicas(1)
+    with ckpt.Checkpointer(args.url, state, policy=policy, peers=peers, limits=limits, sinks=(hear,)) as ck:
         came, read = ck.restored, ck.receipt["bytes"]
         if parts is not None:
             say(parts=parts.end())
