@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-ATTEMPTS = 3  # at one rank
+ATTEMPTS = 3  # at one rank, or as many as there are nodes: some may have no memory for it
 
 Made = dict[int, str]  # by rank: the node that made it
 
@@ -60,7 +60,7 @@ class Rebuilding:
         self._described: dict[int, bytes] = {}
         self._snapshots: dict[int, Described] = {}
         self._tried: Counter[int] = Counter()
-        self._busy: Counter[str] = Counter()
+        self._busy = Counter(names[0] for names in self._holders.values() if names)  # who holds little makes more
         self._made: Made = {}
         self._error = ""
         self._again = False  # what is left is to be made without what turned out to be damaged
@@ -159,7 +159,7 @@ class Rebuilding:
         def made(blobs: list[bytes], error: str) -> None:
             if blobs and not error:
                 self._spoiled(bytes(blobs[0]).decode(errors="replace"))
-            elif error and self._tried[rank] < ATTEMPTS:
+            elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])):
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
                 self._give(rank, where, [each for each in at if each != name] or at)
                 return

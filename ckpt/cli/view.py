@@ -22,7 +22,7 @@ WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": 
 STATES = {
     "appointed": "step {step} is being taken ({staged} of {of} ranks), for {for_}",
     "hashed": "step {step} is hashed, for {for_}",
-    "copied": "step {step} is copied to other nodes",
+    "copied": "step {step} is put into other nodes' memory",
     "committed": "step {step} is written, for {for_}",
     "failed": "step {step} could not be written",
 }

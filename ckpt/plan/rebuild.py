@@ -138,7 +138,10 @@ def windows(striped: Striped, missing: Collection[int]) -> Iterator[Window]:
 
 def solvable(missing: Collection[int], rows: Mapping[Striped, Collection[int]]) -> Iterator[Window]:
     """Where bytes of these ranks can be made again. `rows`: which parities of each stripe are held."""
+    missing = frozenset(missing)
     for striped, held in rows.items():
+        if missing.isdisjoint(striped.ranks):
+            continue
         for window in windows(striped, missing):
             if 0 < len(window.unknown) <= len(held):
                 yield window

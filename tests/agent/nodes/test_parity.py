@@ -84,6 +84,17 @@ def test_nodes_of_any_number_and_size_are_made_good(
     check_memory(cluster, cluster.start(*[node for node in range(5) if node in spread and node not in lost]), step)
 
 
+def test_one_node_that_is_left_alone_makes_all_of_it_from_what_it_has(cluster: Cluster) -> None:
+    """And the job that starts there is one of one node: nobody speaks of others."""
+    start(cluster, TWO, (0, 1, 1))
+    step = cluster.checkpoint("peer")
+    cluster.kill(1)
+    cluster.hang_up()
+    cluster.connect(0)
+    cluster.job[0].nodes = []
+    check_memory(cluster, cluster.enter(), step)
+
+
 def test_more_losses_than_there_are_parities_are_an_error_and_no_fresh_start(cluster: Cluster) -> None:
     start(cluster, ONE, (0, 1, 2, 3))
     cluster.checkpoint("peer")

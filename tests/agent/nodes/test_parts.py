@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from ckpt.agent import memory
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
+from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
+from ckpt.agent.parities import Parities
 from ckpt.agent.protection import SLOTS_MIN, Protection
 from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
-from ckpt.plan.placement import GENERATIONS, Replicas
+from ckpt.plan.placement import GENERATIONS, Parity, Replicas
 from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity
 from tests.agent.nodes.staged import EPOCH, WRONG, identity, spoiled, staged
@@ -223,10 +225,10 @@ def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(ord
 MIB = 1 << 20
 
 
-def protection(count: int, copies: int | None = 1) -> Protection:
+def protection(count: int, copies: int | None = 1, option: Parity | None = None) -> Protection:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
-    option = Replicas(copies) if copies is not None else None
-    return Protection(cast(Network, None), cast(Copies, None), nodes, option)
+    asked = option if option is not None else Replicas(copies) if copies is not None else None
+    return Protection(cast(Network, None), cast(Copies, None), cast(Parities, None), nodes, asked)
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
@@ -267,6 +269,32 @@ def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -
         assert made.place(sizes(count, 100), plans(count, 100, 5000)) == memory.SLOTS
         assert not made.protects
         assert "no node keeps" in made.describe()
+
+
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1)])
+@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("allowed", [400, 450, 500, 600, 700, 1000, 2000])
+def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_gives_way_to_them(
+    option: Parity, count: int, allowed: int
+) -> None:
+    made, told = protection(count, option=option), plans(count, 100, allowed)
+    slots = made.place(sizes(count, 100), told)
+    plan = told["n0"]
+    assert SLOTS_MIN <= slots <= plan.slots
+    if not made.protects:
+        assert "no node keeps parity" in made.describe()
+        assert slots == plan.slots, "what parity cannot use is not taken from the slots"
+        return
+    assert made.placement is not None
+    for load in made.placement.loads:
+        assert load.keeps_all_bytes + SCRATCH_BYTES <= plan.left_bytes(slots)
+    table = made.table()
+    assert (table["copies"], table["parity"]) == (None, {"data": option.data, "parity": option.parity})
+    for node, names in made._kept_by().items():
+        kept = next(kept for kept in made.placement.kept if kept.node == node)
+        assert len(names) >= kept.losses
+        assert node not in names
+    assert ("parity: any" in made.describe()) == all(kept.losses for kept in made.placement.kept)
 
 
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
