@@ -130,6 +130,25 @@ def test_frames_may_lie_elsewhere_at_the_receiver(node: Made, loop: TurnedLoop) 
         assert target[there : there + length] == data[at : at + length]
 
 
+def test_some_frames_of_an_offer_are_fetched_by_whoever_has_room_for_them_only(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("sender"), node("receiver")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    numbers = [4, 2]
+    lengths = frames.lengths[numbers]
+    target = bytearray(int(lengths.sum()))
+    offsets = np.array([0, lengths[0]], np.uint64)
+    mine = Frames.placed(offsets, lengths, frames.hashes[numbers], len(target))
+    given = "sender", [sender.address], NAME, memoryview(target), mine
+    finished(loop, receiver.transport.fetch(*given, numbers=numbers).done)
+    parts = [source[at : at + length] for at, length in (frames.places()[number] for number in numbers)]
+    assert target == b"".join(parts)
+    with pytest.raises(AgentError, match="numbers"):
+        receiver.transport.fetch(*given, numbers=[4])
+    with pytest.raises(DamagedData):
+        finished(loop, receiver.transport.fetch(*given, numbers=[2, 4]).done)
+
+
 def test_nothing_to_fetch_is_done_at_once(node: Made) -> None:
     transfer = Transfer(node("a"), node("b"), only=[])
     assert transfer.fetch.done.result(0) is None
