@@ -40,7 +40,7 @@ def await_commit(cluster: Cluster, step: int, timeout_s: float = 60.0) -> None:
 def check_memory(cluster: Cluster, decision: Any, *steps: int) -> None:
     """One of these came back, and all of it from memory. That it is right each rank has seen for itself on entry."""
     assert decision.fields["candidate"]["step"] in steps
-    assert decision.fields["candidate"]["level"] == "peer"
+    assert decision.fields["candidate"]["level"] in ("local", "peer")
     assert {level for level, count in cluster.fetched().items() if count} <= {"local", "peer"}
 
 
