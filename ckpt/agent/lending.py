@@ -177,6 +177,7 @@ class LendingNode(Node):
         assert newest is not None  # else nothing was due
         if not whole:
             self._loan.tried(newest, True, now_s)
+            log.warning("no coordinator is connected, and of %s only some ranks' parts are kept here", newest)
             return None
         for each in whole:
             self.copies.lease(each.identity)
