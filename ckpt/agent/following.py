@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +33,13 @@ from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.recovery import claim_told
+from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
+from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
@@ -74,8 +76,10 @@ class Following:
         store: StoreSide,
         kept_bytes: Callable[[], int],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
+        standing: Iterable[Notice] = (),
     ) -> None:
-        """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank."""
+        """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank. `standing`: notices that
+        were heard here before."""
         self.epoch, self.world = epoch, world
         self.leader = nodes[0]
         self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
@@ -88,6 +92,9 @@ class Following:
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
         self._nodes, self._arenas_of = nodes, arenas_of
+        self._standing = Standing()
+        for notice in standing:
+            self._standing.hear(notice)
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._tell_steps()
@@ -98,6 +105,11 @@ class Following:
     def needed(self) -> bool:
         """Whether somebody here or the coordinator has to do with it."""
         return not self.over and (self._is_led or any(each.peer.open and not each.left for each in self._here.values()))
+
+    @property
+    def lowest(self) -> int:
+        """Of this node's ranks: its environment says to what is listened here."""
+        return min(self._mine)
 
     @property
     def newest_step(self) -> int:
@@ -115,6 +127,14 @@ class Following:
             "steps": {str(rank): self.ranks.page.entered(rank) for rank in sorted(self._here)},
             "arena_bytes": self.ranks.arena_bytes,
         }
+
+    def hear(self, word: Notice | Withdrawn, at_once: bool = False) -> None:
+        """This node goes away, or does not any more: the coordinator decides what follows."""
+        self._standing.hear(word, at_once)
+        self._tell_notices()
+
+    def _tell_notices(self) -> None:
+        self._tell({"t": "notices", "standing": self._standing.told()})
 
     def drop(self) -> None:
         """Lets go of the memory, and of the ranks' processes."""
@@ -239,6 +259,7 @@ class Following:
             here.joining = None
             if body["t"] == "reply":
                 fds = self.ranks.welcome(rank, here.peer)
+                self._tell_notices()
         elif body.get("t") == "end":
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)

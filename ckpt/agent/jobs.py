@@ -377,6 +377,11 @@ class Job(Carrier):
         text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
         self.emit("notice", text, left_s < SOON_S, facts)
 
+    def notices_left(self) -> dict[tuple[str, str], float]:
+        """By source and key: the seconds that each has left."""
+        now_s = time.monotonic()
+        return {name: each.deadline_s - now_s for name, each in self.group.notices.items()}
+
     def _notices(self) -> dict[str, Any]:
         group, now_s = self.group, time.monotonic()
         return {

@@ -144,14 +144,14 @@ class Node(Others):
         if message.kind == "status":
             peer.reply(request_id, self.status())
         elif message.kind == "preempt":
-            if job is None or job.group.all_gone:
+            if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
                 raise AgentError(f"no job is running on {self.url}")
             source = str(fields.get("source", "unknown"))[:200]
             if fields.get("cancel"):
-                job.hear(Withdrawn(source, "preempt"))
+                self._heard(Withdrawn(source, "preempt"))
             else:
                 deadline_s = time.time() + finite(fields["deadline_s"], "preempt: deadline_s")
-                job.hear(Notice(deadline_s, source, True, "preempt", "ckpt preempt"), at_once=True)
+                self._heard(Notice(deadline_s, source, True, "preempt", "ckpt preempt"), at_once=True)
             peer.reply(request_id, {})
         else:
             rule = keep_from(fields.get("keep") or {}, "keep")
@@ -215,11 +215,11 @@ class Node(Others):
     def _tend_notices(self) -> None:
         """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too."""
         job = self.current
-        if self._server.end_asked and not self._told_of_end and job is not None:
+        if self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
             told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
-            job.hear(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
-        if job is None or job.group.all_gone:
+            self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
+        if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
 
     # -- the end

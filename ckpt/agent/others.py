@@ -20,10 +20,12 @@ from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
 from ckpt.agent.holdings import Inventory, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
+from ckpt.agent.listening import Sources
 from ckpt.agent.loan import Terms
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.rebuilding import Made, Rebuilding
+from ckpt.agent.relaying import words
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
@@ -33,6 +35,7 @@ from ckpt.agent.storeside import options_from
 from ckpt.agent.wire import Message
 from ckpt.agent.writing import write_part
 from ckpt.errors import AgentError, CkptError, Superseded
+from ckpt.notices.notice import Word
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
@@ -93,9 +96,17 @@ class Others(Starts):
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = nodes_from(fields["nodes"], world)
             services = self._server, self._bulk, self._store, lambda: self._kept_bytes(None)
-            found = Following(epoch, world, nodes, network, *services, self._arenas_of)
+            standing = self._listening.standing.values()
+            found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
         found.join(peer, message)
+        if int(fields["rank"]) == found.lowest:
+            self._listening.follow(Sources.parse(fields.get("notices")))
+
+    def _heard(self, word: Word, at_once: bool = False) -> None:
+        super()._heard(word, at_once)
+        for each in self.followings:
+            each.hear(word, at_once)
 
     def _following(self, peer: AnyPeer) -> tuple[Following, int] | None:
         for each in self.followings:
@@ -357,7 +368,7 @@ class Others(Starts):
                 self._forget(Epoch.parse(str(fields["epoch"])))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
-        if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals"):
+        if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"):
             job = next((each for each in self._jobs() if each.epoch == epoch), None)
             if job is None:
                 raise AgentError(f"{epoch} is not coordinated here")
@@ -435,6 +446,9 @@ class Others(Starts):
             self._say_where(job, channel, fields)
         elif message.kind == "signals":
             self.foreseeing.said(job, channel.peer, fields)
+        elif message.kind == "notices":
+            for word, at_once in words(channel.peer, fields["standing"], job.notices_left()):
+                job.hear(word, at_once)
         elif message.kind == "lacks":
             job.group.lacks(int(fields["slot"]))
         elif message.kind == "steps":

@@ -187,9 +187,9 @@ class Starts:
         elif self._start is not None:
             tell(self._start.peer, event)
 
-    def _heard(self, word: Word) -> None:
+    def _heard(self, word: Word, at_once: bool = False) -> None:
         if self.current is not None:
-            self.current.hear(word)
+            self.current.hear(word, at_once)
 
     # -- a start
 

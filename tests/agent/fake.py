@@ -88,6 +88,7 @@ class FakeRank:
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
         self.options: dict[str, Any] = OPTIONS
+        self.notices: dict[str, Any] | None = None  # what its node is to listen to
         self.peers: list[str] = []  # where memory-only nodes listen
         self.parent: str | None = None
         self.ancestors: list[Any] = []
@@ -162,6 +163,7 @@ class FakeRank:
             "arenas": slots,
             "nodes": self.nodes,
             "peers": self.peers,
+            "notices": self.notices,
         }
         fds = [self.slots[slot].fd for slot in slots]
         answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes()])

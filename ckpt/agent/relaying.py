@@ -1,0 +1,70 @@
+"""Notices that another node than the coordinator's hears, on their way to it. Pure.
+
+That node says all that stands there, each time something changes and when its ranks join again: so a word that was lost
+with a connection is made up for. Clocks of two hosts differ: how much time is left travels, not the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.errors import AgentError
+from ckpt.notices.notice import MOVED_S, Notice, Withdrawn, Word
+
+NOTICES_MAX = 64  # that stand on one node
+
+Name = tuple[str, str]  # source and key
+
+
+class Standing:
+    """What stands on this node, for the coordinator. `at_once`: a request to go now."""
+
+    def __init__(self) -> None:
+        self._notices: dict[Name, tuple[Notice, bool]] = {}
+
+    def hear(self, word: Word, at_once: bool = False) -> None:
+        if isinstance(word, Notice):
+            self._notices[word.source, word.key] = word, at_once
+        else:
+            self._notices.pop((word.source, word.key), None)
+
+    def told(self, now_s: float | None = None) -> list[dict[str, Any]]:
+        """`now_s`: Unix time."""
+        now_s = time.time() if now_s is None else now_s
+        return [
+            {
+                "source": notice.source[:200],
+                "key": notice.key[:200],
+                "left_s": notice.deadline_s - now_s,
+                "certain": notice.certain,
+                "message": notice.message[:500],
+                "at_once": at_once,
+            }
+            for notice, at_once in list(self._notices.values())[-NOTICES_MAX:]
+        ]
+
+
+def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, bool]]:
+    """What is new for the coordinator in what a node says stands there, each with whether it is a request to go now.
+    `known`: what stands, of all nodes, and how many seconds each has left. Errors: AgentError, ValueError, TypeError,
+    LookupError."""
+    now_s = time.time() if now_s is None else now_s
+    if not isinstance(told, list) or len(told) > NOTICES_MAX:
+        raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
+    end = f" on node {node}"
+    found: list[tuple[Word, bool]] = []
+    stand: set[Name] = set()
+    for each in told:
+        name = str(each["source"])[:200], str(each["key"])[:200] + end
+        left_s = float(each["left_s"])
+        if not abs(left_s) < 1e9:
+            raise AgentError(f"a node says that it has {left_s} s left")
+        stand.add(name)
+        if name in known and abs(known[name] - left_s) <= MOVED_S:
+            continue
+        text = f"node {node}: {str(each['message'])[:500]}"
+        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), bool(each["at_once"])))
+    gone = [name for name in known if name[1].endswith(end) and name not in stand]
+    return [*((Withdrawn(*name), False) for name in gone), *found]

@@ -1,0 +1,120 @@
+"""A notice that reaches only a node that is not rank 0's: all ranks leave at one step; or go on, if it is taken back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.agent.control import Kind
+from ckpt.agent.listening import Sources
+from ckpt.tasks import Tasks
+from ckpt.types import Tick
+from tests.agent.fake import FakeRank
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
+from tests.notices.fakes import Asked, FakeService, Says, serving
+
+
+class Gce(FakeService):
+    """Of one machine; `preempted` is what it says."""
+
+    preempted = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = time.time
+        self.answer = self._answer
+
+    def _answer(self, asked: Asked) -> Says:
+        value = ("TRUE" if self.preempted else "FALSE") if "preempted" in asked.path else "NONE"
+        return Says(200, value, {"ETag": value})
+
+
+@pytest.fixture
+def gce() -> Iterator[Gce]:
+    with serving(Gce()) as service:
+        yield service
+
+
+@pytest.fixture
+def job(cluster: Cluster, gce: Gce) -> Cluster:
+    """Two nodes, of which the second alone has a metadata service. Nothing is saved by itself."""
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.connect(0, 0, 1, 1)
+    named = (("GCE_METADATA_HOST", f"127.0.0.1:{gce.port}"),)
+    for rank in cluster.job[2:]:
+        rank.notices = Sources("given", named).fields()
+    cluster.enter()
+    return cluster
+
+
+def one_step(rank: FakeRank) -> bool:
+    rank.enter(rank.step + 1)
+    rank.train(rank.step + 1)
+    return rank.boundary()
+
+
+def leave(cluster: Cluster) -> None:
+    left: list[bool] = []
+    while not any(left):
+        step = cluster.job[0].await_word(Kind.HOLD)
+        train(cluster.job, step - 1)
+        together(cluster.job, lambda rank: rank.await_word(Kind.HOLD))
+        left = together(cluster.job, one_step)
+        assert len(set(left)) == 1, "some leave and some go on"
+
+
+def standing(cluster: Cluster) -> list[str]:
+    return [each["source"] for each in cluster.status(0)["job"]["notices"]["standing"]]
+
+
+def await_standing(cluster: Cluster, wanted: list[str]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while (found := standing(cluster)) != wanted:
+        assert time.monotonic() < deadline, found
+        threading.Event().wait(0.05)
+
+
+def test_all_ranks_of_all_nodes_leave_at_one_step_that_is_in_the_store(job: Cluster, gce: Gce) -> None:
+    gce.preempted = True
+    leave(job)
+    answers = together(job.job, lambda rank: rank.leave("notice"))
+    assert {answer["committed"] for answer in answers} == {str(Tick(job.job[0].step))}
+    assert [identity.tick.step for identity in line(job.url)] == [job.job[0].step]
+    told = [event["message"] for event in job.job[0].events if event["name"] == "notice"]
+    assert len(told) == 1
+    assert "on node" not in told[0]
+    assert "Compute Engine" in told[0]
+
+
+def test_when_it_is_taken_back_there_all_ranks_go_on(job: Cluster, gce: Gce) -> None:
+    gce.preempted = True
+    step = job.job[0].await_word(Kind.HOLD)
+    gce.preempted = False
+    await_standing(job, [])
+    train(job.job, step + 3)
+    assert job.save("store")
+    assert not [rank for rank in job.job if rank.superseded]
+
+
+def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Cluster, gce: Gce) -> None:
+    gce.preempted = True
+    await_standing(job, ["gcp-preempted"])
+    job.kill_agent(0)
+    for rank in job.job:
+        assert rank.lost.wait(60)
+    job.come_back()
+    await_standing(job, ["gcp-preempted"])
+
+
+def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:
+    from ckpt.agent import client
+
+    with Tasks("tool") as tasks:
+        sock = client.connect(job.url, job.settings(1))
+        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
+        tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
+        tool.close()
+    leave(job)

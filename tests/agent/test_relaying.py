@@ -1,0 +1,51 @@
+"""Notices of other nodes, as the coordinator takes them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ckpt.agent.relaying import NOTICES_MAX, Standing, words
+from ckpt.errors import CkptError
+from ckpt.notices.notice import Notice, Withdrawn
+from tests.agent.nodes.staged import spoiled
+
+SPOT = Notice(1030.0, "aws-spot", True, "terminate", "it goes")
+
+
+def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved() -> None:
+    there = Standing()
+    there.hear(SPOT, at_once=True)
+    ((first, at_once),) = words("b", there.told(1000.0), {}, 5000.0)
+    assert isinstance(first, Notice)
+    assert (first.deadline_s, first.source, first.certain, at_once) == (5030.0, "aws-spot", True, True)
+    assert "b" in first.message
+    known = {(first.source, first.key): 30.0}
+    assert words("b", there.told(1000.0), known, 5000.0) == []
+    assert len(words("b", there.told(1010.0), known, 5000.0)) == 1
+
+
+def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_say_is_not() -> None:
+    there = Standing()
+    there.hear(SPOT)
+    ((first, _),) = words("b", there.told(1000.0), {}, 5000.0)
+    assert isinstance(first, Notice)
+    there.hear(Withdrawn("aws-spot", "terminate"))
+    known = {(first.source, first.key): 30.0, ("aws-spot", "terminate"): 10.0, ("x", "y on node bb"): 10.0}
+    assert words("b", there.told(), known) == [(Withdrawn(first.source, first.key), False)]
+    assert words("c", there.told(), known) == []
+
+
+def test_what_is_no_word_is_an_error_and_nothing_else() -> None:
+    there = Standing()
+    there.hear(SPOT)
+    right = there.told(1000.0)
+    for wrong in [*spoiled(right), [{**right[0], "left_s": math.nan}], right * (NOTICES_MAX + 1)]:
+        try:
+            found = words("b", wrong, {}, 5000.0)
+        except (CkptError, ValueError, TypeError, LookupError):
+            continue
+        assert all(isinstance(word, Notice) and math.isfinite(word.deadline_s) for word, _ in found)
+    with pytest.raises(CkptError):
+        words("b", right * (NOTICES_MAX + 1), {})
