@@ -50,6 +50,24 @@ OF_A_NODE: dict[str, dict[str, Any]] = {
     "steps": {"steps": [[1, 5, 0]]},
     "signals": {"sources": ["memory", "model"], "alarms": [["memory", None], ["model", 0.5]]},
     "candidate": {"identity": WHICH, "id": 1},
+    "notices": {
+        "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "at_once": False}]
+    },
+}
+OF_A_BORROWER: dict[str, dict[str, Any]] = {
+    "borrow": {
+        "epoch": OTHER,
+        "parent": WHICH,
+        "ancestors": [[OTHER, None]],
+        "launch": "other",
+        "host": "h",
+        "time_s": 1.0,
+        "codec": "raw",
+        "bandwidth": None,
+        "id": 1,
+    },
+    "idle": {},
+    "drop": {"epoch": OTHER},
 }
 OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "to": {"rank": 1, "number": 1, "m": {"t": "level"}},
@@ -198,6 +216,30 @@ def test_no_message_of_an_agent_that_has_no_part_in_the_job_ends_an_agent_or_the
     assert not any(rank.lost.is_set() for rank in cluster.job)
     assert cluster.checkpoint("peer", "store")
     cluster.finish()
+
+
+def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_only_node_lends_to(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """But for those of a start that says it takes over: that is believed, since its sender knows the secret."""
+    told = cluster.lend()
+    cluster.peers = told["listen"]
+    cluster.start(0)
+    step = cluster.checkpoint("peer")
+    hostile = liar()
+    name = cluster.status(0)["lenders"][0]["name"]
+    node = NodeAt(name, tuple(Address.parse(text) for text in told["listen"]), ())
+    for kind, fields in {**SAID, **OF_A_BORROWER}.items():
+        for each in [*spoiled(fields), fields, {}]:
+            if isinstance(each, dict) and packs(each) and all(isinstance(name, str) for name in each):
+                if kind == "start" and each.get("take_over"):
+                    continue
+                hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+    hostile.alive(node)
+    status = cluster.lending_status()
+    assert (status["launch"], status["connected"]) == ("test", True)
+    assert len(status["whole"]) == 1
+    assert cluster.checkpoint("peer") > step
 
 
 def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(

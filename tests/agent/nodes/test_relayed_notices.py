@@ -1,4 +1,4 @@
-"""A notice that reaches only a node that is not rank 0's: all ranks leave at one step; or go on, if it is taken back."""
+"""A notice that reaches only a node that is not rank 0's: all ranks leave at one step, or go on if it is taken back."""
 
 from __future__ import annotations
 
