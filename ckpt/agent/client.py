@@ -193,7 +193,11 @@ class Connection:
         self._closed = False
         self._made = False
         self._reader = tasks.start("agent-socket", self._read)
-        hello = self.request("hello", {"version": VERSION, "role": role})
+        try:
+            hello = self.request("hello", {"version": VERSION, "role": role})
+        except BaseException:
+            self.close()  # nobody else will: there is no connection
+            raise
         self.incarnation = str(hello.fields["incarnation"])
         self.agent_pid = int(hello.fields["pid"])
         self._made = True
