@@ -175,9 +175,11 @@ def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(len
 
 
 def test_whenever_the_trainers_node_is_killed_the_newest_safe_checkpoint_comes_back_from_there(
-    lent: Cluster, seed: int
+    cluster: Cluster, seed: int
 ) -> None:
-    rng = random.Random(seed)
+    """It lends little more than twice what a job of three ranks has: what an epoch did not go on from makes room."""
+    lent, rng = cluster, random.Random(seed)
+    lent.peers = lent.lend("9MiB")["listen"]
     lent.forbid_commits()
     lent.options = {**lent.options, "policy": {"steps": 2, "seconds": None}}
     known = 0
@@ -248,3 +250,14 @@ def test_an_agent_of_the_job_that_is_killed_has_the_memory_only_node_again(lent:
     again = lent.checkpoint("peer")
     assert again > step
     assert lent.lending_status()["launch"] == "test"
+
+
+def test_a_restart_on_the_same_node_comes_from_its_own_memory_and_has_its_copies_again(lent: Cluster) -> None:
+    lent.forbid_commits()
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    lent.hang_up()
+    decision = lent.start(0)
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "local")
+    assert set(lent.fetched()) == {"local"}
+    assert lent.checkpoint("peer") > step
