@@ -32,14 +32,6 @@ WINDOW_BYTES = 32 << 20  # of a stripe that is solved at once
 SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # what a thread needs, where no frame is larger than a batch
 
 
-class Spoiled(DamagedData):
-    """`name`: of the transfer whose bytes are not what they are said to be, where they lie."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where the frames of one transfer are to be had: of the agent `node`, under `name`; or `here`, where they lie at
@@ -94,9 +86,12 @@ def chunk_frames(data: memoryview, length: int) -> Frames:
 
 
 class Folding:
-    """One piece of work on the thread that it runs on. `transport`: None where everything is here."""
+    """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
+    be what they are said to be, if it failed by that."""
 
     def __init__(self, transport: Transport | None) -> None:
+        """`transport`: None where everything is here."""
+        self.spoiled = ""
         self._transport = transport
         self._scratch = Scratch()
 
@@ -110,7 +105,7 @@ class Folding:
     ) -> Chunk:
         """The parity of what these ranks staged, in `data`, which holds anything. `origins`: by rank.
 
-        Errors: AgentError; Spoiled."""
+        Errors: AgentError, DamagedData."""
         np.frombuffer(data, np.uint8).fill(0)
         # In any order, so that not all holders come to the same node at once.
         for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
@@ -129,7 +124,7 @@ class Folding:
         """What `key`, a rank of a checkpoint, staged. `missing`: the ranks that nobody holds. `order`: which parity to
         use where either does. The caller has made sure that it can be had.
 
-        Errors: AgentError, OSError; Spoiled; DamagedData where it does not come out right of what all seems right."""
+        Errors: AgentError, OSError; DamagedData, also where it does not come out right of what seems right."""
         arena = Arena.create(described.size)
         try:
             for window in solvable(missing, chunks):
@@ -191,7 +186,8 @@ class Folding:
             for number, (offset, length) in zip(numbers, _places(origin.frames, numbers), strict=True):
                 data = origin.here[offset : offset + length]
                 if list(frame_hash(data)) != origin.frames.hashes[number].tolist():
-                    raise Spoiled(origin.name, f"frame {number} of {origin.name} has changed in this node's memory")
+                    self.spoiled = origin.name
+                    raise DamagedData(f"frame {number} of {origin.name} has changed in this node's memory")
                 yield number, data
             return
         batches = list(_batches(origin.frames, numbers))
@@ -207,8 +203,9 @@ class Folding:
                 if n:
                     try:
                         coming[0].done.result()
-                    except DamagedData as exc:
-                        raise Spoiled(origin.name, f"agent {origin.node}: {exc}") from exc
+                    except DamagedData:
+                        self.spoiled = origin.name
+                        raise
                     del coming[0]
                     at = 0
                     for number, length in batches[n - 1]:

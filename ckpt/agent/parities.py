@@ -27,7 +27,6 @@ from ckpt.agent.folding import (
     ChunkName,
     Folding,
     Origin,
-    Spoiled,
     row_from,
 )
 from ckpt.agent.peers.sockets import Address
@@ -242,13 +241,13 @@ class Parities:
         key, folding = (identity, rank), self._folding()
 
         def made(done: Future[Arena]) -> None:
-            error = done.exception()
-            if error is None:
+            error = failure(done)
+            if not error:
                 self._copies.add(key, done.result())
-            if isinstance(error, Spoiled):
-                then([error.name.encode()], "")
+            if folding.spoiled:
+                then([folding.spoiled.encode()], "")
             else:
-                then([], failure(done))
+                then([], error)
 
         work = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
         self._bulk.run(Lane.PARITY, work, made)
