@@ -267,7 +267,7 @@ class Copies:
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
-        for name in [name for name in self._offered if name.startswith("parity/")]:
+        for name in list(self._offered):
             if self._transport is not None and goes(Identity.parse(name.split("/")[1])):
                 self._transport.withdraw(name)  # whoever was to read it has not said that it is done
                 del self._offered[name]

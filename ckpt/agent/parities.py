@@ -142,10 +142,11 @@ class Parities:
         identity = Identity.parse(str(fields["identity"]))
         match fields["t"]:
             case "stripe":
-                safe = fields["safe"]
-                self._copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
-                self._keep(identity, int(fields["world"]), where, snapshots, then)
+                where.check(snapshots)
+                world, safe = int(fields["world"]), fields["safe"]
+                self._copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
+                self._keep(identity, world, where, snapshots, then)
             case "lend":
                 then([*self._lend(identity, str(fields["reader"]))], "")
             case "rebuild":
@@ -162,7 +163,6 @@ class Parities:
     ) -> None:
         chunks = self._copies.chunks
         wanted = [name for _, name, _ in where.chunks]
-        where.check(snapshots)
         chunks.only(identity, wanted)
         new = [name for name in dict.fromkeys(wanted) if name not in chunks.kept]
         if any(chunks.is_coming(name) for name in new):

@@ -113,6 +113,22 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         assert copies.bytes == 0
 
 
+def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    heard: list[str] = []
+    for name in FOUR:
+        for fields in ({"t": "lend"}, {"t": "publish", "ranks": fleet.ranks[name]}):
+            asked = {**fields, "identity": str(STEP), "reader": "gone"}
+            fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+    fleet.turned.until(lambda: len(heard) == 2 * len(FOUR))
+    assert not any(heard)
+    assert all(len(link.offers) > 1 for link in fleet.links.values())
+    for copies in fleet.copies.values():
+        copies.before(NEXT)
+    assert not any(link.offers for link in fleet.links.values())
+
+
 def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(make: Make) -> None:
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
