@@ -1,9 +1,10 @@
-"""What does listening for notices cost, per step in the trainer and of a core in the agent?
+"""What do listening for notices and reading a node's signals cost, per step in the trainer, of a core in the agent?
 
 CPU time both: of the training thread over many steps with nothing due, and of the agent while all it has to do is to
 listen; against the same with CKPT_NOTICES=off. One after the other: signals, a file and Slurm, and with them each
 cloud, of which a machine is in one only. Fakes on the loopback answer at once that there is nothing to say. The row
-with the learnt policy listens to signals only.
+with the learnt policy listens to signals only; that of the node's signals reads them every 5 s, with a trained
+predictor of the usual size.
 """
 
 from __future__ import annotations
@@ -78,6 +79,17 @@ def cpu_s(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
+def predictor(folder: Path) -> str:
+    """Of sixteen signals, as large as those that are trained."""
+    from ckpt.predict.model import save
+    from ckpt.predict.training import HIDDEN, WINDOW
+    from tests.predict.models import made
+
+    names = tuple(f"memory.{number}" for number in range(16))
+    save(made(names, HIDDEN, WINDOW), folder / "predictor")
+    return str(folder / "predictor")
+
+
 class Machine(FakeService):
     """One on Compute Engine, which is neither preempted nor maintained."""
 
@@ -113,6 +125,7 @@ def listened_to() -> Iterator[dict[str, dict[str, str]]]:
             "... and Compute Engine": {**always, "GCE_METADATA_HOST": f"127.0.0.1:{machine.port}"},
             "... and Azure": {**always, "CKPT_AZURE_METADATA_ENDPOINT": azure.endpoint},
             "the learnt policy": {},
+            "the node's signals": {"CKPT_SIGNALS": "on", "CKPT_PREDICTOR": predictor(Path(folder))},
         }
 
 
