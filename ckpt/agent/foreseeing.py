@@ -4,8 +4,9 @@ Acting: while an alarm of a proven source stands, a checkpoint more is appointed
 not safe elsewhere as is worth it (`policy.with_predictions`); nobody leaves. The node's risk goes into the next
 placement, and the part of the failures that is predicted into the intervals. An unproven source changes nothing.
 
-A failure is the first death of a rank in an epoch whose job has not ended and was not told to: then all the others die
-of it. Where a whole node is cut off it is that node's. Everything runs on the agent's main thread.
+A failure is the first rank of an epoch that dies or raises, while the job was neither at its end nor told to leave: the
+others then fail of it. Where a whole node is cut off it is that node's. They are the failures whose rates are learnt.
+Everything runs on the agent's main thread.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ckpt.types import Epoch
 if TYPE_CHECKING:
     from ckpt.agent.following import Following
     from ckpt.agent.jobs import Job
-    from ckpt.agent.remote import AnyPeer
 
+SETTLE_S = 5.0  # from the first sign of a failure until it is said whose it was
 HERE = ""  # this node's name among those of a job
 Raised = Sequence[tuple[str, float | None]]  # sources, and the probabilities that they say
 
@@ -50,6 +51,7 @@ class Foreseeing:
         self._following: Following | None = None  # that trains, and is not
         self._began_s = 0.0
         self._failed: Epoch | None = None  # whose failure was counted
+        self._sighted: tuple[float, str] | None = None  # a failure: when, and of which node as far as that is known
         self._due_s = 0.0
         self._paces = Paces()
         self._used: tuple[float, float] = (0.0, 1.0)  # the recall and precision that the intervals were chosen by
@@ -77,22 +79,15 @@ class Foreseeing:
         now_s = time.monotonic()
         trains = job is not None and job.claim is not None and not job.failed and not _is_over(job)
         self._follow(job if trains else None, followings, now_s)
+        if self._job is not None:
+            self._see_failure(self._job, now_s, over=False)
         if self._job is None or now_s < self._due_s:
             return None if self._job is None or self._due_s == math.inf else self._due_s
-        self._find_lost(self._job, now_s)
         self._tell_paces(self._job, now_s)
         self._act(self._job, now_s)
         more = any(source in self.outcomes.proven() for _, source in self.outcomes.standing())
-        self._due_s = now_s + PERIOD_S if more or len(self._job.nodes) > 1 else math.inf
+        self._due_s = now_s + PERIOD_S if more or self._sighted or len(self._job.nodes) > 1 else math.inf
         return None if self._due_s == math.inf else self._due_s
-
-    def died(self, job: Job, peer: AnyPeer) -> None:
-        """A rank of it is dead, and that is not yet known to the job."""
-        rank = job.rank_of(peer)
-        if job is not self._job or rank is None or job.group.members[rank].presence is not Presence.HERE:
-            return
-        lost = _lost(job)
-        self._count(job, next(iter(lost), job.ranks.node_of(rank) if isinstance(job.ranks, Nodes) else HERE))
 
     def said(self, job: Job, node: str, fields: dict[str, Any]) -> None:
         """By the agent of another node: what watches there, and new alarms. Errors: AgentError."""
@@ -103,7 +98,7 @@ class Foreseeing:
     def told(self, kind: str, fields: dict[str, Any]) -> None:
         """By the coordinator of a job with ranks here. Errors: AgentError."""
         if kind == "failed":
-            self.reading.failed()
+            self.reading.failed(time.monotonic())
             return
         ratio = fields.get("ratio")
         if not isinstance(ratio, float) or not 0 < ratio < 1e6:
@@ -125,7 +120,10 @@ class Foreseeing:
         """What trains here now."""
         if job is not self._job:
             if self._job is not None:
+                self._see_failure(self._job, now_s, over=True)
                 self.outcomes.stopped(now_s)
+            self.reading.say()
+            self._sighted = None
             self._job, self._began_s, self._due_s, self._used = job, now_s, now_s, (0.0, 1.0)
             self._paces = Paces()
         training = [each for each in followings if each.needed and each.newest_step]
@@ -158,24 +156,37 @@ class Foreseeing:
             }
             job.emit("prediction", f"{source}: {where} may fail within 10 minutes{said}: {what}", score.proven, facts)
 
-    def _find_lost(self, job: Job, now_s: float) -> None:
-        """A node that nobody hears of any more, while others fail for it or wait in vain."""
-        others_fail = any(m.broke or m.presence is Presence.DEAD for m in job.group.members)
-        for node, lost_s in _lost(job).items():
-            if others_fail or now_s - lost_s >= REJOIN_S:
-                self._count(job, node)
-
-    def _count(self, job: Job, node: str) -> None:
-        group, now_s = job.group, time.monotonic()
-        told = group.course is not Course.STAY or any(each.certain for each in group.notices.values())
-        if self._failed == job.epoch or group.superseded_by or told:
+    def _see_failure(self, job: Job, now_s: float, over: bool) -> None:
+        """The first rank that is dead or has raised; or a node that nobody hears of any more. Whose failure that is can
+        be said a little later: ranks also fail of another node's loss, and may say so first. `over`: there is no later.
+        """
+        if self._failed == job.epoch:
             return
-        if node not in _lost(job) and any(m.broke or m.presence is Presence.LEFT for m in group.members):
-            return  # the script has failed, or is at its end
-        self._failed = job.epoch
-        self.outcomes.failed(node, now_s, self._needed_s(job))
+        self._sighted = self._sighted or self._sight(job, now_s)
+        if self._sighted is None:
+            return
+        at_s, node = self._sighted
+        self._due_s = min(self._due_s, at_s + SETTLE_S)
+        if over or now_s - at_s >= SETTLE_S:
+            self._failed, self._sighted = job.epoch, None
+            self._count(job, next(iter(_lost(job)), node), at_s)
+
+    def _sight(self, job: Job, now_s: float) -> tuple[float, str] | None:
+        """When and where something failed; None: nothing has."""
+        members = job.group.members
+        bad = next((m for m in members if m.broke or m.presence is Presence.DEAD), None)
+        if bad is None:
+            return next(((since_s, node) for node, since_s in _lost(job).items() if now_s - since_s >= REJOIN_S), None)
+        told = job.group.course is not Course.STAY or any(each.certain for each in job.group.notices.values())
+        if told or any(m.presence is Presence.LEFT and not m.broke and m.lost_s is None for m in members):
+            self._failed = job.epoch  # it was leaving, or at its end: that is no failure
+            return None
+        return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, Nodes) else HERE
+
+    def _count(self, job: Job, node: str, at_s: float) -> None:
+        self.outcomes.failed(node, at_s, self._needed_s(job))
         if node == HERE:
-            self.reading.failed()
+            self.reading.failed(at_s)
         else:
             job.share_of(node).tell({"t": "failed"})
 

@@ -99,7 +99,6 @@ class Node(Others):
 
     def died(self, peer: AnyPeer) -> None:
         for job in self._jobs():
-            self.foreseeing.died(job, peer)
             job.died(peer)
         for following in self.followings:
             following.died(peer)

@@ -38,6 +38,7 @@ class Reading:
         self.ratio: float | None = None
         self._settings, self._post, self._heard, self._events = settings, post, heard, events
         self._on = False
+        self._until_said = 0
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._lines: JsonLines | None = None
         self._tasks: Tasks | None = None
@@ -60,11 +61,15 @@ class Reading:
             self._tasks = Tasks("signals")
             self._tasks.start("read", self._run)
 
-    def failed(self) -> None:
-        """This node failed, now."""
-        self._failures.put(time.monotonic())
+    def say(self) -> None:
+        """What watches is told again with the next reading: there is somebody else to hear it."""
+        self._until_said = 0
+
+    def failed(self, at_s: float) -> None:
+        """This node failed, at that time on the monotonic clock."""
+        self._failures.put(at_s)
         if self._lines is not None:
-            self._lines(Event("signals.failure", ""))
+            self._lines(Event("signals.failure", "", time_s=time.time() - (time.monotonic() - at_s)))
 
     def close(self) -> None:
         self.follow(False)
@@ -88,11 +93,9 @@ class Reading:
         gpus = find_gpus()
         try:
             sampler, watch = Sampler(gpus=gpus), Watch(self._model())
-            count = 0
             while not self._tasks.stopping.is_set():
                 if self._on:
-                    self._read(sampler, watch, count)
-                    count += 1
+                    self._read(sampler, watch)
                 self._tasks.stopping.wait(self._settings.signals_s)
         except Exception as exc:
             text = f"this node's signals are not read any more: {type(exc).__name__}: {exc}"
@@ -101,7 +104,7 @@ class Reading:
             if gpus is not None:
                 gpus.close()
 
-    def _read(self, sampler: Sampler, watch: Watch, count: int) -> None:
+    def _read(self, sampler: Sampler, watch: Watch) -> None:
         now_s = time.monotonic()
         while not self._failures.empty():
             watch.failed(self._failures.get())
@@ -112,7 +115,9 @@ class Reading:
             rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
             self._lines(Event("signals", "", data={"values": rounded}))
         sources = watch.sources
-        if alarms or sources != before or count % SAY_EVERY == 0:
+        self._until_said -= 1
+        if alarms or sources != before or self._until_said < 0:
+            self._until_said = SAY_EVERY
             self._post(lambda: self._heard(sources, alarms))
 
     def _model(self) -> Model | None:

@@ -21,7 +21,16 @@ from ckpt.storage import canonical
 from ckpt.tasks import Tasks
 from ckpt.types import Tick
 from tests.agent.fake import OPTIONS, FakeRank
-from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
+from tests.agent.test_agent import (
+    checkpoint,
+    finish,
+    start,
+    start_processes,
+    train,
+    train_processes,
+    wait_for,
+    wait_gone,
+)
 from tests.predict.models import certain
 
 ADAPTIVE = {
@@ -81,6 +90,15 @@ def events(rank: FakeRank, name: str) -> list[dict[str, Any]]:
     return [event["data"] for event in rank.events if event["name"] == name]
 
 
+def predictions(rank: FakeRank) -> list[dict[str, Any]]:
+    """By the model: this machine may be busy enough for other alarms, too."""
+    return [each for each in events(rank, "prediction") if each["source"] == "model"]
+
+
+def model_stands(url: str) -> bool:
+    return "model" in [each["source"] for each in status(url)["predictions"]["standing"]]
+
+
 def teach(url: str, scores: dict[str, Score]) -> None:
     """The newest record of the run says that so much was seen of these sources."""
     path = max(Path(url, "commits").iterdir())
@@ -107,7 +125,7 @@ def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
     request.getfixturevalue("foreseen")
     second = begin()
     step = checkpoint([second], "store")  # nothing is due for a minute
-    (told,) = events(second, "prediction")
+    (told,) = predictions(second)
     assert told["source"] == "model"
     assert told["proven"] is True
     assert told["probability"] == pytest.approx(0.9)
@@ -126,15 +144,15 @@ def test_an_alarm_of_an_unproven_source_changes_nothing(
     url: str, begin: Callable[[], FakeRank], foreseen: None
 ) -> None:
     rank = begin()
-    wait_for(lambda: bool(events(rank, "prediction")))
-    (told,) = events(rank, "prediction")
+    wait_for(lambda: bool(predictions(rank)))
+    (told,) = predictions(rank)
     assert (told["proven"], told["recall"]) == (False, 0.0)
     assert not any(event["loud"] for event in rank.events if event["name"] == "prediction")
     train([rank], 5)
     assert rank.page is not None
     assert rank.page.word() is None
     said = status(url)
-    assert [each["source"] for each in said["predictions"]["standing"]] == ["model"]
+    assert "model" in [each["source"] for each in said["predictions"]["standing"]]
     assert not events(rank, "prediction.acted")
     assert said["job"]["slots"][0]["state"] == "free"
     finish([rank])
@@ -152,7 +170,7 @@ def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_i
     monkeypatch.setenv("CKPT_LINGER_S", "60")
     job, _ = start_processes(url, 2)
     train_processes(job)
-    wait_for(lambda: [each["source"] for each in status(url)["predictions"]["standing"]] == ["model"])
+    wait_for(lambda: model_stands(url))
     job[1].tell(do="die")
     job[1].process.wait(60)
     wait_for(lambda: model_of(url)["outcomes"] == 1)
@@ -162,7 +180,7 @@ def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_i
     wait_for(lambda: status(url)["predictions"]["reading"] is False)
     sources = status(url)["predictions"]["sources"]
     assert sources["model"]["true"] + sources["model"]["late"] == 1, "a failure, so long after the alarm"
-    assert sources["memory"]["missed"] == sources["hazard"]["missed"] == 1
+    assert sources["hazard"]["missed"] == 1
     assert {each["outcomes"] for each in sources.values()} == {1}
     monkeypatch.setenv("CKPT_LINGER_S", "0")
     again = FakeRank(url, 0, 1)
@@ -176,12 +194,25 @@ def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_i
     wait_for(lambda: '"signals.failure"' in (tmp_path / "signals.jsonl").read_text())
 
 
-def test_a_script_that_fails_is_no_failure_of_its_node(url: str, begin: Callable[[], FakeRank], foreseen: None) -> None:
-    rank = begin()
-    wait_for(lambda: bool(events(rank, "prediction")))
-    rank.leave("exception")
-    assert rank.connection is not None
-    rank.connection.close()
+@pytest.mark.parametrize(("outcome", "counted"), [("exception", 1), ("normal", 0), ("notice", 0)])
+def test_what_raises_has_failed_and_what_comes_to_its_end_or_leaves_has_not(
+    outcome: str, counted: int, url: str, foreseen: None, tmp_path: Path
+) -> None:
+    """What was counted is in the file when the agent has ended."""
+    job = [FakeRank(url, rank, 2) for rank in range(2)]
+    try:
+        for rank in job:
+            rank.connect()
+        start(job)
+        wait_for(lambda: bool(predictions(job[0])))
+        for rank in job:
+            rank.notify("leave", {"id": 10**6, "outcome": outcome})
+        assert job[0].connection is not None
+        wait_gone(job[0].connection.agent_pid)
+    finally:
+        for rank in job:
+            rank.close()
+    assert (tmp_path / "signals.jsonl").read_text().count('"signals.failure"') == counted
 
 
 def test_the_signals_are_recorded_as_lines_that_training_reads(

@@ -32,7 +32,8 @@ def predictions(cluster: Cluster, node: int = 0) -> dict[str, Any]:
 
 
 def standing(cluster: Cluster) -> set[tuple[str, str]]:
-    return {(each["node"], each["source"]) for each in predictions(cluster)["standing"]}
+    """By the model: this machine may be busy enough for other alarms, too."""
+    return {(each["node"], each["source"]) for each in predictions(cluster)["standing"] if each["source"] == "model"}
 
 
 def begin(cluster: Cluster, *spread: int) -> list[str]:
