@@ -123,6 +123,24 @@ def _memory(job: Facts) -> Iterable[Sample]:
     return [({"use": name}, count) for name, count in names.items()]
 
 
+def _sources(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
+    def read(status: Facts, unix_s: float) -> Iterable[Sample]:
+        return [({"source": k}, each[name]) for k, each in sorted(_predictions(status)["sources"].items())]
+
+    return read
+
+
+def _alarms(status: Facts, unix_s: float) -> Iterable[Sample]:
+    found = _predictions(status)
+    standing = Counter[str](each["source"] for each in found["standing"])
+    return [({"source": name}, standing[name]) for name in sorted(found["sources"])]
+
+
+def _predictions(status: Facts) -> Facts:
+    found: Facts = status.get("predictions") or {"sources": {}, "standing": []}
+    return found
+
+
 _CERTAIN = (("yes", True), ("no", False))
 
 METRICS: tuple[Metric, ...] = (
@@ -168,6 +186,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("ckpt_ranks", "gauge", "Of the current job.", _job(_ranks)),
     Metric("ckpt_notices", "gauge", "That stand, by whether they are certain.", _job(_notices)),
+    Metric("ckpt_predictions", "gauge", "Alarms that stand, of all nodes.", _alarms),
+    Metric("ckpt_prediction_precision_ratio", "gauge", "The cautious end, by source.", _sources("precision")),
+    Metric("ckpt_prediction_recall_ratio", "gauge", "The same; 0 where it is not proven.", _sources("recall")),
     Metric("ckpt_memory_bytes", "gauge", "Planned for this node, by what for.", _job(_memory)),
     Metric(
         "ckpt_memory_allowed_bytes",

@@ -28,7 +28,6 @@ from ckpt.predict.gpus import Gpus
 FILE_BYTES_MAX = 1 << 16
 DEVICES_MAX = 32  # disks, interfaces, memory controllers: of more the first by name
 VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")  # they have their requests from a disk that is counted
-UNLIMITED = 1 << 60  # what control groups of version 1 say where there is no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,8 @@ class Sampler:
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
                 limit = int(_text(group.limit))
                 cache = int(_text(group.stat).partition(f"\n{group.cache} ")[2].split("\n", 1)[0] or 0)
-                if limit < UNLIMITED:
-                    part = (int(_text(group.used)) - cache) / limit
-                    found["memory.used"] = max(found.get("memory.used", 0.0), part)
+                part = (int(_text(group.used)) - cache) / limit  # next to 0 where version 1 has no limit
+                found["memory.used"] = max(found.get("memory.used", 0.0), part)
 
     def _stalls(self, counters: dict[str, float]) -> None:
         for name, path in self._pressure.items():

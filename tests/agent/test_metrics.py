@@ -72,6 +72,13 @@ def a_status(**job: Any) -> dict[str, Any]:
         "cpu_s": 0.5,
         "account": account.facts(12.0),
         "job": job or None,
+        "predictions": {
+            "sources": {
+                "io": {"precision": 0.0, "recall": 0.0},
+                "memory": {"precision": 0.75, "recall": 0.5},
+            },
+            "standing": [{"source": "memory"}, {"source": "memory"}],
+        },
     }
 
 
@@ -104,6 +111,9 @@ def test_the_page_is_of_the_text_format_and_says_what_the_status_does() -> None:
     assert found["ckpt_memory_bytes"][("use", "slots"),] == 30
     assert found["ckpt_notices"] == {(("certain", "yes"),): 1, (("certain", "no"),): 0}
     assert found["ckpt_restored_bytes_total"] == {(("level", "store"),): 100}
+    assert found["ckpt_predictions"] == {(("source", "io"),): 0, (("source", "memory"),): 2}
+    assert found["ckpt_prediction_precision_ratio"][("source", "memory"),] == 0.75
+    assert found["ckpt_prediction_recall_ratio"][("source", "io"),] == 0.0
 
 
 def test_an_agent_without_a_job_has_a_page_too() -> None:

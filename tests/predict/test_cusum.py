@@ -62,6 +62,9 @@ def test_an_alarm_stands_while_the_signal_is_unusual_and_ends_when_it_is_not(see
     for _ in range(20):
         raised = raised.observed(10 + 5 * 2)
     assert raised.alarm
+    for _ in range(RELEARN // 2):
+        raised = raised.observed(10 + 5 * 2)
+    assert raised.alarm
     assert raised.usual.mean == pytest.approx(10, abs=0.7), "what is unusual is not learnt"
     calm = raised
     for _ in range(60):
