@@ -85,7 +85,8 @@ class Foreseeing:
             return None if self._job is None or self._due_s == math.inf else self._due_s
         self._tell_paces(self._job, now_s)
         self._act(self._job, now_s)
-        more = any(source in self.outcomes.proven() for _, source in self.outcomes.standing())
+        proven = self.outcomes.proven()
+        more = any(source in proven for _, source in self.outcomes.standing())
         self._due_s = now_s + PERIOD_S if more or self._sighted or len(self._job.nodes) > 1 else math.inf
         return None if self._due_s == math.inf else self._due_s
 

@@ -72,7 +72,8 @@ class Showing:
 
     def told(self, event: Event) -> None:
         """Something happened."""
-        if event.name not in _UNSAID:
+        noise = event.name == "prediction" and not event.loud  # of a source that is not proven: counted, and no news
+        if event.name not in _UNSAID and not noise:
             self._recent.append((time.monotonic(), event))
         if event.name == "round.abandoned":
             self.account.abandoned()

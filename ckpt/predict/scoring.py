@@ -12,6 +12,7 @@ Old outcomes fade as new ones come.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping
@@ -101,8 +102,9 @@ class Score:
     def proven(self) -> bool:
         """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end.
         A source that always cries finds every failure, and proves nothing."""
-        better = self.precision > max(self.chance, PRECISION_MIN)
-        return self.seen >= OUTCOMES_MIN and better and self.bound_of_recall > 0
+        if self.seen < OUTCOMES_MIN or self.true <= 0:
+            return False
+        return self.precision > max(self.chance, PRECISION_MIN)
 
     @property
     def lead_s(self) -> float | None:
@@ -141,6 +143,7 @@ def merged(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Sc
     return found
 
 
+@functools.lru_cache(256)  # it takes half a millisecond, and is asked of the same outcomes again and again
 def beta_quantile(a: float, b: float, p: float) -> float:
     """x with I_x(a, b) = p, 0 < p < 1, b > 0; 0 where a is 0. To about 1e-12, by bisection."""
     if a <= 0:
