@@ -305,3 +305,17 @@ def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     assert before is not None
     assert made.placement is not None
     assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
+
+
+def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies() -> None:
+    def keepers(risks: dict[str, float]) -> dict[str, tuple[str, ...]]:
+        made = protection(4)
+        made.risks = risks
+        made.place(sizes(4, 100), plans(4, 100, 5000))
+        assert made.placement is not None
+        return {kept.node: tuple(kept.holders) for kept in made.placement.kept}
+
+    assert keepers({})["n0"] == ("n2",)
+    risky = keepers({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
+    assert risky["n0"] != ("n2",)
+    assert risky["n2"] != ("n0",)
