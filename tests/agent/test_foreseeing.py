@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -194,9 +195,17 @@ def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_i
     wait_for(lambda: '"signals.failure"' in (tmp_path / "signals.jsonl").read_text())
 
 
-@pytest.mark.parametrize(("outcome", "counted"), [("exception", 1), ("normal", 0), ("notice", 0)])
-def test_what_raises_has_failed_and_what_comes_to_its_end_or_leaves_has_not(
-    outcome: str, counted: int, url: str, foreseen: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("warned", "first", "then", "counted"),
+    [
+        (False, "exception", "exception", 1),
+        (False, "normal", "normal", 0),
+        (False, "normal", "exception", 0),
+        (True, "exception", "exception", 0),
+    ],
+)
+def test_what_raises_has_failed_unless_the_job_was_at_its_end_or_told_to_leave(
+    warned: bool, first: str, then: str, counted: int, url: str, foreseen: None, tmp_path: Path
 ) -> None:
     """What was counted is in the file when the agent has ended."""
     job = [FakeRank(url, rank, 2) for rank in range(2)]
@@ -205,8 +214,11 @@ def test_what_raises_has_failed_and_what_comes_to_its_end_or_leaves_has_not(
             rank.connect()
         start(job)
         wait_for(lambda: bool(predictions(job[0])))
-        for rank in job:
-            rank.notify("leave", {"id": 10**6, "outcome": outcome})
+        if warned:
+            job[0].request("notice", {"key": "SIGTERM", "deadline_s": time.time() + 3600})
+        job[1].notify("leave", {"id": 10**6, "outcome": first})
+        wait_for(lambda: status(url)["job"]["ranks"][1] == "left")
+        job[0].notify("leave", {"id": 10**6, "outcome": then})
         assert job[0].connection is not None
         wait_gone(job[0].connection.agent_pid)
     finally:

@@ -61,6 +61,7 @@ def test_a_lost_node_makes_its_own_alarm_come_true_and_no_others(cluster: Cluste
     model = predictions(cluster)["sources"]["model"]
     assert model["true"] + model["late"] == 1
     assert model["missed"] == model["false"] == 0
+    assert standing(cluster) == {("", "model")}, "that of the node which only failed of the other's loss"
 
 
 def test_each_node_is_told_its_pace_against_its_peers(
