@@ -112,6 +112,7 @@ class Copies:
         self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
         self._transport: Transport | None = None  # over which
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}
+        self._sources: dict[Key, str] = {}  # of these
         self._room: Callable[[], int] | None = None
         self._leases: Counter[Identity] = Counter()
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
@@ -235,9 +236,11 @@ class Copies:
             source, addresses, transfer_of(identity, wanted.rank), arena.view[: arena.bytes], wanted.frames
         )
         self._coming[key] = fetch, arena
+        self._sources[key] = source
 
         def fetched(done: Future[None]) -> None:
             self._coming.pop(key, None)
+            self._sources.pop(key, None)
             error = failure(done)
             if not error:
                 error = self._finish(key, arena, wanted)
@@ -246,6 +249,12 @@ class Copies:
             ended(wanted.rank, error)
 
         fetch.done.add_done_callback(lambda done: self._post(lambda: fetched(done)))
+
+    def source_gone(self, source: str) -> None:
+        """That agent is not connected any more: what is being copied from it is given up, and not tried for as long as
+        a transfer would."""
+        for key in [key for key, name in self._sources.items() if name == source]:
+            self._coming[key][0].cancel()
 
     def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
         arena.set_page(wanted.page)

@@ -4,6 +4,7 @@ each rank's frames are to be had."""
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
+from ckpt.agent.holdings import spread
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import decode_parts, encode_parts
 from ckpt.agent.wire import Message
@@ -53,9 +55,11 @@ class Places:
         return Frames.placed(self.offsets[numbers].astype(np.uint64), lengths, hashes, self.sizes[rank])
 
     def seen_by(self, me: str, other: str) -> Places:
-        """The same for another node, `me`, told by `other`."""
-        names = {"": other, me: ""}
-        holders = {rank: sorted(names.get(each, each) for each in held) for rank, held in self.holders.items()}
+        """The same for another node, `me`, told by `other`. What all nodes want they ask of different ones first."""
+        names, turn = {"": other, me: ""}, zlib.crc32(me.encode())
+        holders = {
+            rank: spread([names.get(each, each) for each in held], turn + rank) for rank, held in self.holders.items()
+        }
         return replace(self, holders=holders)
 
     def fields(self) -> dict[str, Any]:

@@ -126,9 +126,10 @@ class Inventory:
         return [Remembered(c, tuple(i for i in complete if i.epoch == epoch)) for epoch, c in self.claims.items()]
 
     def by_rank(self, identity: Identity) -> dict[int, list[str]]:
-        """Who holds each rank of it, the nearest first."""
+        """Who holds each rank of it, the nearest first; of the others another one first for each rank, so that not one
+        of them has to give all."""
         ranks = range(self.worlds[identity])
-        return {rank: sorted(self.holders.get((identity, rank), [])) for rank in ranks}
+        return {rank: spread(self.holders.get((identity, rank), []), rank) for rank in ranks}
 
     def forget(self, identity: Identity) -> None:
         """It was not what it was said to be."""
@@ -181,6 +182,15 @@ class Inventory:
                 raise AgentError("a node says of its parity what cannot be")
             found._add_parity(Identity.parse(str(text)), int(world), striped, rows, told_sizes)
         return found
+
+
+def spread(holders: Iterable[str], turn: int) -> list[str]:
+    """The order in which they are asked: this node, if it is one of them, then the others, by name, from the `turn`th
+    on."""
+    names = sorted(holders)
+    others = [name for name in names if name]
+    first = turn % len(others) if others else 0
+    return [*names[: len(names) - len(others)], *others[first:], *others[:first]]
 
 
 def _told(claim: Claim | None) -> dict[str, Any] | None:

@@ -330,9 +330,9 @@ class Job(Carrier):
         rate = self.options.limits.peer_bandwidth
         if rank == 0:
             network.limit(rate)
-        for name in nodes.others if rank == 0 else [nodes.node_of(rank)]:
-            if name and nodes.others[name].peers:  # else it has no part yet, and is told when a rank there joins
-                nodes.others[name].limit_copies(rate)
+        for name, share in nodes.others.items():
+            if share.peers and (rank == 0 or nodes.node_of(rank) == name):  # before, it knows nothing of the job
+                share.limit_copies(rate)
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""

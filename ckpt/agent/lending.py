@@ -124,6 +124,11 @@ class LendingNode(Node):
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
 
+    def _check_leads(self, channel: Channel, epoch: Epoch) -> None:
+        """It has a part in no epoch, and only its borrower has anything dropped. Errors: AgentError."""
+        if channel.peer != self._loan.leader:
+            raise AgentError(f"this node does not lend to the job of agent {channel.peer}")
+
     def _borrow(self, channel: Channel, fields: dict[str, Any]) -> None:
         terms = Terms.parse(fields)
         busy = self._loan.borrow(channel.peer, terms)

@@ -30,6 +30,7 @@ log = logging.getLogger("ckpt")
 
 ANSWER_S = 600.0  # the longest that is asked for is a node's part of a commit; a dead peer is noticed much earlier
 SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
+AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
 ADDRESSES_MAX = 32
 NODES_MAX = 4096
 DOMAINS_MAX = 8
@@ -94,6 +95,7 @@ class Network:
         self._channels: dict[str, Channel] = {}
         self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
         self._hosts: dict[str, str] = {}
+        self._dialled: dict[str, Channel] = {}  # by us, and only just
         self._dialling: dict[str, _Dialling] = {}
         self._finding: dict[Address, _Finding] = {}
         self._asked: dict[int, tuple[Channel, Then]] = {}
@@ -226,8 +228,8 @@ class Network:
     # -- what the channels tell
 
     def message(self, channel: Channel, message: Message) -> None:
-        if channel in self._called:
-            self._keep(channel, self._called.pop(channel))
+        if channel in self._called and not self._keep_called(channel, self._called.pop(channel)):
+            return
         if message.kind in ("reply", "error"):
             number = int(message.fields["id"])
             if number in self._asked and self._asked[number][0] is not channel:
@@ -246,8 +248,7 @@ class Network:
             return
         if self._channels.get(channel.peer) is channel:
             del self._channels[channel.peer]
-        for number in [number for number, (asked, _) in self._asked.items() if asked is channel]:
-            self._answered(number, None, str(why))
+        self._end_asked(channel, why)
         self._receiver.peer_closed(channel)
 
     # -- inside
@@ -269,15 +270,42 @@ class Network:
             host = str(sock.getpeername()[0])
             self._called[Channel(self._loop, sock, session, self)] = host
 
-    def _keep(self, channel: Channel, host: str) -> None:
-        """A second connection to the same agent takes the place of the first, whose end may not have been noticed. Who
-        dialled says which: of several addresses that lead here, each end would else keep another."""
+    def _keep_called(self, channel: Channel, host: str) -> bool:
+        """Another agent says that this is the one it keeps: of several addresses that lead here it has chosen one.
+        Whether we keep it too. It takes the place of one before, whose end may not have been noticed; but where both
+        have dialled at once, and each has told the other so, that stays which was dialled by the lower name."""
         old = self._channels.get(channel.peer)
-        self._channels[channel.peer] = channel
-        self._hosts[channel.peer] = host
+        at_once = old is not None and self._dialled.get(channel.peer) is old
+        if at_once and self.me < channel.peer:
+            channel.close()
+            return False
+        self._keep(channel, host)
         if old is not None:
             old.close()
-            self.closed(old, AgentError(f"agent {channel.peer} has connected anew"))
+            why = AgentError(f"agent {channel.peer} has connected anew")
+            if at_once:
+                self._end_asked(old, why)
+            else:
+                self.closed(old, why)
+        return True
+
+    def _keep(self, channel: Channel, host: str) -> None:
+        self._channels[channel.peer] = channel
+        self._hosts[channel.peer] = host
+        self._dialled.pop(channel.peer, None)
+
+    def _note_dialled(self, channel: Channel) -> None:
+        self._dialled[channel.peer] = channel
+
+        def later() -> None:
+            if self._dialled.get(channel.peer) is channel:
+                del self._dialled[channel.peer]
+
+        self._loop.later(AT_ONCE_S, later)
+
+    def _end_asked(self, channel: Channel, why: AgentError) -> None:
+        for number in [number for number, (asked, _) in self._asked.items() if asked is channel]:
+            self._answered(number, None, str(why))
 
     def _dial(self, dialling: _Dialling, places: list[Place]) -> None:
         """All addresses at once: some lead nowhere, or to somebody else, and which is not known."""
@@ -287,10 +315,13 @@ class Network:
         def done(sock: socket.socket, session: Session) -> None:
             if self._dialling.pop(node.name, None) is dialling:
                 dialling.cancel()
-                host = str(sock.getpeername()[0])
-                channel = Channel(self._loop, sock, session, self)
-                self._keep(channel, host)
-                channel.send({"t": "here"})
+                if node.name in self._channels:  # it has dialled us meanwhile, and does not know of this one
+                    sock.close()
+                else:
+                    channel = Channel(self._loop, sock, session, self)
+                    self._keep(channel, str(sock.getpeername()[0]))
+                    self._note_dialled(channel)
+                    channel.send({"t": "here"})
                 dialling.end("")
             else:
                 sock.close()

@@ -3,6 +3,7 @@ is coordinated here. Nothing of it happens in a job of one node."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
+CALLS_MAX = 3  # connections on which a node is told of a start
 
 
 class Others(Starts):
@@ -170,6 +172,10 @@ class Others(Starts):
         network = self.network
         assert network is not None
         start.silent.add(node.name)
+        tries = itertools.count(1)
+
+        def connect() -> None:
+            network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
 
         def connected(error: str) -> None:
             if error:
@@ -178,15 +184,19 @@ class Others(Starts):
                     "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
                 )
             fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
-            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(*found)))
+            asked = network.channel(node.name)
+            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(asked, *found)))
 
-        def answered(answer: Message | None, error: str) -> None:
+        def answered(asked: Channel | None, answer: Message | None, error: str) -> None:
+            if answer is None and network.channel(node.name) is not asked and next(tries) < CALLS_MAX:
+                connect()  # not refused: the connection has ended, as where both have dialled each other at once
+                return
             if answer is None:
                 raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
             start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
             start.silent.discard(node.name)
 
-        network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
+        connect()
 
     def _gather(self, start: Start, identity: Identity) -> None:
         """What nobody holds is made again from parity first; so is what turns out to be damaged where it lies."""
@@ -351,9 +361,13 @@ class Others(Starts):
                 self._keep(channel, message)
                 return
             case "kept":
-                self.copies.before(Identity.parse(str(fields["identity"])))
+                identity = Identity.parse(str(fields["identity"]))
+                self._check_leads(channel, identity.epoch)
+                self.copies.before(identity)
                 return
             case "publish" | "stripe" | "lend" | "rebuild":
+                if message.kind == "stripe":
+                    self._check_leads(channel, Identity.parse(str(fields["identity"])).epoch)
                 self._asked_of_parity(channel, message)
                 return
             case "withdraw":
@@ -365,7 +379,13 @@ class Others(Starts):
                 self._end_serving(Identity.parse(str(fields["identity"])))
                 return
             case "forget":
-                self._forget(Epoch.parse(str(fields["epoch"])))
+                epoch = Epoch.parse(str(fields["epoch"]))
+                self._check_leads(channel, epoch)
+                self._forget(epoch)
+                return
+            case "absent":
+                self._check_leads(channel, Epoch.parse(str(fields["epoch"])))
+                self.copies.source_gone(str(fields["name"]))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
         if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"):
@@ -374,13 +394,22 @@ class Others(Starts):
                 raise AgentError(f"{epoch} is not coordinated here")
             self._from_node(job, channel, message)
             return
-        following = next((each for each in self.followings if each.epoch == epoch), None)
-        if following is None or following.leader.name != channel.peer:
-            raise AgentError(f"this node has no part in {epoch}")
+        following = self._led_by(channel, epoch)
         if message.kind in ("failed", "pace"):
             self.foreseeing.told(message.kind, fields)
             return
         following.led(channel, message)
+
+    def _check_leads(self, channel: Channel, epoch: Epoch) -> None:
+        """Only who coordinates an epoch says what may be dropped for it. Errors: AgentError for any other agent."""
+        self._led_by(channel, epoch)
+
+    def _led_by(self, channel: Channel, epoch: Epoch) -> Following:
+        """This node's part in that epoch. Errors: AgentError for any agent but its coordinator."""
+        following = next((each for each in self.followings if each.epoch == epoch), None)
+        if following is None or following.leader.name != channel.peer:
+            raise AgentError(f"this node has no part in {epoch}, or agent {channel.peer} does not coordinate it")
+        return following
 
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])
@@ -435,6 +464,7 @@ class Others(Starts):
 
         wanted = decode_described(message.blobs[0])
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
+            self._check_leads(channel, identity.epoch)
             safe = fields["safe"]
             self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
@@ -524,6 +554,7 @@ class Others(Starts):
 
     def peer_closed(self, channel: Channel) -> None:
         self.lenders.closed(channel.peer)
+        self.copies.source_gone(channel.peer)
         for following in self.followings:
             if following.leader.name == channel.peer:
                 following.closed()
@@ -533,7 +564,16 @@ class Others(Starts):
                 for peer in share.close():
                     self.ended(peer)
                 job.group.copies_lost()
+                self._tell_of_absence(job, channel.peer)
         self._server.later(CALL_AGAIN_S, lambda: self._call_again(channel.peer))
+
+    def _tell_of_absence(self, job: Job, name: str) -> None:
+        """Other nodes have no connection to it that would tell them."""
+        fields = {"t": "absent", "epoch": str(job.epoch), "name": name}
+        for node in job.nodes[1:] if job is self.current else ():
+            share = job.find_share(node.name)
+            if self.network is not None and share is not None and share.peers:
+                self.network.tell(node.name, fields)
 
     def _call_again(self, name: str) -> None:
         """As long as a job that is coordinated here has ranks there."""

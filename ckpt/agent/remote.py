@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckpt.agent import memory
 from ckpt.agent.checkpoint import Part
-from ckpt.agent.control import Word
+from ckpt.agent.control import STEP_MAX, SUB_MAX, Word
 from ckpt.agent.network import Network
 from ckpt.agent.server import Peer
 from ckpt.agent.wire import Message, error_fields
@@ -115,7 +115,10 @@ class RemoteRanks:
         return lost
 
     def entered(self, ranks: Mapping[int, tuple[int, int]]) -> None:
-        """These ranks are in that step, and have polled so often since the last ended one."""
+        """These ranks are in that step, and have polled so often since the last ended one. Errors: AgentError for
+        numbers that no rank can have published."""
+        if not all(0 <= step <= STEP_MAX // 2 and 0 <= polls <= SUB_MAX for step, polls in ranks.values()):
+            raise AgentError(f"agent {self.name} says of its ranks' steps what cannot be: {dict(ranks)!s:.300}")
         self._entered.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
 
     def step(self, rank: int) -> int:

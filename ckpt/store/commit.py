@@ -33,8 +33,10 @@ from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Pace, Packs, Written, pack_keys
 from ckpt.store.placing import Placing
+from ckpt.tasks import Tasks
 from ckpt.types import Identity
 
+LOOKS_MAX = 16  # at once, at what others have put
 CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
 
 
@@ -130,6 +132,7 @@ class Committer:
                 if elsewhere is not None:
                     elsewhere.own_written()
                 written += [(numbers, _result(future, cancel)) for numbers, future in theirs]
+                self._check_there([pack for _, each in written[1:] for pack in each.packs])
                 for numbers, each in written:
                     placing.add(numbers, each)
                 packs, places = tuple(placing.packs), placing.places
@@ -171,6 +174,23 @@ class Committer:
         keys_of = pack_keys(identity, owner, writer)
         at = lambda i: frame(numbers[i])  # noqa: E731
         return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
+
+    def _check_there(self, packs: Sequence[tuple[str, int]]) -> None:
+        """What others say they have put is not taken on trust: a record must refer to nothing that is not there.
+        Errors: SaveFailed names the first that is not, or has another size."""
+
+        def look(key: str, size: int) -> None:
+            try:
+                found = self.backend.head(key).size
+            except NotFound as exc:
+                raise SaveFailed(f"{key}, which another node says it has put, is not there") from exc
+            if found != size:
+                raise SaveFailed(f"{key} has {found} bytes, and another node says it has put {size}")
+
+        if packs:
+            with Tasks("look", pool_size=min(LOOKS_MAX, len(packs))) as tasks:
+                for each in [tasks.submit(look, *pack) for pack in packs]:
+                    each.result()
 
     def _writer_for(self, identity: Identity) -> str:
         """The first attempt's puts may still land, so a second one must not share its keys."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -82,3 +83,29 @@ def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the
     assert one.network.channel("two") is not None
     assert two.network.channel("one") is not None
     assert one.receiver.closed == two.receiver.closed == []
+
+
+def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_that_both_keep(
+    loop: TurnedLoop, agent: Callable[[str], Agent], seed: int
+) -> None:
+    rng = random.Random(seed)
+    for turn in range(40):
+        one, two = agent(f"one-{turn}"), agent(f"two-{turn}")
+        heard: list[str] = []
+        pairs = [(one, two), (two, one)]
+        rng.shuffle(pairs)
+        for caller, called in pairs:
+            caller.network.connect(called.at(hosts=rng.choice((1, 1, 3))), heard.append)
+            for _ in range(rng.choice((0, 0, 1, 2, 4))):
+                loop.turn(0.001)
+        loop.until(lambda heard=heard: len(heard) == 2)
+        assert heard == ["", ""]
+        for _ in range(5):
+            loop.turn(0.002)
+        for caller, called in pairs:
+            answers: list[str] = []
+            caller.network.ask(called.network.me, {"t": "any"}, (), lambda _, error, to=answers: to.append(error))
+            loop.until(lambda answers=answers: answers)
+            assert answers == [""]
+        one.close()
+        two.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -342,3 +343,40 @@ def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> Non
     made = Record(identity(1, 20), "w", snap.manifest, tuple(placing.packs), placing.places, {}, {})
     assert {key.rpartition("/")[2].partition("-")[0] for key, _ in made.packs} == {"w", "a", "b"}
     assert same(read_all(store, record.decode(record.encode(made), "made")), snap.tensors)
+
+
+class Others:
+    """Another writer that has every second frame, and says of its packs what `told` makes of them."""
+
+    def __init__(self, store: Any, snap: Snapshot, told: Callable[[str, int], tuple[str, int]]) -> None:
+        self.store, self.snap, self.told = store, snap, told
+        self.own = False
+
+    def __call__(self, todo: Any) -> list[tuple[Any, Future[packs.Written]]]:
+        its = todo[::2].tolist()
+        frames, key = self.snap.manifest.frames[todo[::2]], packs.pack_keys(identity(1, 20), "other", "o")
+        pace, cancel = packs.Pace(ManualClock(), None), threading.Event()
+        at = lambda i: self.snap.frame(its[i])  # noqa: E731
+        made = packs.Packs(self.store, frames, at, key, "raw", 4096, pace, cancel).write()
+        done: Future[packs.Written] = Future()
+        done.set_result(packs.Written(tuple(self.told(*pack) for pack in made.packs), made.places))
+        return [(todo[::2], done)]
+
+    def own_written(self) -> None:
+        self.own = True
+
+
+def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_refers_to_them() -> None:
+    store, snap = Sim(), some()
+    lies: list[Callable[[str, int], tuple[str, int]]] = [
+        lambda key, size: (key.replace("-0.pack", "-77.pack"), size),
+        lambda key, size: (key, size + 1),
+    ]
+    for told in lies:
+        with pytest.raises(SaveFailed, match="another node says"):
+            commit(store, 20, snap, elsewhere=Others(store, snap, told))
+    assert not list(store.list("commits/"))
+    honest = Others(store, snap, lambda key, size: (key, size))
+    done = commit(store, 20, snap, writer="again", elsewhere=honest)
+    assert honest.own
+    assert same(read_all(store, open_record(store, done.ref)), snap.tensors)

@@ -25,6 +25,7 @@ class Carried:
         self.offers: dict[str, tuple[memoryview, Frames]] = {}
         self.broken: set[str] = set()
         self.wrong: set[str] = set()  # these come from the offer of another name
+        self.stuck: set[str] = set()  # these come never, until they are called off
         self.waiting: list[Callable[[], None]] = []
 
     def offer(self, name: str, source: memoryview, frames: Frames) -> None:
@@ -42,6 +43,8 @@ class Carried:
 class Carrying:
     def __init__(self, transport: Carried, name: str, target: memoryview, frames: Frames) -> None:
         self.done: Future[None] = Future()
+        if name in transport.stuck:
+            return
         if name in transport.broken or name not in transport.offers:
             self.done.set_exception(AgentError("the link was cut"))
             return
@@ -50,7 +53,9 @@ class Carrying:
             target[offset : offset + length] = source[offset : offset + length]
         self.done.set_result(None)
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        if not self.done.done():
+            self.done.set_exception(AgentError("called off"))
 
 
 @pytest.fixture
@@ -123,6 +128,23 @@ def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> 
     assert held.kept() == {(5, 0)}
     assert held.copy(identity(5)) == "", "the next attempt brings what was missing"
     assert held.kept() == {(5, 0), (5, 1)}
+
+
+def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held: Held) -> None:
+    which = identity(5)
+    assert held.copy(which) == ""
+    told = described(which, held.originals[which])
+    held.keeper.forget(which.__eq__)
+    held.transport.stuck = {f"copy/{which}/1"}
+    link, heard = cast(Transport, held.transport), list[str]()
+    held.keeper.keep(link, which, "a", [], told[1:], heard.append)
+    held.keeper.source_gone("b")
+    assert not heard
+    held.keeper.source_gone("a")
+    held.turned.until(lambda: heard)
+    assert "called off" in heard[0]
+    held.keeper.source_gone("a")
+    assert held.kept() == set()
 
 
 def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:

@@ -78,13 +78,15 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "pace": {"ratio": 1.5},
     "offer": {"slot": 3, "division": "x"},
     "close-arenas": {"slot": 3},
+    "limit": {"bandwidth": None},
+    "absent": {"name": "x"},
     "claimed": {"parent": None, "ancestors": [], "launch": "test"},
     "measure": {"sizes": [[1, 4096]], "limit": None, "id": 1},
     "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
     "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
     "other": {"id": 1},
 }
-BELIEVED = ("start", "kept", "forget")  # they speak for another start
+BELIEVED = ("start",)  # it speaks for another start
 BLOBS: list[list[bytes]] = [[], [b""], [b"x" * 33], [msgpack.packb([[0, 4096, b"", b""]])], [b"", b"", b""]]
 
 
@@ -242,6 +244,27 @@ def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_o
     assert cluster.checkpoint("peer") > step
 
 
+def test_nothing_is_dropped_on_the_word_of_an_agent_that_does_not_coordinate_the_job(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    cluster.hang_up(1)
+    hostile, epoch = liar(), cluster.job[0].epoch
+    for node in (node_of(cluster, 0), node_of(cluster, 1)):
+        for named in (epoch, OTHER):
+            for kind in ("forget", "kept", "drop", "absent", "claimed", "limit"):
+                which = {"epoch": named, "identity": f"{named}-999999999999.0000"}
+                hostile.say(node, {"t": kind, **OF_A_COORDINATOR.get(kind, {}), **which}, [])
+        hostile.alive(node)
+    cluster.kill(0)
+    cluster.hang_up()
+    decision = cluster.start(1)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
+
+
 def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
     cluster: Cluster, liar: Callable[..., Liar]
 ) -> None:
@@ -254,6 +277,7 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
     rank.rank, rank.nodes = 1, [told, real]
     pid = pid_of(rank)
     assert coordinator.connect(node) == ""
+    coordinator.alive(node)  # it knows that the connection is the one that is kept
     joining = Tasks("joining", pool_size=1)
     try:
         joined = joining.submit(lambda: rank.join(OTHER))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
 from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.gathering import Places
-from ckpt.agent.holdings import Inventory, sealed
+from ckpt.agent.holdings import Inventory, sealed, spread
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
@@ -64,7 +65,8 @@ def test_a_checkpoint_is_to_be_had_where_somebody_holds_each_of_its_ranks() -> N
         assert [each.held for each in whole.remembered()] == [tuple(whole.complete())]
         if everywhere:
             by_rank = whole.by_rank(identity(5))
-            assert by_rank == {r: [n for n, at in (("a", r), ("b", 2 + r)) if held[at]] for r in range(2)}
+            names = {r: sorted(each) for r, each in by_rank.items()}
+            assert names == {r: [n for n, at in (("a", r), ("b", 2 + r)) if held[at]] for r in range(2)}
 
 
 def test_a_checkpoint_of_an_epoch_that_nobody_knows_to_have_begun_is_no_candidate() -> None:
@@ -170,7 +172,10 @@ def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> 
     assert np.array_equal(again.ranks, places.ranks)
     assert np.array_equal(again.offsets, places.offsets)
     assert (again.sizes, again.holders) == (places.sizes, places.holders)
-    assert again.seen_by("c", "a").holders == {0: ["", "b"], 1: ["a", "b"], 2: ["", "b"], 3: ["a", "b"]}
+    seen = again.seen_by("c", "a").holders
+    assert [sorted(seen[rank]) for rank in range(4)] == [["", "b"], ["a", "b"]] * 2
+    assert seen[0] == seen[2] == ["", "b"], "its own first"
+    assert seen[1] == seen[3]
     numbers = np.concatenate([places.numbers(rank) for rank in range(4)])
     assert sorted(numbers.tolist()) == list(range(len(manifest.frames)))
     for rank in range(4):
@@ -319,3 +324,19 @@ def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies() -> No
     risky = keepers({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
     assert risky["n0"] != ("n2",)
     assert risky["n2"] != ("n0",)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_of_several_holders_each_is_asked_first_for_as_many_ranks_and_this_node_before_all(count: int) -> None:
+    names = [f"n{at}" for at in range(count)]
+    first = Counter(spread(names[::-1], rank)[0] for rank in range(60))
+    assert set(first.values()) == {60 // count}
+    assert all(sorted(spread(names, turn)) == names for turn in range(7))
+    assert [spread([*names, ""], turn)[0] for turn in range(7)] == [""] * 7
+    assert spread([], 3) == []
+    assert spread([""], 3) == [""]
+
+
+def test_ranks_that_the_same_nodes_hold_are_asked_of_different_ones() -> None:
+    whole = together(a=holding((5, 0), (5, 1)), b=holding((5, 0), (5, 1)))
+    assert whole.by_rank(identity(5)) == {0: ["a", "b"], 1: ["b", "a"]}
