@@ -61,18 +61,17 @@ MIXED_S = 1.0  # ranks change their layouts at the same step, but their words fo
 
 @dataclass(slots=True)
 class Services:
-    """What the agent lends to its jobs. `kept_bytes(job)`: of arenas that other jobs hold. `copies`: what it keeps for
-    other nodes; `network`: the way to them, once there is one; `lenders`: the memory-only ones that are there.
-    `listening`: to what the
-    machine's owner says of its end. `outcome`: where it is written what a notice came to, unless a job says another
-    place; None: nowhere. `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the
-    sources of predictions, as numbers. `parities`: its part in parity."""
+    """What the agent lends to its jobs. `taken(epoch)`: memory, beside the slots of that epoch's job. `copies`: what it
+    keeps for other nodes; `network`: the way to them, once there is one; `lenders`: the memory-only ones that are
+    there. `listening`: to what the machine's owner says of its end. `outcome`: where it is written what a notice came
+    to, unless a job says another place; None: nowhere. `account`: what all of it costs. `told`: hears each event.
+    `foreseen`: what is known of the sources of predictions, as numbers. `parities`: its part in parity."""
 
     server: Server
     bulk: Bulk
     store: StoreSide
     heartbeat_s: float
-    kept_bytes: Callable[[Carrier], int]
+    taken: Callable[[Epoch], memory.Taken]
     listening: Listening | None = None
     outcome: Path | None = None
     copies: Copies | None = None
@@ -119,7 +118,7 @@ class Carrier:
         others: Sequence[RemoteRanks] = (),
     ) -> None:
         """`nodes`: where the ranks are, if on several, this one first; `others`: the shares on the others."""
-        self.own = Ranks(world, services.bulk, lambda: services.kept_bytes(self))  # first: there may be too many
+        self.own = Ranks(world, services.bulk, lambda: services.taken(epoch))  # first: there may be too many
         self.ranks: Ranks | Nodes = Nodes(self.own, others, nodes[0].name) if nodes else self.own
         self.nodes = nodes
         self.epoch = epoch

@@ -139,6 +139,12 @@ class Copies:
         """Whether arenas of these sizes may come, if those that are spare go."""
         return self._room is None or self._used_bytes + sum(sizes) <= self._room()
 
+    def bytes_of(self, epoch: Epoch) -> int:
+        """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
+        coming = [arena for (identity, _), (_, arena) in self._coming.items() if identity.epoch == epoch]
+        kept = [arena for (identity, _), arena in self.kept.items() if identity.epoch == epoch]
+        return sum(arena.bytes for arena in [*kept, *coming, *self._spare])
+
     # -- as the node that has the original
 
     def publish(

@@ -26,7 +26,7 @@ from ckpt.agent.control import Word
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.lenders import LENDERS_MAX
-from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.memory import MemoryPlan, Taken
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
@@ -74,7 +74,7 @@ class Following:
         server: Server,
         bulk: Bulk,
         store: StoreSide,
-        kept_bytes: Callable[[], int],
+        taken: Callable[[Epoch], Taken],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
         standing: Iterable[Notice] = (),
     ) -> None:
@@ -85,7 +85,7 @@ class Following:
         self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
         self.over = False
         self.alone_s: float | None = None  # since when there has been nobody here to serve, and no coordinator
-        self.ranks = Ranks(world, bulk, kept_bytes)
+        self.ranks = Ranks(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
         self._here: dict[int, Here] = {}

@@ -111,7 +111,7 @@ class LendingNode(Node):
             case "kept":
                 self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))
                 super().peer_message(channel, message)
-            case "forget":
+            case "forget" | "absent":
                 if channel.peer != self._loan.leader:
                     raise AgentError("this node does not lend to that job now")
                 super().peer_message(channel, message)

@@ -53,8 +53,18 @@ class MemoryPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What arenas take on this machine beside a job's own slots. `kept_bytes`: checkpoints of earlier starts, and
+    copies of such. `lent_bytes`: copies that are kept for other nodes of the job itself: room for such is there."""
+
+    kept_bytes: int = 0
+    lent_bytes: int = 0
+
+
 def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | None, free_bytes: int) -> MemoryPlan:
-    """`held_bytes`: of arenas that this job has already; `limit_bytes`: the user's; `free_bytes`: the machine's."""
+    """`held_bytes`: of arenas that this job has already, copies for its other nodes among them; `limit_bytes`: the
+    user's; `free_bytes`: the machine's."""
     machine = free_bytes - free_bytes // SPARE_PARTS + held_bytes + kept_bytes
     allowed, bound = machine, "what the machine has left"
     if limit_bytes is not None and limit_bytes < machine:

@@ -97,7 +97,7 @@ class Others(Starts):
             if newer:
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = nodes_from(fields["nodes"], world)
-            services = self._server, self._bulk, self._store, lambda: self._kept_bytes(None)
+            services = self._server, self._bulk, self._store, self._taken
             standing = self._listening.standing.values()
             found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
@@ -574,6 +574,7 @@ class Others(Starts):
             share = job.find_share(node.name)
             if self.network is not None and share is not None and share.peers:
                 self.network.tell(node.name, fields)
+        self.lenders.say(fields)
 
     def _call_again(self, name: str) -> None:
         """As long as a job that is coordinated here has ranks there."""

@@ -26,8 +26,8 @@ class Ranks:
     Where something takes time, `then` is called with its result and "", or with an empty one and what went wrong; not
     at all after `drop`."""
 
-    def __init__(self, world: int, bulk: Bulk, kept_bytes: Callable[[], int]) -> None:
-        """`world`: of the whole job. `kept_bytes`: of arenas that this node keeps for others.
+    def __init__(self, world: int, bulk: Bulk, taken: Callable[[], memory.Taken]) -> None:
+        """`world`: of the whole job. `taken`: what there is here beside its arenas.
         Errors: AgentError where there cannot be so many ranks."""
         self.page = ControlPage.create(world)
         self.world = world
@@ -36,7 +36,7 @@ class Ranks:
         self.dropped = False
         self.reader = Reader()
         self._bulk = bulk
-        self._kept_bytes = kept_bytes
+        self._taken = taken
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
 
     @property
@@ -88,7 +88,9 @@ class Ranks:
     ) -> None:
         """How many slots of arenas of so many bytes by rank there can be."""
         free_bytes = memory.free_bytes()
-        then(memory.plan(sum(sizes.values()), self._kept_bytes(), self.arena_bytes, limit_bytes, free_bytes), "")
+        taken = self._taken()
+        held_bytes = self.arena_bytes + taken.lent_bytes
+        then(memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes), "")
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes

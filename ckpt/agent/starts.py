@@ -23,7 +23,7 @@ from ckpt.agent import candidates
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.candidates import Candidate, Remembered
-from ckpt.agent.carrier import Carrier, Services, tell
+from ckpt.agent.carrier import Services, tell
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.copies import Copies
@@ -35,6 +35,7 @@ from ckpt.agent.holdings import Inventory, sealed, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.learning import ABOUT, Learning
 from ckpt.agent.listening import Listening
+from ckpt.agent.memory import Taken
 from ckpt.agent.parities import Parities
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
@@ -94,7 +95,7 @@ class Starts:
             self._bulk,
             self._store,
             settings.heartbeat_s,
-            self._kept_bytes,
+            self._taken,
             self._listening,
             server.path.with_suffix(".outcome.json"),
             self.copies,
@@ -161,10 +162,12 @@ class Starts:
         found = self._slot_of(identity)
         return found[2] if found is not None else None
 
-    def _kept_bytes(self, job: Carrier | None) -> int:
-        """Of arenas that are not this job's."""
-        others = [each.ranks.arena_bytes for each in self._jobs() if each is not job]
-        return sum(others) + sum(each.ranks.arena_bytes for each in self.followings) + self.copies.bytes
+    def _taken(self, epoch: Epoch) -> Taken:
+        """By all that is not in the slots of that epoch's job."""
+        others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
+        others += [each.ranks.arena_bytes for each in self.followings if each.epoch != epoch]
+        lent_bytes = self.copies.bytes_of(epoch)
+        return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes)
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""

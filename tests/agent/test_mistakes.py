@@ -23,6 +23,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.carrier import Member, Services
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
+from ckpt.agent.memory import Taken
 from ckpt.agent.server import Peer, Server
 from ckpt.format.manifest import FRAME, Manifest
 from ckpt.store.lineage import Claim
@@ -177,7 +178,7 @@ class Listener:
 @pytest.fixture
 def job() -> Iterator[tuple[Job, Lanes, Listener]]:
     lanes, listener = Lanes(), Listener()
-    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda job: 0)
+    services = Services(cast(Any, lanes), cast(Any, lanes), cast(Any, None), 0.01, lambda epoch: Taken())
     made = Job(services, EPOCH, 1, "x", cast(Any, listener))
     made._members[0] = Member(cast(Any, listener), 0, cast(Any, None))
     yield made, lanes, listener

@@ -118,3 +118,22 @@ def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(clu
     decision = cluster.start(1)
     assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
     assert set(cluster.fetched()) == {"local"}
+
+
+def test_what_is_kept_for_others_already_is_not_counted_twice_when_the_state_changes(cluster: Cluster) -> None:
+    """The memory is just enough for two slots and two generations of copies."""
+    cluster.start(0, 1)
+    cluster.checkpoint("peer")
+    job = cluster.status(0)["job"]
+    keeps = max(each["keeps_bytes"] for each in job["peers"]["nodes"])
+    slot_bytes, commit_bytes = job["memory"]["slot_bytes"], job["memory"]["commit_bytes"]
+    cluster.hang_up()
+    limit = 2 * slot_bytes + commit_bytes + keeps + (1 << 19)
+    cluster.options = {**cluster.options, "limits": {"memory": limit, "bandwidth": None}}
+    cluster.start(2, 3)  # who hold nothing
+    assert sorted(cluster.keepers().items()) == [(2, [3]), (3, [2])]
+    cluster.checkpoint("peer")
+    together(cluster.job, lambda rank: rank.relayout(16))
+    together(cluster.job, lambda rank: rank.wait_warm())
+    cluster.checkpoint("peer")
+    assert sorted(cluster.keepers().items()) == [(2, [3]), (3, [2])]
