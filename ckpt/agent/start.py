@@ -27,7 +27,7 @@ class Start:
     listen; `silent`: those that have not said yet what they hold; `inventory`:
     what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
-    its epoch is begun."""
+    its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen."""
 
     peer: Peer
     request_id: int | None
@@ -48,6 +48,7 @@ class Start:
     has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
     newest_step: int = 0  # of the line, be it struck out
     chosen: Candidate | None = None
+    told_of_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)

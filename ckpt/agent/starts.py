@@ -374,6 +374,7 @@ class Starts:
             "candidate": None,
             "struck": [str(identity) for identity in self._struck][-LISTED_MAX:],
         }
+        self._tell_of_lost_parts(start, chosen)
         for identity, why in damaged.items():
             job.emit("restore.struck", f"step {identity.tick.step} cannot be read and is passed over: {why}", True)
         if chosen is None:
@@ -419,6 +420,23 @@ class Starts:
         if self._slot_of(identity) is not None or (gathered is not None and gathered.is_here and len(start.nodes) == 1):
             return "local"
         return "peer" if gathered is not None else "store"
+
+    def _tell_of_lost_parts(self, start: Start, chosen: Resolved | None) -> None:
+        """A newer checkpoint than the one that is gone on from lay in memory, and a part of it has gone with a node."""
+        found = start.inventory.incomplete()
+        if not found or start.told_of_loss or (chosen is not None and max(found) < chosen.candidate.identity):
+            return
+        start.told_of_loss = True
+        identity = max(found)
+        ranks = found[identity]
+        what = f"step {identity.tick.step} was in memory, and the part of ranks {ranks[:8]} is on no node that is left"
+        then = f"going on from step {chosen.candidate.identity.tick.step}" if chosen is not None else "beginning afresh"
+        hint = "ckpt.Replicas(n) keeps copies on n other nodes"
+        facts = {"identity": str(identity), "ranks": ranks[:100]}
+        event = Event("restore.lost", f"ckpt: {what}: {then} ({hint})", True, facts)
+        log.warning("%s", event.message, extra={"told": True})
+        self.showing.told(event)
+        tell(start.peer, event)
 
     def _answer(self, start: Start, body: dict[str, Any], blobs: list[bytes]) -> None:
         assert start.request_id is not None

@@ -137,3 +137,18 @@ def test_what_is_kept_for_others_already_is_not_counted_twice_when_the_state_cha
     together(cluster.job, lambda rank: rank.wait_warm())
     cluster.checkpoint("peer")
     assert sorted(cluster.keepers().items()) == [(2, [3]), (3, [2])]
+
+
+def test_a_start_that_begins_afresh_since_a_part_of_the_newest_is_lost_says_so_loudly(cluster: Cluster) -> None:
+    cluster.options = {**cluster.options, "peers": None}
+    cluster.start(0, 1)
+    step = cluster.checkpoint("local")
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(0, 2)
+    assert decision.fields["candidate"] is None
+    (told,) = [each for each in cluster.job[0].events if each["name"] == "restore.lost"]
+    assert told["loud"]
+    assert told["data"]["ranks"] == [1]
+    assert f"step {step} was in memory" in told["message"]
+    assert "afresh" in told["message"]
