@@ -126,12 +126,8 @@ class Inventory:
         return [Remembered(c, tuple(i for i in complete if i.epoch == epoch)) for epoch, c in self.claims.items()]
 
     def incomplete(self) -> dict[Identity, list[int]]:
-        """The checkpoints of which somebody holds a part and nobody the rest: which ranks' that is."""
-        missing = {
-            identity: [rank for rank in range(world) if (identity, rank) not in self.holders]
-            for identity, world in self.worlds.items()
-        }
-        return {identity: ranks for identity, ranks in sorted(missing.items()) if ranks}
+        """The checkpoints of which somebody holds a part and nobody can have the rest: which ranks' that is."""
+        return {identity: sorted(self.missing(identity)) for identity in sorted(self.worlds.keys() - self.complete())}
 
     def by_rank(self, identity: Identity) -> dict[int, list[str]]:
         """Who holds each rank of it, the nearest first; of the others another one first for each rank, so that not one
