@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.report import Row, parser, report
+from ckpt.agent.peers.secret import make
 from tests.nodes.jobs import Elastic, check_losses, check_memory
 from tests.nodes.lan import lan, why_not
 from tests.nodes.train import losses
@@ -45,6 +46,10 @@ def main() -> int:
         end = Path(folder, "end")
         options = ("--every", str(EVERY), "--mib", "2", "--bandwidth", "100e3", "--end", str(end))
         job = Elastic(net, Path(folder), 10_000_000, *options, nodes=(max(1, nodes - 1), nodes))
+        secret = Path(folder, "secret")  # so that new nodes, where they start alone, find what is left of the others
+        secret.touch(mode=0o600)
+        secret.write_text(make().hex())
+        job.env["CKPT_SECRET_FILE"] = str(secret)
         try:
             job.start(nodes)
             since, world = 0.0, nodes

@@ -25,9 +25,8 @@ from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
-from ckpt.agent.lenders import LENDERS_MAX
 from ckpt.agent.memory import MemoryPlan, Taken
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import NODES_MAX, Network, NodeAt
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
@@ -349,7 +348,7 @@ class Following:
                 self._network.me, self.leader.name
             )
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
-            nodes = [*self._nodes, *_lenders(answer.fields)]
+            nodes = [*self._nodes, *_givers(answer.fields)]
             peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         return Restore(
@@ -393,12 +392,13 @@ class Following:
         self._server.later(STEPS_S, self._tell_steps)
 
 
-def _lenders(fields: Mapping[str, Any]) -> list[NodeAt]:
-    """The memory-only nodes that the coordinator names with a candidate. Errors: UsageError, TypeError, ValueError."""
-    told = fields.get("lenders") or []
+def _givers(fields: Mapping[str, Any]) -> list[NodeAt]:
+    """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: UsageError,
+    TypeError, ValueError."""
+    told = fields.get("givers") or []
     return [
         NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
-        for name, addresses in told[:LENDERS_MAX]
+        for name, addresses in told[:NODES_MAX]
     ]
 
 

@@ -46,6 +46,8 @@ class Terms:
             "launch": claim.launch,
             "host": claim.host,
             "time_s": claim.time_s,
+            "run": claim.run,
+            "agents": [[name, list(at)] for name, at in claim.agents],
             "codec": self.codec,
             "bandwidth": self.bandwidth,
         }
@@ -60,7 +62,9 @@ class Terms:
         host, time_s = str(fields["host"])[:200], float(fields["time_s"])
         if not math.isfinite(time_s):
             raise ValueError(f"a claim at {time_s}")
-        claim = Claim(told.epoch, told.parent, told.ancestors, told.launch, host, time_s)
+        agents = tuple((str(name), tuple(str(each) for each in at)) for name, at in fields["agents"])
+        run = str(fields["run"])
+        claim = Claim(told.epoch, told.parent, told.ancestors, told.launch, host, time_s, run, agents)
         options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
         return Terms(claim, options.codec, options.limits.bandwidth)
 

@@ -117,6 +117,11 @@ class Network:
         return addresses_of(self._listener.address)
 
     @property
+    def run(self) -> str:
+        """What handshakes call the newest secret; "" before there is one."""
+        return next(reversed(self._secrets), "")
+
+    @property
     def waiting(self) -> bool:
         """Whether something is still to be sent."""
         return any(channel.waiting_bytes for channel in self._channels.values())

@@ -17,6 +17,7 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.facts import Store
 from ckpt.agent.following import Following
+from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
 from ckpt.agent.holdings import Inventory, texts
 from ckpt.agent.jobs import Job
@@ -146,6 +147,11 @@ class Others(Starts):
         then = lambda *found: self._guard_start(start, lambda: answered(*found))  # noqa: E731
         self.lenders.begin(start.lenders, start.launch, start.take_over, then)
 
+    def _ask_former(self, start: Start) -> None:
+        super()._ask_former(start)
+        if self.network is not None and start.nodes:
+            ask_former(self.network, start, lambda what: self._guard_start(start, what), self._server.later)
+
     def _tend_lenders(self) -> None:
         """A job whose ranks are all gone borrows nothing any more: another may."""
         if self.lenders.lead and self.current is not None and self.current.group.all_gone:
@@ -240,12 +246,16 @@ class Others(Starts):
             nodes = [node.name for node in start.nodes] or [me]
             at = {rank: [name for name in nodes if name not in unfit[rank]] for rank in missing}
             ended = lambda found, error: self._guard_start(start, lambda: made(found, error))  # noqa: E731
-            lenders = self.lenders.nodes() if start.nodes else []
-            Rebuilding(self.parities, [*start.nodes, *lenders], identity, holders, at, ended, me).begin()
+            givers = [*start.nodes, *self._others_that_hold(start)] if start.nodes else []
+            Rebuilding(self.parities, givers, identity, holders, at, ended, me).begin()
             return
         arenas = self._arenas_of(identity)
         gathering = Gathering(self.network, self._bulk, identity, inventory.by_rank(identity), arenas, then)
         gathering.begin()
+
+    def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
+        """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
+        return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
     def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
         places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
@@ -259,7 +269,7 @@ class Others(Starts):
                     continue
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
-        nodes = [*start.nodes, *self.lenders.nodes()]
+        nodes = [*start.nodes, *self._others_that_hold(start)]
         return PeerFrames(places, manifest, network, nodes, self._server.post)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
@@ -280,7 +290,8 @@ class Others(Starts):
         job = self.current
         for node in job.nodes[1:] if job is not None else ():
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
-        self.lenders.say({"t": "unserve", "identity": str(identity)})
+        for node in self._others_that_hold(self._start):
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
 
     def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
         fields = {
@@ -345,6 +356,10 @@ class Others(Starts):
         match message.kind:
             case "start":
                 self._start_elsewhere(channel, fields)
+                return
+            case "look":
+                looked: bytes = msgpack.packb(self._inventory(whole=True).fields())
+                channel.reply(int(fields["id"]), {}, [looked])
                 return
             case "parts":
                 self._give_parts(channel, fields)
@@ -545,12 +560,15 @@ class Others(Starts):
 
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
         gathered = start.gathered.get(identity)
-        where = {**gathered.places.fields(), "lenders": self._lenders_told()} if gathered is not None else {}
+        where = {**gathered.places.fields(), "givers": self._givers_told(start, gathered)} if gathered else {}
         blobs = [encode_manifest(job.restore.manifest), *(gathered.places.blobs() if gathered is not None else ())]
         channel.reply(int(fields["id"]), {"records": records, **where}, blobs)
 
-    def _lenders_told(self) -> list[list[Any]]:
-        return [[node.name, [str(address) for address in node.addresses]] for node in self.lenders.nodes()]
+    def _givers_told(self, start: Start, gathered: Gathered) -> list[list[Any]]:
+        """Where those are that hold some of it and have no part in the job."""
+        names = {name for held in gathered.places.holders.values() for name in held}
+        givers = [node for node in self._others_that_hold(start) if node.name in names]
+        return [[node.name, [str(address) for address in node.addresses]] for node in givers]
 
     def peer_closed(self, channel: Channel) -> None:
         self.lenders.closed(channel.peer)

@@ -27,7 +27,8 @@ class Start:
     listen; `silent`: those that have not said yet what they hold; `inventory`:
     what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
-    its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen."""
+    its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen.
+    `former`: nodes of earlier starts that have no part in this one and have said what they hold."""
 
     peer: Peer
     request_id: int | None
@@ -49,6 +50,8 @@ class Start:
     newest_step: int = 0  # of the line, be it struck out
     chosen: Candidate | None = None
     told_of_loss: bool = False
+    asked_former: bool = False
+    former: list[NodeAt] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

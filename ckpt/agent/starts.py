@@ -125,7 +125,7 @@ class Starts:
     def _inventory(self, whole: bool) -> Inventory:
         """What this node's memory holds. whole=False: but for the checkpoints that lie here as a whole anyway."""
         found = Inventory()
-        for job in self.former:
+        for job in self._jobs():
             if whole or job.nodes:
                 found.add_epoch(job.claim, job.epoch, job.newest_step)
                 found.add_arenas(job.own.all_arenas())
@@ -290,10 +290,17 @@ class Starts:
         start = self._start
         if start is None or not start.listed or start.silent or start.resolving or start.request_id is None:
             return
+        if not start.asked_former:
+            self._guard_start(start, lambda: self._ask_former(start))
+            if self._start is not start or start.silent:
+                return
         staged = any(slot.state is State.STAGED for job in self.former if not job.failed for slot in job.group.slots)
         if staged and time.monotonic() < start.began_s + STAGED_S:
             return
         self._guard_start(start, lambda: self._choose(start))
+
+    def _ask_former(self, start: Start) -> None:
+        start.asked_former = True  # there is nobody to be asked where there is no network
 
     def _choose(self, start: Start) -> None:
         """The newest that is not struck out. One of which each rank is held by some node is put together first."""
@@ -519,7 +526,7 @@ class Starts:
                 job.restore = None
 
     def _claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
-        from ckpt.store.lineage import ANCESTORS_MAX, Ancestor, Claim
+        from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Ancestor, Claim
 
         ancestors: list[Ancestor] = []
         known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
@@ -529,7 +536,10 @@ class Starts:
             ancestors += [Ancestor(claim.epoch, claim.parent), *claim.ancestors]
             at = claim.ancestors[-1].parent if claim.ancestors else claim.parent
         host = socket.gethostname()[:200]
-        return Claim(job.epoch, parent, tuple(ancestors[:ANCESTORS_MAX]), start.launch, host, time.time())
+        told = tuple(ancestors[:ANCESTORS_MAX])
+        run = self.network.run if self.network is not None and job.nodes else ""
+        agents = tuple((node.name, tuple(map(str, node.addresses[:AGENT_ADDRESSES_MAX]))) for node in job.nodes)
+        return Claim(job.epoch, parent, told, start.launch, host, time.time(), run, agents[:AGENTS_MAX])
 
     def _give_up_start(self, peer: AnyPeer) -> None:
         """Who began it is gone: entering has failed there, and so for all."""

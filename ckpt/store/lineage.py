@@ -24,6 +24,9 @@ from ckpt.types import Epoch, Identity
 
 CLAIM_BYTES_MAX = 64 << 10
 ANCESTORS_MAX = 512
+AGENTS_MAX = 400  # that a claim names, with so many addresses each: it is one small object
+AGENT_ADDRESSES_MAX = 2
+AGENT_TEXT_MAX = 100
 TEXT_MAX = 256
 NUMBER_MAX = 99_999_999  # eight digits
 _VERSION = 1
@@ -43,7 +46,8 @@ class Claim:
 
     `parent`: the fork point, at whatever level it was found; None: it began from nothing. `ancestors`: what is known
     of parent.epoch and the epochs behind it that may never have been claimed, newest first. `launch`, `host`, `time_s`
-    (Unix seconds): for people, and to tell a restart from another job. Errors: UsageError."""
+    (Unix seconds): for people, and to tell a restart from another job. `agents`: those of its nodes, by name with
+    HOST:PORT each, which may hold its checkpoints in memory; `run`: what their secret is called. Errors: UsageError."""
 
     epoch: Epoch
     parent: Identity | None
@@ -51,8 +55,14 @@ class Claim:
     launch: str = ""
     host: str = ""
     time_s: float = 0.0
+    run: str = ""
+    agents: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
+        texts = [self.run, *(text for name, at in self.agents for text in (name, *at))]
+        most = max((len(at) for _, at in self.agents), default=0)
+        if len(self.agents) > AGENTS_MAX or most > AGENT_ADDRESSES_MAX or max(map(len, texts)) > AGENT_TEXT_MAX:
+            raise UsageError(f"the claim of {self.epoch} says too much of its agents")
         if len(self.launch) > TEXT_MAX or len(self.host) > TEXT_MAX:
             raise UsageError(f"the claim of {self.epoch}: launch and host are at most {TEXT_MAX} characters")
         if len(self.ancestors) > ANCESTORS_MAX:
@@ -83,7 +93,9 @@ def encode_claim(claim: Claim) -> bytes:
         "host": claim.host,
         "time": claim.time_s,
     }
-    return json.dumps(body).encode()
+    told = {"run": claim.run, "agents": [[name, list(at)] for name, at in claim.agents]} if claim.agents else {}
+    whole = json.dumps(body | told).encode()
+    return whole if len(whole) <= CLAIM_BYTES_MAX else json.dumps(body).encode()  # agents are a help, and no more
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
@@ -100,6 +112,8 @@ def decode_claim(data: bytes, key: str) -> Claim:
             launch=_str(body["launch"]),
             host=_str(body["host"]),
             time_s=time_s if math.isfinite(time_s) else 0.0,
+            run=_str(body.get("run", "")),
+            agents=tuple((_str(name), tuple(map(_str, at))) for name, at in body.get("agents", ())),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise DamagedData(f"{key} is no claim of a run: {exc!s:.200}") from exc

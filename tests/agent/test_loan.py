@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckpt.agent.loan import RETRY_S, RETRY_S_MAX, Loan, Terms
@@ -133,6 +135,7 @@ def test_terms_are_kept_as_long_as_something_of_their_epoch_is() -> None:
 
 def test_the_claim_arrives_as_it_is_so_that_whoever_puts_it_puts_the_same_bytes() -> None:
     claim = Claim(THREE, at(TWO, 7), (Ancestor(TWO, at(ONE, 5)), Ancestor(ONE, None)), "launch", "host", 1.25)
+    claim = replace(claim, run="r", agents=(("a", ("10.0.0.1:7",)),))
     sent = Terms(claim, "planes", None)
     assert Terms.parse(sent.fields()) == sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.store.lineage import (
+    AGENT_ADDRESSES_MAX,
+    AGENT_TEXT_MAX,
+    AGENTS_MAX,
     ANCESTORS_MAX,
+    CLAIM_BYTES_MAX,
     Ancestor,
     Claim,
     CommitRef,
@@ -165,6 +170,21 @@ def test_the_line_is_what_a_walk_back_from_the_newest_epoch_passes(
 def test_a_claim_comes_back_as_it_was() -> None:
     claim = Claim(epoch(3), identity(2, 30, sub=4), (Ancestor(epoch(2), None),), "job-é", "host", 12.5)
     assert decode_claim(encode_claim(claim), f"epochs/{epoch(3)}") == claim
+    told = replace(claim, run="r", agents=(("a", ("10.0.0.1:7", "[::1]:8")), ("b", ())))
+    assert decode_claim(encode_claim(told), f"epochs/{epoch(3)}") == told
+
+
+def test_a_claim_that_says_as_much_as_it_may_is_small_enough_to_be_read() -> None:
+    agents = (("f" * 16, ("[2001:db8:1111:2222:3333:4444:5555:6666]:65535",) * AGENT_ADDRESSES_MAX),) * AGENTS_MAX
+    claim = Claim(epoch(600), None, run="r" * 16, agents=agents)
+    assert len(encode_claim(claim)) <= CLAIM_BYTES_MAX
+    assert decode_claim(encode_claim(claim), f"epochs/{epoch(600)}") == claim
+    chain = tuple(Ancestor(epoch(n), identity(n - 1, 10**9)) for n in range(599, 599 - ANCESTORS_MAX, -1))
+    most = replace(claim, parent=identity(599, 1), ancestors=chain)
+    assert len(encode_claim(most)) <= CLAIM_BYTES_MAX
+    assert decode_claim(encode_claim(most), f"epochs/{epoch(600)}") == replace(most, run="", agents=())
+    with pytest.raises(UsageError, match="too much"):
+        Claim(epoch(3), None, agents=(*agents, agents[0]))
 
 
 def test_a_claim_cannot_go_on_from_itself_or_from_later_so_that_no_chain_is_a_circle() -> None:
@@ -202,6 +222,13 @@ def changed(**fields: object) -> bytes:
         changed(launch=["x"]),
         changed(launch="x" * 10_000),
         changed(time="soon"),
+        changed(run=7),
+        changed(agents=7),
+        changed(agents=[["a"]]),
+        changed(agents=[["a", 7]]),
+        changed(agents=[["a", [7]]]),
+        changed(agents=[["a", ["h:1"]]] * (AGENTS_MAX + 1)),
+        changed(agents=[["a" * (AGENT_TEXT_MAX + 1), []]]),
     ],
 )
 def test_a_hostile_claim_is_damaged_data_that_names_it(data: bytes) -> None:

@@ -27,6 +27,7 @@ WHICH = f"{OTHER}-000000000005.0000"
 
 SAID: dict[str, dict[str, Any]] = {
     "start": {"launch": "other", "take_over": False, "id": 1},
+    "look": {"id": 1},
     "parts": {"identity": WHICH, "ranks": [0], "world": 2, "id": 1},
     "serve": {"identity": WHICH, "rank": 0},
     "publish": {"identity": WHICH, "ranks": [0], "id": 1},
