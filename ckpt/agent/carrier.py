@@ -273,9 +273,7 @@ class Carrier:
             return plan.slots
         before = protection.table()
         slots = protection.place(nodes.by_name(dict(enumerate(division.arena_bytes))), nodes.plans_by_name())
-        self.group.replicates = protection.protects
-        if protection.table() != before:
-            self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
+        self._placed(protection, before)
         return slots
 
     def place_again(self) -> None:
@@ -286,7 +284,13 @@ class Carrier:
         before, slots = protection.table(), self.group.slots_in_use
         sizes = nodes.by_name(dict(enumerate(division.arena_bytes)))
         protection.place(sizes, nodes.plans_by_name(), slots)
+        self._placed(protection, before)
+
+    def _placed(self, protection: Protection, before: dict[str, Any]) -> None:
         self.group.replicates = protection.protects
+        if self.learning is not None and self.learning.peers != protection.protects:
+            self.learning.peers = protection.protects
+            self.follow_learning()
         if protection.table() != before:
             self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
 

@@ -308,7 +308,8 @@ class Job(Carrier):
             self.group.follow(policy, now_s)
             return
         known = self.learning.known if self.learning is not None else NOTHING
-        self.learning = Learning(policy, known)
+        self.learning = Learning(policy, known, max(1, len(self.nodes)))
+        self.learning.peers = self.group.replicates
         self.group.follow(Every(seconds=policy.seconds), now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
             self.learning.started(now_s, self.ranks.hindmost())

@@ -9,6 +9,7 @@ one writer and no deletion of its own.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision
 from ckpt.policy.deciding import decide
@@ -22,12 +23,15 @@ ABOUT = "learnt"  # its name in a record
 
 
 class Learning:
-    """One job's. `known`: what it has learnt. `decision`: what follows from it now, under the `limits`."""
+    """One job's, on so many `nodes`. `known`: what it has learnt. `peers`: whether other nodes' memory survives the
+    loss of one. `decision`: what follows now, under the `limits`."""
 
-    def __init__(self, limits: Adaptive, known: Known = NOTHING) -> None:
+    def __init__(self, limits: Adaptive, known: Known = NOTHING, nodes: int = 1) -> None:
         self.limits = limits
         self.known = known
-        self.decision: Decision = decide(known, limits)
+        self.nodes = nodes
+        self.peers = False
+        self.decision: Decision = decide(known, limits, nodes)
         self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
         self._stalled_s = 0.0  # in snapshots since then
         self._committing = False
@@ -65,17 +69,17 @@ class Learning:
         """So long after it was complete it was in other nodes' memory too."""
         self.known = self.known.replicated(seconds)
 
-    def recovered(self, level: str, seconds: float) -> None:
+    def recovered(self, level: Literal["local", "peer", "store"], seconds: float) -> None:
         """From a failure until training went on."""
-        self.known = self.known.recovered("local" if level == "local" else "store", seconds)
+        self.known = self.known.recovered(level, seconds)
 
     def decide(self, now_s: float) -> Decision:
         """Anew, with all that is known. The same object as before where the intervals stay."""
         if self._ran_s is not None and now_s > self._ran_s:  # a commit may have been counted past the end of its ranks
-            self.known = self.known.ran(now_s - self._ran_s)
+            self.known = self.known.ran(now_s - self._ran_s, self.nodes)
             self._ran_s = now_s
         before = self.decision
-        found = decide(self.known, self.limits, current=before)
+        found = decide(self.known, self.limits, self.nodes, self.peers, before)
         if _intervals(found) == _intervals(before):
             found = replace(found, local_by=before.local_by, store_by=before.store_by)
         self.decision = found

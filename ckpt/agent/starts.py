@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -472,13 +472,13 @@ class Starts:
         self._end_restore()
         self._start = None
         if job.learning is not None and parent is not None:
-            self._inherit(job.learning, parent, record, start.view)
+            self._inherit(job.learning, parent, record, start)
         claim = self._claim(job, parent, start)
         job.begin_training(claim, resumed=False)
         self._tell_others_of_claim(job, claim)
         peer.reply(int(fields["id"]), {})
 
-    def _inherit(self, learning: Learning, parent: Identity, record: Record | None, view: RunView | None) -> None:
+    def _inherit(self, learning: Learning, parent: Identity, record: Record | None, start: Start) -> None:
         """What the start that is gone on from has learnt of failures; and that it failed, if it did."""
         former = next((each for each in self.former if each.epoch == parent.epoch), None)
         now_s = time.monotonic()
@@ -487,15 +487,18 @@ class Starts:
             former.learning.decide(gone_s)
             learning.inherit(former.learning.known)
             if not former.ended_in_order:
-                learning.failed(Failure.PROCESS)
-                learning.recovered("store" if record is not None else "local", now_s - gone_s)
+                lost = {node.name for node in former.nodes} - {node.name for node in start.nodes}
+                learning.failed(Failure.NODE if lost else Failure.PROCESS)
+                memory: Literal["local", "peer"] = "peer" if lost else "local"
+                learning.recovered("store" if record is not None else memory, now_s - gone_s)
         elif former is None and record is not None and ABOUT in record.about:
             recalled = recall(record.about[ABOUT])
             learning.inherit(recalled.known)
             self.foreseeing.inherit(recalled.sources)
             if recalled.refused:
                 self._events.emit("policy.refused", f"ckpt: {recalled.refused}")
-            if view is not None and parent.epoch not in view.closed:  # nobody is left who could have closed it
+            closed = start.view.closed if start.view is not None else {parent.epoch}
+            if parent.epoch not in closed:  # nobody is left who could have closed it
                 learning.failed(Failure.NODE)
 
     def _started(self, peer: Peer, epoch: str) -> Start:

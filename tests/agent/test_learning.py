@@ -62,6 +62,20 @@ def test_the_intervals_follow_what_is_learnt_and_stay_where_nothing_new_is() -> 
     assert (again.local_s, again.snapshots) == (learned.local_s, learned.snapshots)
 
 
+def test_nodes_fail_each_by_itself_and_their_loss_needs_the_store_only_where_no_other_keeps_copies() -> None:
+    learning = Learning(Adaptive(), nodes=4)
+    now_s = trained(learning, 8)
+    learning.failed(Failure.NODE)
+    alone = learning.decide(now_s)
+    assert learning.known.node.ever_s == pytest.approx(4 * learning.known.process.ever_s)
+    learning.peers = True
+    kept = learning.decide(now_s)
+    assert kept.store_s > alone.store_s
+    assert kept.local_s <= alone.local_s
+    learning.recovered("peer", 3.0)
+    assert learning.known.peer_recovery.mean == 3.0
+
+
 def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:
     learning = Learning(Adaptive())
     learning.started(0.0, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt.errors import NoCheckpoint
 from ckpt.types import Tick
-from tests.agent.nodes.cluster import Cluster, together
+from tests.agent.nodes.cluster import Cluster, together, train
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +152,19 @@ def test_a_start_that_begins_afresh_since_a_part_of_the_newest_is_lost_says_so_l
     assert told["data"]["ranks"] == [1]
     assert f"step {step} was in memory" in told["message"]
     assert "afresh" in told["message"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_node_that_was_lost_counts_as_one_and_dead_ranks_alone_do_not(lost: bool, cluster: Cluster) -> None:
+    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
+    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+    cluster.start(0, 1)
+    train(cluster.job, 3)
+    cluster.save("peer")
+    assert cluster.status(0)["job"]["rates"]["node"]["seen"] == 0
+    if lost:
+        cluster.kill(1)
+    cluster.hang_up()
+    cluster.start(0, 2 if lost else 1)
+    rates = cluster.status(0)["job"]["rates"]
+    assert (rates["node"]["seen"], rates["process"]["seen"]) == ((1, 0) if lost else (0, 1))
