@@ -403,7 +403,7 @@ class Carrier:
         def holders() -> dict[str, list[str]]:
             if self.protection is None or round_ is None or round_.peer is not Store.DONE:
                 return {}
-            return self.protection.holders()
+            return self.protection.holders(checkpoint.identity)
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = self._have_written

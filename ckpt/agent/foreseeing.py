@@ -217,8 +217,9 @@ class Foreseeing:
         self._choose_intervals(job, proven)
         if job.protection is not None:
             names = {node: node or job.nodes[0].name for node in (HERE, *_others(job))}
-            risks = self.outcomes.risks(names)
-            job.protection.risks = {names[node]: risk for node, risk in risks.items()}
+            risks = {names[node]: risk for node, risk in self.outcomes.risks(names).items()}
+            if job.protection.foresees(risks):
+                job.place_again()
         standing = {source for _, source in self.outcomes.standing() if source in proven}
         above_s = min((self._worth(job, proven[each]).act_above_s for each in standing), default=math.inf)
         unsafe_s = now_s - max(job.group.safe_since_s, self._began_s)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt.agent.lenders import Lent
     from ckpt.agent.network import Network, NodeAt
 
+USED_MAX = 8  # more than there are slots
 SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
 
 
@@ -38,7 +39,9 @@ class Protection:
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
-        self.risks: dict[str, float] = {}  # by node: the probability of its failure, where any is predicted
+        self._risks: dict[str, float] = {}
+        self._used: dict[Identity, Placement] = {}  # of the newest checkpoints: where they went, wherever the next goes
+        self._anew = False  # whoever was together need not stay so
         self._lenders = lenders
         self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
         self._rebuilding: list[Rebuilding] = []  # the first is under way, the others wait for it
@@ -47,6 +50,14 @@ class Protection:
     def protects(self) -> bool:
         """Whether anything is kept by another node."""
         return self.placement is not None and any(kept.losses for kept in self.placement.kept)
+
+    def foresees(self, risks: Mapping[str, float]) -> bool:
+        """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
+        are put together anew at the next `place`, the riskiest with the safest."""
+        news = dict(risks) != self._risks
+        self._risks = dict(risks)
+        self._anew = self._anew or news
+        return news
 
     @property
     def losses(self) -> int:
@@ -64,7 +75,7 @@ class Protection:
         if self.option is None or slots < SLOTS_MIN:
             self.placement = None
             return slots
-        before = self.placement
+        before, self._anew = None if self._anew else self.placement, False
         scratch_bytes = SCRATCH_BYTES if isinstance(self.option, Parity) else 0
         lenders = [
             Node(each.node.name, lend_bytes=each.lend_bytes, domains=each.node.domains, trains=False)
@@ -77,7 +88,7 @@ class Protection:
                     bytes=sizes[node.name],
                     lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
                     domains=node.domains,
-                    risk=self.risks.get(node.name),
+                    risk=self._risks.get(node.name),
                 )
                 for node in self._nodes
             ]
@@ -88,13 +99,12 @@ class Protection:
                 return wanted  # no more memory would make it any safer
         return slots if not self.protects else SLOTS_MIN
 
-    def holders(self) -> dict[str, list[str]]:
-        """By node: who keeps copies of its snapshots, or can make them from parity; "" is this one."""
-        me = self._network.me
-        return {node: ["" if name == me else name for name in names] for node, names in self._kept_by().items()}
+    def holders(self, identity: Identity) -> dict[str, list[str]]:
+        """By node: who keeps copies of what it staged of that checkpoint, or can make it from parity; "": this one."""
+        me, kept_by = self._network.me, self._kept_by(self._used.get(identity))
+        return {node: ["" if name == me else name for name in names] for node, names in kept_by.items()}
 
-    def _kept_by(self) -> dict[str, list[str]]:
-        placement = self.placement
+    def _kept_by(self, placement: Placement | None) -> dict[str, list[str]]:
         if placement is None:
             return {}
         if isinstance(placement.option, Replicas):
@@ -113,7 +123,7 @@ class Protection:
         copies = option.n if isinstance(option, Replicas) else None
         if placement is None:
             return {"copies": copies, "parity": parity, "nodes": [], "shortfalls": []}
-        holders = self._kept_by()
+        holders = self._kept_by(placement)
         return {
             "copies": copies,
             "parity": parity,
@@ -156,6 +166,9 @@ class Protection:
         """`safe`: the newest that is safe until now. `then` hears "" once every copy is where it should be, and right;
         or what went wrong."""
         assert self.placement is not None
+        self._used[identity] = self.placement
+        while len(self._used) > USED_MAX:
+            del self._used[next(iter(self._used))]
         nodes = [*self._nodes, *(each.node for each in self._lenders())]
         if isinstance(self.placement.option, Parity):
             services = self._network, self._copies, self._parities, nodes

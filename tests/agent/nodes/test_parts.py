@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
@@ -295,7 +296,7 @@ def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_g
         assert load.keeps_all_bytes + SCRATCH_BYTES <= plan.left_bytes(slots)
     table = made.table()
     assert (table["copies"], table["parity"]) == (None, {"data": option.data, "parity": option.parity})
-    for node, names in made._kept_by().items():
+    for node, names in made._kept_by(made.placement).items():
         kept = next(kept for kept in made.placement.kept if kept.node == node)
         assert len(names) >= kept.losses
         assert node not in names
@@ -312,10 +313,12 @@ def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
 
 
-def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies() -> None:
+def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_then_on() -> None:
+    made = protection(4)
+
     def keepers(risks: dict[str, float]) -> dict[str, tuple[str, ...]]:
-        made = protection(4)
-        made.risks = risks
+        assert made.foresees(risks) is bool(risks)
+        assert not made.foresees(risks)
         made.place(sizes(4, 100), plans(4, 100, 5000))
         assert made.placement is not None
         return {kept.node: tuple(kept.holders) for kept in made.placement.kept}
@@ -324,6 +327,20 @@ def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies() -> No
     risky = keepers({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
     assert risky["n0"] != ("n2",)
     assert risky["n2"] != ("n0",)
+
+
+def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhere() -> None:
+    made = protection(4)
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    before = made.placement
+    assert before is not None
+    made._used[identity(5)] = before  # as `replicate` does
+    made._network = SimpleNamespace(me="n1")  # type: ignore[assignment]
+    made.foresees({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert made.placement != before
+    assert (made.holders(identity(5))["n0"], made.holders(identity(5))["n3"]) == (["n2"], [""])
+    assert made.holders(identity(6)) == {}
 
 
 @pytest.mark.parametrize("count", range(1, 6))
