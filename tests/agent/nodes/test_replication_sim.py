@@ -1,0 +1,459 @@
+"""Copies of snapshots under random schedules: nodes are lost at any moment of a save, one after the other or several at
+once, messages are late, connections end before or after what they were for is done, jobs are started again on whoever
+is left and on new nodes, and placements change. Whatever was said to be safe, and has not lost more nodes since than
+the placement says it may, is there at each start, whole: it, or something newer.
+
+The agents' own code decides: Replication, Copies, the placement, the inventories. Around it one seed decides what
+happens when; `run(seed)` replays a schedule. Memory is a few bytes that say whose they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+import pytest
+
+from ckpt.agent.arena import PAGE, Arena
+from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.holdings import Inventory, Key
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import Frames
+from ckpt.agent.replicating import Replication
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, DamagedData
+from ckpt.plan.groups import Node
+from ckpt.plan.placement import Placement, Replicas, place
+from ckpt.types import Epoch, Identity, Tick
+
+SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
+GENERATIONS = 12  # that a schedule stages, over all its starts
+ADDRESS = (Address("h", 1),)
+FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([16], np.uint64), np.zeros((1, 2), np.uint64), PAGE + 16)
+
+
+class Cell:
+    """An arena, as far as copies are concerned: its page says whose it is, and 16 bytes are its data."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(PAGE + 16))
+        self.bytes = PAGE + 16
+
+    @staticmethod
+    def create(size: int) -> Cell:
+        assert size == PAGE + 16
+        return Cell()
+
+    def begin_fill(self) -> None:
+        self.view[:PAGE] = bytes(PAGE)
+
+    def fill(self, identity: Identity, rank: int, world: int) -> None:
+        self.view[PAGE:] = content(identity, rank)
+        self.set_page(msgpack.packb([str(identity), rank, world]).ljust(PAGE, b"\0"))
+
+    def set_page(self, page: bytes) -> None:
+        self.view[:PAGE] = page
+
+    def page(self) -> bytes:
+        return bytes(self.view[:PAGE])
+
+    def close(self) -> None:
+        self.begin_fill()
+
+
+def content(identity: Identity, rank: int) -> bytes:
+    return f"{identity.epoch.number:05d}{identity.tick.step:06d}{rank:05d}".encode()
+
+
+def sealed(cell: Cell) -> tuple[Key, int] | None:
+    if not cell.view[0]:
+        return None
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(cell.page())
+    text, rank, world = unpacker.unpack()
+    return (Identity.parse(text), rank), world
+
+
+def described(identity: Identity, cells: Mapping[int, Cell]) -> list[Described]:
+    for rank, cell in cells.items():
+        found = sealed(cell)
+        if found is None or found[0] != (identity, rank):
+            raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
+    return [Described(rank, cell.bytes, cell.page(), FRAMES) for rank, cell in sorted(cells.items())]
+
+
+@pytest.fixture(autouse=True)
+def cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.agent.copies.Arena", Cell)
+    monkeypatch.setattr("ckpt.agent.copies.sealed", sealed)
+    monkeypatch.setattr("ckpt.agent.copies.described", described)
+    monkeypatch.setattr("ckpt.agent.holdings.sealed", sealed)
+
+
+class Late:
+    """The lanes of an agent: each piece of work is done some time, and told of some time later."""
+
+    def __init__(self, sim: Sim, owner: Holder) -> None:
+        self._sim, self._owner = sim, owner
+
+    def run(self, lane: Lane, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+        def do() -> None:
+            done: Future[Any] = Future()
+            try:
+                done.set_result(work())
+            except Exception as exc:
+                done.set_exception(exc)
+            self._sim.later(self._owner, lambda: then(done))
+
+        self._sim.later(self._owner, do)
+
+
+class Fetched:
+    def __init__(self) -> None:
+        self.done: Future[None] = Future()
+
+    def cancel(self) -> None:
+        self.fail("it was called off")
+
+    def fail(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(AgentError(why))
+
+
+class Holder:
+    """A node's agent: its network and transport, what its ranks have staged, and what it keeps for others."""
+
+    def __init__(self, sim: Sim, name: str) -> None:
+        self.me, self._sim = name, sim
+        self.alive = True
+        self.own: dict[Key, Cell] = {}
+        self.offers: dict[str, memoryview] = {}
+        self.copies = Copies(cast(Bulk, Late(sim, self)), lambda what: sim.later(self, what))
+        self.steps: dict[Epoch, int] = {}
+
+    @property
+    def transport(self) -> Any:
+        return self
+
+    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+        if name in self.offers:
+            raise AgentError(f"{name} is offered already")
+        self.offers[name] = source
+
+    def withdraw(self, name: str) -> None:
+        del self.offers[name]
+
+    def addresses(self, node: NodeAt) -> list[Address]:
+        return list(node.addresses)
+
+    def held(self, identity: Identity) -> dict[int, Cell]:
+        own = {rank: cell for (each, rank), cell in self.own.items() if each == identity}
+        return {**cast(Any, self.copies.of(identity)), **own}
+
+    def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames) -> Fetched:
+        """The bytes are those that lie there when they come; a hash that does not fit is told by the content."""
+        fetched, giver = Fetched(), self._sim.nodes[peer]
+
+        def come() -> None:
+            source = giver.offers.get(name) if giver.alive else None
+            if source is None or self._sim.breaks():
+                fetched.fail(f"agent {peer} does not give {name}")
+            elif not fetched.done.done():
+                target[PAGE:] = source[PAGE:]
+                _, text, rank = name.split("/")
+                if bytes(source[PAGE:]) == content(Identity.parse(text), int(rank)):
+                    fetched.done.set_result(None)
+                else:
+                    fetched.fail("arrived with another hash")
+
+        self._sim.later(self, come)
+        return fetched
+
+    def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Any) -> None:
+        """What is asked may be done although the answer is lost."""
+        other, answered = self._sim.nodes[name], [False]
+
+        def end(answer: Message | None, error: str) -> None:
+            if not answered[0]:
+                answered[0] = True
+                then(answer, error)
+
+        def arrive() -> None:
+            if not other.alive:
+                self._sim.later(self, lambda: end(None, f"there is no connection to agent {name}"))
+                return
+            lost = self._sim.breaks()
+            if lost:
+                self._sim.later(self, lambda: end(None, f"the connection to agent {name} has ended"))
+
+            def reply(found: list[bytes], error: str) -> None:
+                answer = None if error else Message({"t": "reply", "id": 1}, [], found)
+                self._sim.after(other, self, lambda: end(answer, error))
+
+            other.asked(fields, blobs, reply)
+            self._sim.watch(self, other, lambda: end(None, f"agent {name} is gone"))
+
+        if self._sim.breaks():
+            self._sim.later(self, lambda: end(None, f"the connection to agent {name} has ended"))
+        else:
+            self._sim.after(self, other, arrive, always=True)
+
+    def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        other = self._sim.nodes[name]
+        if not self._sim.breaks():
+            self._sim.after(self, other, lambda: other.told(fields))
+
+    def asked(self, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[[list[bytes], str], None]) -> None:
+        """As Others has it."""
+        identity = Identity.parse(fields["identity"])
+        if fields["t"] == "publish":
+            held = self.held(identity)
+            if not set(fields["ranks"]) <= held.keys():
+                reply([], "not held here")
+                return
+            cells = cast(Mapping[int, Arena], {rank: held[rank] for rank in fields["ranks"]})
+            then = lambda found, error: reply([encode_described(found)], error)  # noqa: E731
+            self.copies.publish(self.transport, identity, cells, then)
+            return
+        assert fields["t"] == "keep"
+        safe = fields["safe"]
+        self.copies.make_room(identity, Identity.parse(safe) if safe is not None else None)
+        wanted = decode_described(blobs[0])
+        self.copies.keep(self.transport, identity, fields["source"], (), wanted, lambda error: reply([], error))
+
+    def told(self, fields: dict[str, Any]) -> None:
+        if fields["t"] == "withdraw":
+            self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
+        elif fields["t"] == "kept":
+            self.copies.before(Identity.parse(fields["identity"]))
+        elif fields["t"] == "forget":
+            self.forget(Epoch.parse(fields["epoch"]))
+
+    def forget(self, before: Epoch) -> None:
+        self.copies.epochs_before(before)
+        self.own = {key: cell for key, cell in self.own.items() if key[0].epoch >= before}
+
+    def inventory(self) -> Inventory:
+        found = Inventory()
+        found.add_arenas(cast(Any, [*self.own.values(), *self.copies.arenas()]))
+        return found
+
+
+class Job:
+    """One epoch on some nodes: snapshots one after the other, of which one at a time is on its way to other nodes. What
+    is not safe yet keeps its slot as long as it is under way, and what is safe until something newer is."""
+
+    def __init__(self, sim: Sim, epoch: Epoch, nodes: Sequence[str], ranks: Mapping[str, Sequence[int]]) -> None:
+        self.sim, self.epoch, self.names, self.ranks = sim, epoch, list(nodes), ranks
+        self.world = sum(map(len, ranks.values()))
+        self.at = [NodeAt(name, ADDRESS, tuple(ranks[name])) for name in nodes]
+        self.safe: Identity | None = None
+        self.under_way: Identity | None = None
+        self.step = sim.step
+        self.placement = self.placed(None)
+
+    def placed(self, before: Placement | None) -> Placement:
+        rng = self.sim.random
+        lends = [rng.choice((1 << 30, 1 << 30, 0)) if self.sim.tight else 1 << 30 for _ in self.names]
+        nodes = [
+            Node(name, len(self.ranks[name]) * (PAGE + 16), lend) for name, lend in zip(self.names, lends, strict=True)
+        ]
+        return place(nodes, Replicas(self.sim.copies), before)
+
+    def snapshot(self) -> None:
+        """All ranks stage one; it goes to other nodes unless one is on its way."""
+        self.step += 1
+        identity = Identity(self.epoch, Tick(self.step))
+        for name in self.names:
+            holder = self.sim.nodes[name]
+            for rank in self.ranks[name]:
+                self.stage(holder, identity, rank)
+        if self.under_way is None and any(kept.holders for kept in self.placement.kept):
+            self.replicate(identity)
+
+    def stage(self, holder: Holder, identity: Identity, rank: int) -> None:
+        """Into a slot that nobody needs: one is kept for what is safe, one for what is on its way."""
+        own = [key for key in holder.own if key[1] == rank and key[0].epoch == self.epoch]
+        spare = [key for key in own if key[0] not in (self.safe, self.under_way)]
+        cell = holder.own.pop(spare[0]) if len(own) >= 3 and spare else Cell()
+        cell.begin_fill()
+        cell.fill(identity, rank, self.world)
+        holder.own[identity, rank] = cell
+
+    def replicate(self, identity: Identity) -> None:
+        self.under_way, placement = identity, self.placement
+        lead = self.sim.nodes[self.names[0]]
+        wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.kept}
+        own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.me]}
+
+        def then(error: str) -> None:
+            self.under_way = None
+            if error:
+                self.sim.failed += 1
+                return
+            self.safe = identity
+            self.sim.safe(identity, placement)
+            lead.forget(self.epoch)
+            for name in self.names[1:]:
+                lead.tell(name, {"t": "forget", "epoch": str(self.epoch)})
+            if self.sim.random.random() < 0.1:
+                self.placement = self.placed(placement)
+
+        network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
+        Replication(network, lead.copies, self.at, wanted, identity, self.safe, arenas, then).begin()
+
+
+class Sim:
+    def __init__(self, seed: int) -> None:
+        self.random = rng = random.Random(seed)
+        self.copies = rng.choice((1, 1, 1, 2))
+        self.tight = rng.random() < 0.2
+        self.break_rate = rng.choice((0.0, 0.0, 0.01, 0.05))
+        self.loss_rate = rng.choice((0.0, 0.002, 0.005, 0.02))
+        self.now_s = 0.0
+        self.order = itertools.count()
+        self.queue: list[tuple[float, int, Holder, Callable[[], None]]] = []
+        self.last: dict[tuple[str, str], float] = {}  # by connection: when what was sent last arrives
+        self.watched: list[tuple[Holder, Holder, Callable[[], None]]] = []
+        self.nodes: dict[str, Holder] = {}
+        self.promised: tuple[Identity, Placement] | None = None
+        self.gone: set[str] = set()  # since that was promised
+        self.job: Job | None = None
+        self.epochs = itertools.count(1)
+        self.step = 0  # that the line has come to
+        self.failed = self.starts = self.kept = self.losses = 0
+
+    # -- what happens when
+
+    def later(self, holder: Holder, what: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (self.now_s + self.random.expovariate(10.0), next(self.order), holder, what))
+
+    def after(self, sender: Holder, receiver: Holder, what: Callable[[], None], always: bool = False) -> None:
+        """In order on each connection. `always`: also where the receiver is dead, which it is to find out."""
+        way = sender.me, receiver.me
+        at_s = max(self.now_s + self.random.expovariate(10.0), self.last.get(way, 0.0) + 1e-9)
+        self.last[way] = at_s
+        heapq.heappush(self.queue, (at_s, next(self.order), sender if always else receiver, what))
+
+    def breaks(self) -> bool:
+        return self.random.random() < self.break_rate
+
+    def watch(self, who: Holder, other: Holder, what: Callable[[], None]) -> None:
+        self.watched.append((who, other, what))
+
+    def turn(self) -> bool:
+        if not self.queue:
+            return False
+        self.now_s, _, holder, what = heapq.heappop(self.queue)
+        if holder.alive:
+            what()
+        return True
+
+    # -- nodes
+
+    def add(self) -> str:
+        name = f"n{len(self.nodes)}"
+        self.nodes[name] = Holder(self, name)
+        return name
+
+    def lose(self, name: str) -> None:
+        lost = self.nodes[name]
+        lost.alive = False
+        self.losses += 1
+        self.gone.add(name)
+        lost.own.clear()
+        for who, _, what in [each for each in self.watched if each[1] is lost]:
+            self.later(who, what)
+        self.watched = [each for each in self.watched if each[1] is not lost and each[0] is not lost]
+
+    def safe(self, identity: Identity, placement: Placement) -> None:
+        """Told by the coordinator: from here on it has to outlive what its placement says, counted from now."""
+        if self.promised is not None and identity < self.promised[0]:
+            return  # what a job before had begun came to its end late
+        dead = {kept.node for kept in placement.kept if not self.nodes[kept.node].alive}
+        self.promised, self.gone = (identity, placement), dead
+
+    # -- a run
+
+    def start(self) -> None:
+        """On whoever is left, and some new ones: from the newest that the inventories give."""
+        alive = [name for name, node in self.nodes.items() if node.alive]
+        whole = Inventory()
+        for name in alive:
+            whole.add(self.nodes[name].inventory(), name)
+        found = whole.complete()
+        if self.promised is not None:
+            identity, placement = self.promised
+            if not placement.lost(self.gone):
+                assert found, f"{identity} was safe, {self.gone} are gone, and nothing is left"
+                assert found[-1] >= identity, f"{identity} was safe, {self.gone} are gone, and {found[-1]} is left"
+                self.kept += 1
+            for rank, names in whole.by_rank(found[-1]).items() if found else ():
+                cell = self.nodes[names[0]].held(found[-1])[rank]
+                assert bytes(cell.view[PAGE:]) == content(found[-1], rank)
+            self.promised = None  # what comes back has lost some of its holders: see Reprotecting
+        self.starts += 1
+        self.step = found[-1].tick.step if found else 0
+        names = self.random.sample(alive, self.random.randint(min(1, len(alive)), len(alive)))
+        names += [self.add() for _ in range(max(self.random.randint(0, 2), 2 - len(names)))]
+        self.random.shuffle(names)
+        ranks, at = dict[str, list[int]](), itertools.count()
+        for name in names:
+            ranks[name] = [next(at) for _ in range(self.random.choice((1, 1, 2)))]
+        self.job = Job(self, Epoch(next(self.epochs), "0" * 16), names, ranks)
+        self.gone = set()
+
+    def run(self) -> None:
+        for _ in range(GENERATIONS):
+            if self.job is None:
+                for _ in range(
+                    self.random.randint(0, 30)
+                ):  # what was under way goes on for a while, or comes to its end
+                    self.turn()
+                self.start()
+            assert self.job is not None
+            self.job.snapshot()
+            for _ in range(self.random.choice((0, 3, 10, 30, 100))):
+                self.turn()
+                if self.random.random() < self.loss_rate:
+                    self.fail()
+                    break
+            else:
+                if self.random.random() < 0.15:
+                    self.fail()
+
+    def fail(self) -> None:
+        """Some of its nodes are lost, or none: the job is over either way, and is started again."""
+        assert self.job is not None
+        most = min(len(self.job.names) - 1, 3)
+        for name in self.random.sample(self.job.names, self.random.choice((0, 1, 1, 1, min(2, most), most))):
+            if self.nodes[name].alive:
+                self.lose(name)
+        self.job = None
+
+
+def run(seed: int) -> Sim:
+    sim = Sim(seed)
+    try:
+        sim.run()
+    except Exception as exc:
+        raise AssertionError(f"schedule {seed}: {exc}") from exc
+    return sim
+
+
+@pytest.mark.timeout(900)
+def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
+    sims = [run(seed) for seed in range(SCHEDULES)]
+    if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
+        assert sum(sim.losses for sim in sims) > SCHEDULES
+        assert sum(sim.kept for sim in sims) > SCHEDULES // 2
+        assert sum(sim.failed for sim in sims) > SCHEDULES // 20
