@@ -10,6 +10,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -50,6 +51,9 @@ SETTLE_S = 15.0  # how long what was closed may take to be gone; only a failing 
 
 hypothesis.settings.register_profile("ckpt", deadline=None, print_blob=True, max_examples=100)
 hypothesis.settings.load_profile("ckpt")
+
+# A shell that starts us in the background has us ignore Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = int(os.environ.get("CKPT_TEST_SEED") or random.SystemRandom().getrandbits(31))
 
