@@ -209,6 +209,11 @@ class Restore:
         for receivers in self._coming.values():
             receivers.discard(id(receiver))
 
+    def source_gone(self, name: str) -> None:
+        """That agent is not connected any more."""
+        if self._peers is not None:
+            self._peers.source_gone(name)
+
     def close(self) -> None:
         self._closed = True
         self._asked.clear()

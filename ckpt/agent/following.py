@@ -363,6 +363,11 @@ class Following:
             peers=peers,
         )
 
+    def source_gone(self, name: str) -> None:
+        """That agent is not connected any more."""
+        if self._restore is not None:
+            self._restore.source_gone(name)
+
     def _end_restore(self) -> None:
         if self._restore is not None:
             self._restore.close()

@@ -400,7 +400,7 @@ class Others(Starts):
                 return
             case "absent":
                 self._check_leads(channel, Epoch.parse(str(fields["epoch"])))
-                self.copies.source_gone(str(fields["name"]))
+                self._source_gone(str(fields["name"]))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
         if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"):
@@ -572,7 +572,7 @@ class Others(Starts):
 
     def peer_closed(self, channel: Channel) -> None:
         self.lenders.closed(channel.peer)
-        self.copies.source_gone(channel.peer)
+        self._source_gone(channel.peer)
         for following in self.followings:
             if following.leader.name == channel.peer:
                 following.closed()
@@ -582,13 +582,23 @@ class Others(Starts):
                 for peer in share.close():
                     self.ended(peer)
                 job.group.copies_lost()
-                self._tell_of_absence(job, channel.peer)
+        if self.current is not None:
+            self._tell_of_absence(self.current, channel.peer)
         self._server.later(CALL_AGAIN_S, lambda: self._call_again(channel.peer))
+
+    def _source_gone(self, name: str) -> None:
+        """Nothing more is waited for from there that can be had elsewhere, or later."""
+        self.copies.source_gone(name)
+        for job in self._jobs():
+            if job.restore is not None:
+                job.restore.source_gone(name)
+        for each in self.followings:
+            each.source_gone(name)
 
     def _tell_of_absence(self, job: Job, name: str) -> None:
         """Other nodes have no connection to it that would tell them."""
         fields = {"t": "absent", "epoch": str(job.epoch), "name": name}
-        for node in job.nodes[1:] if job is self.current else ():
+        for node in job.nodes[1:]:
             share = job.find_share(node.name)
             if self.network is not None and share is not None and share.peers:
                 self.network.tell(node.name, fields)

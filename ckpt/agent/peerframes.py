@@ -44,7 +44,7 @@ class PeerFrames:
         self._nodes: Mapping[str, NodeAt] = {node.name: node for node in nodes}
         self._frames: dict[int, Frames] = {}
         self._coming: set[int] = set()
-        self._fetches: set[Fetch] = set()
+        self._fetches: dict[Fetch, tuple[str, list[str]]] = {}  # from whom, and who else holds the same
         self._closed = False
 
     def can_have(self, frame: int) -> bool:
@@ -60,9 +60,15 @@ class PeerFrames:
             self._coming.update(wanted)
             self._fetch(rank, wanted, self._holders(rank), "nobody holds them")
 
+    def source_gone(self, name: str) -> None:
+        """That agent is not connected any more: what another holds, too, is not waited for from there for as long as a
+        transfer would. What nobody else holds is: it may only have been cut off."""
+        for fetch in [fetch for fetch, (source, others) in self._fetches.items() if source == name and others]:
+            fetch.cancel()
+
     def close(self) -> None:
         self._closed = True
-        for fetch in self._fetches:
+        for fetch in list(self._fetches):
             fetch.cancel()
         for arena in self.arenas.values():
             arena.close()  # what a transfer still writes to stays mapped until it ends
@@ -97,7 +103,7 @@ class PeerFrames:
         except (CkptError, OSError) as exc:
             self._fetch(rank, wanted, others, str(exc))
             return
-        self._fetches.add(fetch)
+        self._fetches[fetch] = name, others
         fetch.done.add_done_callback(lambda done: self._post(lambda: self._ended(rank, wanted, others, fetch, done)))
 
     def _landed(self, frame: int) -> None:
@@ -107,7 +113,7 @@ class PeerFrames:
             self.arrived(frame)
 
     def _ended(self, rank: int, wanted: list[int], others: list[str], fetch: Fetch, done: Future[None]) -> None:
-        self._fetches.discard(fetch)
+        self._fetches.pop(fetch, None)
         error = done.exception()
         if error is None or self._closed:
             return

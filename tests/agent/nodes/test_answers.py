@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, cast
 
 import msgpack
@@ -12,10 +13,11 @@ import pytest
 from ckpt.agent import memory
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.checkpoint import Reader
+from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
-from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.gathering import Gathered, Gathering, Places
 from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.remote import RemoteRanks, Wanted, encode_parts
 from ckpt.agent.replicating import Replication
 from ckpt.errors import AgentError
@@ -262,3 +264,48 @@ def test_a_node_that_describes_its_snapshots_wrong_fails_the_copies_and_holds_no
 def test_copies_that_a_node_refuses_are_failed_with_its_reason(turned: Turned, arenas: dict[int, Arena]) -> None:
     errors = replicate(lambda net: [asked.refuse("no room") for asked in net.asked] and None, arenas, turned)
     assert "no room" in errors[0]
+
+
+class Pending:
+    """A fetch that ends when it is called off."""
+
+    def __init__(self) -> None:
+        self.done: Future[None] = Future()
+
+    def cancel(self) -> None:
+        if not self.done.done():
+            self.done.set_exception(AgentError("it was called off"))
+
+
+class Slow:
+    """A transport that brings nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def fetch(self, peer: str, *_: Any, **__: Any) -> Pending:
+        self.asked.append(peer)
+        return Pending()
+
+
+@pytest.mark.parametrize("holders", [["b", "c"], ["b"]])
+def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
+    holders: list[str], arenas: dict[int, Arena]
+) -> None:
+    """Where nobody else has it, it is waited for: the link may have been cut, and come back."""
+    made = put_together(STEP, Reader().read(STEP, 2, arenas, keep_hashes=False), arenas)
+    sizes = {rank: arena.bytes for rank, arena in arenas.items()}
+    places = Places(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
+    net, lacking = Net(transport=Slow()), []
+    nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
+    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what())
+    frames.lacking = lambda which, why: lacking.extend(which)
+    wanted = places.numbers(1).tolist()
+    frames.want(wanted)
+    frames.source_gone("c")
+    assert net.transport.asked == ["b"]
+    frames.source_gone("b")
+    assert net.transport.asked == holders
+    frames.source_gone("c")
+    assert (net.transport.asked, lacking) == (holders, [])
+    frames.close()
