@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from ckpt.types import Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.folding import Chunk, ChunkName
@@ -21,7 +21,17 @@ class Chunks:
 
     @property
     def bytes(self) -> int:
-        return self._kept_bytes + sum(map(len, [*self._coming.values(), *self._spare]))
+        return self.used_bytes + sum(map(len, self._spare))
+
+    @property
+    def used_bytes(self) -> int:
+        """Without what is only warm."""
+        return self._kept_bytes + sum(map(len, self._coming.values()))
+
+    def bytes_of(self, epoch: Epoch) -> int:
+        """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
+        named = [name for name in {*self.kept, *self._coming} if name.identity.epoch == epoch]
+        return sum(name.striped.length for name in named) + sum(map(len, self._spare))
 
     @property
     def identities(self) -> set[Identity]:
@@ -37,6 +47,14 @@ class Chunks:
             self._spare = [each for each in self._spare if each is not found]
         self._coming[name] = bytearray(name.striped.length) if found is None else found
         return self._coming[name]
+
+    def is_warm(self, length: int) -> bool:
+        """Whether what is begun with that length takes no further memory."""
+        return any(len(each) == length for each in self._spare)
+
+    def drop_spare(self) -> bool:
+        """Gives back some of what is only warm; whether there was any."""
+        return bool(self._spare) and bool(self._spare.pop(0))
 
     def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> None:
         """Of what was begun under these names this much is whole."""

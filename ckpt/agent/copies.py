@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgpack
 import numpy as np
@@ -26,6 +27,9 @@ from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.declaration import decode
 from ckpt.format.frames import frame_hash
 from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.folding import ChunkName
 
 log = logging.getLogger("ckpt")
 
@@ -119,12 +123,13 @@ class Copies:
 
     @property
     def bytes(self) -> int:
-        return self._used_bytes + sum(arena.bytes for arena in self._spare)
+        return self._used_bytes + self.chunks.bytes - self.chunks.used_bytes + sum(each.bytes for each in self._spare)
 
     @property
     def _used_bytes(self) -> int:
         coming = [arena for _, arena in self._coming.values()]
-        return self.chunks.bytes + sum(arena.bytes for arena in [*self.kept.values(), *self._late.values(), *coming])
+        arenas = [*self.kept.values(), *self._late.values(), *coming]
+        return self.chunks.used_bytes + sum(arena.bytes for arena in arenas)
 
     @property
     def identities(self) -> set[Identity]:
@@ -143,7 +148,7 @@ class Copies:
         """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
         coming = [arena for (identity, _), (_, arena) in self._coming.items() if identity.epoch == epoch]
         kept = [arena for (identity, _), arena in self.kept.items() if identity.epoch == epoch]
-        return sum(arena.bytes for arena in [*kept, *coming, *self._spare])
+        return self.chunks.bytes_of(epoch) + sum(arena.bytes for arena in [*kept, *coming, *self._spare])
 
     # -- as the node that has the original
 
@@ -345,14 +350,27 @@ class Copies:
                 return arena
         if self._room is not None:
             room = self._room()
-            while self._spare and self.bytes + size > room:
-                self._spare.pop(0).close()
+            self._drop_spare(size, room)
             if self.bytes + size > room:
                 used, wanted = self.bytes >> 20, size >> 20
                 raise AgentError(
                     f"{used} MiB of the {room >> 20} MiB that it lends are in use, {wanted} more are not left"
                 )
         return Arena.create(size)
+
+    def begin_chunk(self, name: ChunkName) -> bytearray:
+        """Memory for a parity, which `fits`: see Chunks.begin."""
+        if self._room is not None and not self.chunks.is_warm(name.striped.length):
+            self._drop_spare(name.striped.length, self._room())
+        return self.chunks.begin(name)
+
+    def _drop_spare(self, size: int, room: int) -> None:
+        """What is only warm goes, as long as there is no room for so much more."""
+        while self.bytes + size > room:
+            if self._spare:
+                self._spare.pop(0).close()
+            elif not self.chunks.drop_spare():
+                return
 
     def _put_back(self, arena: Arena) -> None:
         """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""

@@ -174,7 +174,7 @@ class Parities:
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
-        buffers = {name: chunks.begin(name) for name in new}
+        buffers = {name: self._copies.begin_chunk(name) for name in new}
         folding = self._folding()
 
         def make() -> list[Chunk]:

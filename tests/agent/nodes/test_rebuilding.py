@@ -108,6 +108,7 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         for copies in fleet.copies.values():
             one = sum(len(chunk.data) for chunk in copies.chunks.kept.values())
             assert 0 < copies.chunks.bytes <= 2 * one
+            assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
         copies.forget(lambda each: True)
         assert copies.bytes == 0
