@@ -18,6 +18,7 @@ class Chunks:
         self.kept: dict[ChunkName, Chunk] = {}
         self._coming: dict[ChunkName, bytearray] = {}
         self._spare: list[bytearray] = []
+        self._instead: dict[Identity, frozenset[ChunkName]] = {}  # of what is kept of these, once they are safe by it
 
     @property
     def bytes(self) -> int:
@@ -66,11 +67,22 @@ class Chunks:
                 self._put_back(data)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
+        self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}
         self._forget([name for name in self.kept if goes(name.identity)])
 
     def only(self, identity: Identity, names: Collection[ChunkName]) -> None:
         """Of that checkpoint nothing but these is wanted any more: the rest came of an attempt that failed."""
         self._forget([name for name in self.kept if name.identity == identity and name not in names])
+
+    def replace(self, identity: Identity, names: Collection[ChunkName]) -> None:
+        """The same once these are where they should be: until then it is the rest that makes it safe."""
+        self._instead[identity] = frozenset(names)
+
+    def replaced(self, identity: Identity) -> None:
+        """They are."""
+        names = self._instead.pop(identity, None)
+        if names is not None:
+            self.only(identity, names)
 
     def _forget(self, names: Iterable[ChunkName]) -> None:
         for name in names:

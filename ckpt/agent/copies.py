@@ -312,6 +312,7 @@ class Copies:
 
     def before(self, newer: Identity) -> None:
         """`newer` is where it should be: older ones of its epoch, and of epochs before, may go."""
+        self.chunks.replaced(newer)
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:

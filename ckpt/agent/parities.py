@@ -144,8 +144,11 @@ class Parities:
             case "stripe":
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 where.check(snapshots)
-                world, safe = int(fields["world"]), fields["safe"]
-                self._copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
+                world, told = int(fields["world"]), fields["safe"]
+                safe = Identity.parse(str(told)) if told is not None else None
+                self._copies.make_room(identity, safe)
+                drop = self._copies.chunks.replace if identity == safe else self._copies.chunks.only
+                drop(identity, [name for _, name, _ in where.chunks])
                 self._keep(identity, world, where, snapshots, then)
             case "lend":
                 then([*self._lend(identity, str(fields["reader"]))], "")
@@ -162,9 +165,7 @@ class Parities:
         self, identity: Identity, world: int, where: Where, snapshots: Mapping[int, Described], then: Then
     ) -> None:
         chunks = self._copies.chunks
-        wanted = [name for _, name, _ in where.chunks]
-        chunks.only(identity, wanted)
-        new = [name for name in dict.fromkeys(wanted) if name not in chunks.kept]
+        new = [name for name in dict.fromkeys(name for _, name, _ in where.chunks) if name not in chunks.kept]
         if any(chunks.is_coming(name) for name in new):
             raise AgentError("it is on its way already")
         lengths = [name.striped.length for name in new]

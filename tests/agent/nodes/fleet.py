@@ -139,7 +139,8 @@ class Fleet:
 
     def protect(self, identity: Identity, safe: Identity | None = None, spoil: Callable[[], None] | None = None) -> str:
         """What is heard of making its parity. `spoil`: what goes wrong once all is staged."""
-        self.arenas[identity] = staged(identity, self.world)
+        if identity not in self.arenas:
+            self.arenas[identity] = staged(identity, self.world)
         sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
         groups = place([Node(name, size, 1 << 40) for name, size in sizes.items()], self.option).groups
         if spoil is not None:

@@ -99,6 +99,25 @@ def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(m
     assert all(fleet.kept(name) == {15} for name in FOUR), "the failed attempt is gone, too"
 
 
+def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_old_only_when_it_is_whole_at_all(
+    make: Make,
+) -> None:
+    """As where a memory-only node has come or gone, and a node that was away is back."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    before = {name: set(copies.chunks.kept) for name, copies in fleet.copies.items()}
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(STEP, STEP)
+    made, error = fleet.rebuild(STEP)
+    assert (list(made), error) == ([3], "")
+    fleet.check(STEP, made)
+    fleet.gone = set()
+    assert fleet.protect(STEP, STEP) == ""
+    for name, copies in fleet.copies.items():
+        assert copies.chunks.kept
+        assert before[name].isdisjoint(copies.chunks.kept)
+
+
 def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
     fleet = make(FOUR, Parity(2, 2))
     safe = None
