@@ -147,7 +147,8 @@ class Parities:
                 world, told = int(fields["world"]), fields["safe"]
                 safe = Identity.parse(str(told)) if told is not None else None
                 self._copies.make_room(identity, safe)
-                drop = self._copies.chunks.replace if identity == safe else self._copies.chunks.only
+                chunks = self._copies.chunks
+                drop = chunks.replace if safe in (None, identity) else chunks.only  # None: it may be the one that is
                 drop(identity, [name for _, name, _ in where.chunks])
                 self._keep(identity, world, where, snapshots, then)
             case "lend":

@@ -16,6 +16,7 @@ from ckpt.agent.holdings import Inventory
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
 from ckpt.plan.placement import Parity
+from ckpt.types import Identity
 from tests.agent.nodes.fleet import Fleet
 from tests.agent.nodes.staged import WRONG, identity, spoiled
 
@@ -99,20 +100,22 @@ def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(m
     assert all(fleet.kept(name) == {15} for name in FOUR), "the failed attempt is gone, too"
 
 
+@pytest.mark.parametrize("safe", [STEP, None])
 def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_old_only_when_it_is_whole_at_all(
-    make: Make,
+    make: Make, safe: Identity | None
 ) -> None:
-    """As where a memory-only node has come or gone, and a node that was away is back."""
+    """As where a memory-only node has come or gone, and a node that was away is back, or the coordinator, which does
+    not know what is safe."""
     fleet = make(FOUR, Parity(3, 1))
     assert fleet.protect(STEP) == ""
     before = {name: set(copies.chunks.kept) for name, copies in fleet.copies.items()}
     fleet.option, fleet.gone = Parity(1, 1), {"d"}
-    assert "no connection" in fleet.protect(STEP, STEP)
+    assert "no connection" in fleet.protect(STEP, safe)
     made, error = fleet.rebuild(STEP)
     assert (list(made), error) == ([3], "")
     fleet.check(STEP, made)
     fleet.gone = set()
-    assert fleet.protect(STEP, STEP) == ""
+    assert fleet.protect(STEP, safe) == ""
     for name, copies in fleet.copies.items():
         assert copies.chunks.kept
         assert before[name].isdisjoint(copies.chunks.kept)
