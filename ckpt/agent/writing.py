@@ -65,10 +65,10 @@ class _Part:
 
 
 class Parts:
-    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each other node, by its name. `holders`: who
-    keeps copies of each node's snapshots at that moment, and writes them if that one cannot, or has taken too long by
-    `overdue_s`, with this margin; who is first counts, and nothing refers to what the other has put. `ask`: see Ask; it
-    runs on the main thread, as `post` makes it; so does what `later` is given."""
+    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each other node, by its name. `holders`: who has
+    copies of each node's snapshots at that moment, or can have them, and writes them if that one cannot, or has taken
+    too long by `overdue_s`, with this margin; who is first counts, and nothing refers to what the other has put. `ask`:
+    see Ask; it runs on the main thread, as `post` makes it; so does what `later` is given."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Parts:
     def _have_another_write(self, part: _Part, why: str) -> bool:
         """The next who has a copy; False where there is none."""
         if part.names is None:
-            part.names = list(self._holders().get(part.name, ()))
+            part.names = list(self._holders().get(part.name, ())) or None  # None: there may be some later
         if not part.names:
             return False
         log.warning("%s; another one that has a copy does", why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.agent.nodes.cluster import Cluster
+from tests.agent.nodes.test_parity import await_commit
 
 PAIR = {"data": 1, "parity": 1}
 
@@ -34,3 +35,24 @@ def test_one_that_lends_twice_the_parity_of_a_checkpoint_keeps_that_of_each_and_
         cluster.kill(0)
     assert cluster.start(1).fields["candidate"]["step"] == step
     assert set(cluster.fetched()) == {"local"}  # it was made again here
+
+
+def test_a_commit_of_what_is_kept_with_a_memory_only_node_alone_is_made_by_the_nodes_that_are_left(
+    cluster: Cluster,
+) -> None:
+    """It makes nothing itself: the coordinator, of another group, does."""
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": PAIR}
+    cluster.peers = cluster.lend("1GiB", "--domain", "x")["listen"]
+    cluster.connect(0, 1, 2)
+    for node, domain in zip(cluster.job[0].nodes, "xyy", strict=True):
+        node["domains"] = [domain]
+    cluster.enter()
+    step = cluster.checkpoint("peer")
+    rows = cluster.status(0)["job"]["peers"]["nodes"]
+    lender = next(row["node"] for row in rows if not row["own_bytes"])
+    lost = next(row["node"] for row in rows if row["kept_by"] == [lender])
+    cluster.allow_commits()
+    cluster.kill(next(cluster.at[node["ranks"][0]] for node in cluster.job[0].nodes if node["name"] == lost))
+    cluster.hang_up()
+    await_commit(cluster, step)

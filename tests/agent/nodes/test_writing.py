@@ -43,7 +43,7 @@ class Writers:
     """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy."""
 
     def __init__(self, world: int, copies: int = 1) -> None:
-        self.clock = ManualClock()
+        self.clock, self.copies = ManualClock(), copies
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
@@ -58,7 +58,7 @@ class Writers:
             cast(Checkpoint, made),
             Options(),
             {f"n{rank}": frozenset([rank]) for rank in range(1, world)},
-            lambda: {f"n{rank}": [f"k{rank}", f"l{rank}"][:copies] for rank in range(world)},
+            lambda: {f"n{rank}": [f"k{rank}", f"l{rank}"][: self.copies] for rank in range(world)},
             self.ask,
             lambda what: what(),
             self.later,
@@ -142,6 +142,19 @@ def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
     nodes.writes("k1", "full")
     assert nodes.names() == ["n1", "k1", "l1"]
     made = nodes.writes("l1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
+    """As with parity: what a node staged is made again from it once that node is gone, and not while it is slow."""
+    nodes = Writers(2, copies=0)
+    nodes.parts.own_written()
+    nodes.move(1000)
+    assert nodes.names() == ["n1"]
+    nodes.copies = 1
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["n1", "k1"]
+    made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
 
 
