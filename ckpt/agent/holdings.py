@@ -16,7 +16,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.candidates import Remembered
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.parity import Row
-from ckpt.plan.rebuild import Striped, rebuildable
+from ckpt.plan.rebuild import Striped, protected, rebuildable
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def sealed(arena: Arena) -> tuple[Key, int] | None:
 class Inventory:
     """What one node holds, or several together. `claims`: of epochs that got beyond their start. `steps`: how far each
     epoch is known to have come. `worlds`: by checkpoint. `holders`: who has which snapshot; "" is this node.
-    `parities`: which of them are held of a stripe, by whomever. `sizes`: bytes of the snapshots that they are of.
+    `parities`: which of them are held of a stripe, and by whom. `sizes`: bytes of the snapshots that they are of.
     `unfit`: who has which snapshot damaged."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
     worlds: dict[Identity, int] = field(default_factory=dict)
     holders: dict[Key, list[str]] = field(default_factory=dict)
-    parities: dict[Identity, dict[Striped, set[int]]] = field(default_factory=dict)
+    parities: dict[Identity, dict[Striped, dict[int, set[str]]]] = field(default_factory=dict)
     sizes: dict[Key, int] = field(default_factory=dict)
     unfit: dict[Key, set[str]] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Inventory:
         for identity, stripes in other.parities.items():
             for striped, rows in stripes.items():
                 sizes = {rank: other.sizes[identity, rank] for rank in striped.ranks}
-                self._add_parity(identity, other.worlds[identity], striped, rows, sizes)
+                self._add_parity(identity, other.worlds[identity], striped, rows, sizes, node)
 
     def _add(self, key: Key, world: int, node: str) -> None:
         known = self.worlds.setdefault(key[0], world)
@@ -88,11 +88,19 @@ class Inventory:
             self._add_parity(name.identity, chunk.world, name.striped, {int(name.row)}, sizes)
 
     def _add_parity(
-        self, identity: Identity, world: int, striped: Striped, rows: Iterable[int], sizes: Mapping[int, int]
+        self,
+        identity: Identity,
+        world: int,
+        striped: Striped,
+        rows: Iterable[int],
+        sizes: Mapping[int, int],
+        node: str = "",
     ) -> None:
         known = self.worlds.setdefault(identity, world)
         if known == world and max(striped.ranks) < world:
-            self.parities.setdefault(identity, {}).setdefault(striped, set()).update(rows)
+            held = self.parities.setdefault(identity, {}).setdefault(striped, {})
+            for row in rows:
+                held.setdefault(int(row), set()).add(node)
             for rank, size in sizes.items():
                 self.sizes.setdefault((identity, rank), size)
 
@@ -111,6 +119,13 @@ class Inventory:
         rows = self.parities.get(identity, {})
         sizes = {rank: self.sizes[identity, rank] for rank in missing if (identity, rank) in self.sizes}
         return len(rebuildable(missing, sizes, rows)) == len(missing)
+
+    def protected(self, identity: Identity, losses: int) -> frozenset[int]:
+        """Ranks of it whose snapshots any so many nodes may be lost of, by parity alone."""
+        ranks = range(self.worlds.get(identity, 0))
+        holders = {rank: self.holders.get((identity, rank), []) for rank in ranks}
+        sizes = {rank: self.sizes[identity, rank] for rank in ranks if (identity, rank) in self.sizes}
+        return protected(holders, sizes, self.parities.get(identity, {}), losses)
 
     def without(self, identity: Identity, rank: int) -> None:
         """Nobody of those who hold that rank of it has it in one piece."""

@@ -335,7 +335,10 @@ class Others(Starts):
             places = start.gathered[identity].places
             sizes = places.sizes
             holders = {rank: [name or network.me for name in names] for rank, names in places.holders.items()}
-        services = network, self.copies, job.nodes, identity, holders, sizes
+        losses = job.protection.losses if job.protection is not None else 0
+        intact = start.inventory.protected(identity, losses)
+        holders = {rank: names for rank, names in holders.items() if rank not in intact}
+        services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, holders, sizes
         job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit)
 
     def _tend_protection(self) -> None:

@@ -34,7 +34,8 @@ Emit = Callable[[str, str, bool, dict[str, Any]], None]
 
 class Reprotecting:
     """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
-    `sizes` bytes. `nodes`: of the job. `own(identity)`: the arenas of it on this node. `later`: a timer."""
+    `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
+    node. `later`: a timer."""
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class Reprotecting:
 
     def tend(self, lends: Mapping[str, int], copies: int) -> None:
         """Begins, where it is due. `lends`: by node, bytes. `copies`: how many further ones there are to be."""
-        nodes = [Node(name, lend_bytes=lends.get(name, 0), domains=at.domains) for name, at in self._nodes.items()]
+        nodes = [
+            Node(name, lend_bytes=lends.get(name, 0), domains=at.domains, trains=bool(at.ranks))
+            for name, at in self._nodes.items()
+        ]
         told = {rank: sorted(names) for rank, names in self._holders.items()}
         plan = reprotect(told, self._sizes, nodes, copies)
         if plan.short:

@@ -10,6 +10,7 @@ and unknown where not; and as many unknown bytes come back as there are parities
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -157,6 +158,26 @@ def rebuildable(
         for place in window.unknown:
             run = window.runs[place]
             found[run.rank].append((run.start, run.stop))
+    return frozenset(rank for rank, parts in found.items() if rank in sizes and _covers(parts, sizes[rank]))
+
+
+def protected(
+    holders: Mapping[int, Collection[str]],
+    sizes: Mapping[int, int],
+    rows: Mapping[Striped, Mapping[int, Collection[str]]],
+    losses: int,
+) -> frozenset[int]:
+    """Ranks that any so many nodes may be lost of, by parity alone. `holders`: by rank, which nodes have what it
+    staged; `rows`: of each stripe, which nodes keep which parity. It may leave out ranks of which that is so, too."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for striped, held in rows.items():
+        at = Counter(name for names in held.values() for name in set(names))
+        for source in striped.sources:
+            at.update({name for run in source for name in holders.get(run.rank, ())})
+        worst = sum(count for _, count in at.most_common(losses))
+        if all(holders.get(rank) for rank in striped.ranks) and worst <= len(held):
+            for run in (run for source in striped.sources for run in source):
+                found.setdefault(run.rank, []).append((run.start, run.stop))
     return frozenset(rank for rank, parts in found.items() if rank in sizes and _covers(parts, sizes[rank]))
 
 

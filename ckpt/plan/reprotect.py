@@ -4,7 +4,8 @@ After nodes have gone, some ranks' snapshots of a checkpoint lie on fewer nodes 
 `reprotect`, for any holders and nodes:
 - it copies only from a node that has the snapshot to one that has not, and each snapshot to each node at most once;
 - no node is given more than it lends;
-- where everyone lends enough, each snapshot that somebody has is in the end on copies + 1 nodes, or on all;
+- where everyone lends enough, each snapshot that somebody has is in the end on copies + 1 nodes, or on all that train
+  and those that have it;
 - deterministic, whatever the order of what is given.
 Who keeps it is left to `placement.place`, so that what is lost together stays apart here too: what is short of copies
 counts as the state of the node that gives it, which is, of those that have it, the one with the least to give so far.
@@ -40,14 +41,15 @@ def reprotect(
     holders: Mapping[int, Sequence[str]], sizes: Mapping[int, int], nodes: Sequence[Node], copies: int
 ) -> Reprotection:
     """`holders`: by rank, which nodes have its snapshot; those that are not among `nodes` are gone. `sizes`: of the
-    snapshots, bytes. `nodes`: what each lends counts for this alone, and its own state not at all. `copies`: how many
-    further ones each snapshot is to have.
+    snapshots, bytes. `nodes`: what each lends counts for this alone, and its own state not at all; those that do not
+    train are asked for what they have and lend nothing. `copies`: how many further ones each snapshot is to have.
 
     Errors: UsageError where two nodes have one id, or copies is less than 1."""
     ids = {node.id for node in nodes}
     held = {rank: sorted(ids.intersection(names)) for rank, names in sorted(holders.items())}
-    wanted = min(copies + 1, len(nodes))
-    lacking = {rank: wanted - len(names) for rank, names in held.items() if 0 < len(names) < wanted}
+    train = {node.id for node in nodes if node.trains}
+    wanted = {rank: min(copies + 1, len(train.union(names))) for rank, names in held.items()}
+    lacking = {rank: wanted[rank] - len(names) for rank, names in held.items() if 0 < len(names) < wanted[rank]}
     gives = dict.fromkeys(sorted(ids), 0)
     source: dict[int, str] = {}
     for rank in lacking:

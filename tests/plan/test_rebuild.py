@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from ckpt.errors import UsageError
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Parity, Placement, place
-from ckpt.plan.rebuild import Run, Striped, rebuildable, solvable, stripes_of, windows
+from ckpt.plan.rebuild import Run, Striped, protected, rebuildable, solvable, stripes_of, windows
 
 OPTIONS = [Parity(1, 1), Parity(3, 1), Parity(2, 2), Parity(4, 2)]
 
@@ -60,6 +61,31 @@ def test_whichever_nodes_are_lost_their_ranks_can_be_made_again_where_the_placem
             assert made >= missing - lost, (gone, placement)
             if count <= option.parity and count < nodes:
                 assert made == missing
+
+
+def test_what_parity_is_said_to_protect_survives_any_loss_wherever_lost_ranks_were_made_again(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        option = rng.choice(OPTIONS)
+        placement, staged = job(rng, rng.randint(2, 7), option)
+        found, losses = all_stripes(placement, staged), {kept.node: kept.losses for kept in placement.kept}
+        holders = {rank: [name] for name, ranks in staged.items() for rank, _ in ranks}
+        sizes = dict(itertools.chain(*staged.values()))
+
+        def rows(gone: tuple[str, ...], found: Any = found) -> dict[Striped, dict[int, set[str]]]:
+            return {each: {row: {at} for row, at in enumerate(names) if at not in gone} for each, names in found}
+
+        for count in range(1, option.parity + 1):
+            whole = {rank for name, ranks in staged.items() for rank, _ in ranks if losses[name] >= count}
+            assert protected(holders, sizes, rows(()), count) >= whole, "nothing is lost: it is as it was placed"
+        before = tuple(rng.sample(sorted(staged), rng.randint(0, min(option.parity, len(staged) - 1))))
+        there = [name for name in staged if name not in before]
+        now = {rank: [at for at in names if at in there] or [rng.choice(there)] for rank, names in holders.items()}
+        for gone in itertools.combinations(there, min(option.parity, len(there))):
+            said = protected(now, sizes, rows(before), option.parity)
+            missing = [rank for rank, names in now.items() if set(names) <= set(gone)]
+            again = rebuildable(missing, sizes, left(found, (*before, *gone)))
+            assert said.intersection(missing) <= again
 
 
 @pytest.mark.parametrize("option", OPTIONS)

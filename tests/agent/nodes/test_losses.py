@@ -3,6 +3,8 @@ error and never a fresh one. The store has no checkpoint here."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from ckpt.errors import NoCheckpoint
@@ -101,6 +103,24 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
     assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
     assert set(cluster.fetched()) == {"local"}
     assert cluster.checkpoint("local") > step
+
+
+def test_what_only_a_memory_only_node_has_left_is_copied_from_it_after_a_start(cluster: Cluster) -> None:
+    cluster.forbid_commits()
+    cluster.peers = cluster.lend("1GiB", "--domain", "y")["listen"]
+    cluster.connect(0, 1)
+    for node in cluster.job[0].nodes:
+        node["domains"] = ["x"]  # so that all copies lie on the memory-only node
+    cluster.enter()
+    step = cluster.checkpoint("peer")
+    cluster.kill(1)
+    cluster.hang_up()
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+    cluster.await_event("peers.reprotected")
+    cluster.end_lending(0, signal.SIGKILL)
+    cluster.hang_up()
+    cluster.peers = []
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step
 
 
 def test_what_an_agent_kept_for_others_is_copied_to_it_again_once_it_is_back(cluster: Cluster) -> None:

@@ -140,6 +140,22 @@ def test_with_more_damage_than_there_is_parity_nothing_wrong_is_restored(cluster
         cluster.enter()
 
 
+def test_a_start_that_has_lost_nothing_copies_nothing_and_one_that_has_does(cluster: Cluster) -> None:
+    start(cluster, ONE, (0, 1, 2, 3))
+    step = cluster.checkpoint("peer")
+    cluster.hang_up()
+    check_memory(cluster, cluster.start(0, 1, 2, 3), step)
+    step = cluster.checkpoint("peer")
+    assert not any(event["name"] in ("peers.reprotected", "peers.short") for event in cluster.job[0].events)
+    cluster.kill(1)
+    cluster.hang_up()
+    check_memory(cluster, cluster.start(0, 4, 2, 3), step)
+    cluster.await_event("peers.reprotected")
+    cluster.kill(2)
+    cluster.hang_up()
+    check_memory(cluster, cluster.start(0, 4, 3), step)
+
+
 @pytest.mark.parametrize("lost", [(1, 2), (3, 0), (1, 3)])
 def test_nodes_that_die_while_parity_is_made_leave_the_checkpoint_before_as_safe_as_it_was(
     cluster: Cluster, lost: tuple[int, int]
