@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.candidates import Remembered
+from ckpt.agent.control import WORLD_MAX
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.parity import Row
 from ckpt.plan.rebuild import Striped, protected, rebuildable
@@ -77,6 +78,8 @@ class Inventory:
                 self._add_parity(identity, other.worlds[identity], striped, rows, sizes, node)
 
     def _add(self, key: Key, world: int, node: str) -> None:
+        if world > WORLD_MAX:
+            return  # no job has so many: whoever says so has it wrong
         known = self.worlds.setdefault(key[0], world)
         if known == world and key[1] < world and node not in self.holders.setdefault(key, []):
             self.holders[key].append(node)
@@ -96,6 +99,8 @@ class Inventory:
         sizes: Mapping[int, int],
         node: str = "",
     ) -> None:
+        if world > WORLD_MAX:
+            return
         known = self.worlds.setdefault(identity, world)
         if known == world and max(striped.ranks) < world:
             held = self.parities.setdefault(identity, {}).setdefault(striped, {})
@@ -192,12 +197,12 @@ class Inventory:
             epoch = Epoch.parse(str(text))
             found.add_epoch(claim_told(epoch, told) if told is not None else None, epoch, int(step))
         for text, rank, world in fields["arenas"]:
-            if not 0 <= int(rank) < int(world):
+            if not 0 <= int(rank) < int(world) <= WORLD_MAX:
                 raise AgentError(f"a node says that it holds rank {rank} of {world}")
             found._add((Identity.parse(str(text)), int(rank)), int(world), "")
         for text, world, rows, length, sources, sizes in told_parities:
             striped, told_sizes = Striped.of(length, sources), {int(rank): int(size) for rank, size in sizes}
-            if not striped.ranks <= told_sizes.keys() or not set(rows) <= set(Row):
+            if not striped.ranks <= told_sizes.keys() or not set(rows) <= set(Row) or int(world) > WORLD_MAX:
                 raise AgentError("a node says of its parity what cannot be")
             found._add_parity(Identity.parse(str(text)), int(world), striped, rows, told_sizes)
         return found

@@ -125,6 +125,10 @@ def test_no_inventory_that_is_malformed_is_taken_for_something_else_than_an_erro
             assert 0 <= key[1] < found.worlds[key[0]]
     with pytest.raises(AgentError, match="more than it can"):
         Inventory.parse({"epochs": [], "arenas": [None] * ((1 << 16) + 1)})
+    for kind, row in (("arenas", [1 << 40]), ("parities", [1 << 40, [0], 1, [[[0, 0, 1]]], [[0, 1]]])):
+        told = {"epochs": [], "arenas": [], kind: [[str(identity(5)), *([0] if kind == "arenas" else []), *row]]}
+        with pytest.raises(AgentError):  # else whoever looks for what is missing counts for hours
+            Inventory.parse(told)
 
 
 # --- parts, places and what is to be written -------------------------------------------------------------------------
