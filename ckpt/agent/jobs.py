@@ -168,7 +168,7 @@ class Job(Carrier):
             "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
             "memory": self.plan.table() if self.plan is not None else None,
-            "peers": self.protection.table() if self.protection is not None else None,
+            "peers": self.protection.shown() if self.protection is not None else None,
             "notices": self._notices(),
             "policy": self.learning.decision.explain().splitlines() if self.learning is not None else None,
         }

@@ -30,6 +30,7 @@ log = logging.getLogger("ckpt")
 IDLE_S = 30.0  # how long an agent without a job waits for one
 ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit what nobody will come for
 RETRY_S = 30.0
+NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
 END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
 
 
@@ -186,7 +187,7 @@ class Node(Others):
             "job": {**job.status(), **job_facts(job)} if job is not None else None,
             "peer_bandwidth": self.network.limit_bytes_s if self.network is not None else None,
             "following": [each.status() for each in self.followings],
-            "former": [{**each.status(), **job_facts(each)} for each in self.former[-4:]],
+            "former": [{**each.status(), **job_facts(each), **NOT_OF_FORMER} for each in self.former[-4:]],
             "lenders": self.lenders.table(),
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt
 
 USED_MAX = 8  # more than there are slots
+NODES_SHOWN = 64
+HOLDERS_SHOWN = 8
+NOTES_SHOWN = 16
 SLOTS_MIN = 2  # fewer would have snapshots wait for their copies
 
 
@@ -153,6 +156,13 @@ class Protection:
             "exposed": list(placement.exposed),
             "notes": list(placement.notes),
         }
+
+    def shown(self) -> dict[str, Any]:
+        """The same, but of a job of many nodes only as much as fits into an answer; of the rest, how many there are."""
+        table = self.table()
+        rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
+        lists = {name: table[name][:NOTES_SHOWN] for name in ("shortfalls", "exposed", "notes") if name in table}
+        return {**table, **lists, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
 
     def describe(self) -> str:
         """In one line."""

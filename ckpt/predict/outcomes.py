@@ -12,6 +12,8 @@ from typing import Any
 from ckpt.predict.scoring import WINDOW_S, Score, merged
 from ckpt.predict.watching import SOURCES
 
+STANDING_SHOWN = 100
+
 
 class Outcomes:
     """`scores`: by source. Nodes are named by the caller; times are on a clock that does not go back."""
@@ -95,7 +97,7 @@ class Outcomes:
             "sources": {name: facts(self.scores.get(name, Score())) for name in self._named()},
             "standing": [
                 {"node": node, "source": source, "for_s": now_s - since_s}
-                for (node, source), since_s in sorted(self._standing.items())
+                for (node, source), since_s in sorted(self._standing.items())[:STANDING_SHOWN]
             ],
         }
 

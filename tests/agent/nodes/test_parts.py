@@ -307,6 +307,19 @@ def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_g
     assert ("parity: any" in made.describe()) == all(kept.losses for kept in made.placement.kept)
 
 
+@pytest.mark.parametrize("allowed", [100, 5000])
+@pytest.mark.parametrize("option", [Replicas(2), Parity(14, 2)])
+def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity | Replicas, allowed: int) -> None:
+    count = 200
+    nodes = [NodeAt(f"{at:016x}", (), (at,)) for at in range(count)]
+    made = Protection(cast(Network, SimpleNamespace(me="")), cast(Copies, None), cast(Parities, None), nodes, option)
+    plan = memory.MemoryPlan(3, MIB, 0, 0, allowed * MIB, "")
+    made.place({node.name: 40 * MIB for node in nodes}, {node.name: plan for node in nodes}, 2)
+    shown = made.shown()
+    assert len(msgpack.packb(shown)) < 24 << 10
+    assert len(shown["nodes"]) + shown["nodes_left_out"] == count
+
+
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     made, told = protection(5), plans(5, 100, 5000)
     made.place(sizes(5, 100), told)
