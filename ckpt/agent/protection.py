@@ -174,7 +174,7 @@ class Protection:
         most = max(load.keeps_all_bytes for load in placement.loads)
         sends = max(load.sends_bytes for load in placement.loads)
         least = min(kept.losses for kept in placement.kept)
-        text = f"any {least} of {len(placement.kept)} nodes may be lost" if least else "not every node has one"
+        text = f"any {least} of {len(placement.loads)} nodes may be lost" if least else "not every node has one"
         notes = "".join(f"; {note}" for note in placement.notes[:3])
         how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
         return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
