@@ -311,7 +311,8 @@ class Others(Starts):
         for node in job.nodes[1:]:
             if self.network is not None:
                 self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
-        self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
+        if job.group.safe is not None or job.group.committed_tick is not None:  # else it may be all that survives us
+            self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
 
     def _forget(self, before: Epoch) -> None:
         """A newer checkpoint is complete than what former epochs left here."""

@@ -226,6 +226,22 @@ def test_one_with_another_secret_takes_no_part_and_learns_nothing(cluster: Clust
     cluster.finish()
 
 
+def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_fit(cluster: Cluster) -> None:
+    """The job that goes on has a larger state: its own memory is no reason to drop what is elsewhere."""
+    cluster.peers = cluster.lend("8MiB")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.connect(1)
+    cluster.job[0].extra = 4 << 20
+    cluster.enter()
+    assert cluster.checkpoint("local") > step
+    assert cluster.checkpoint("local") > step + 1
+    cluster.kill(1)
+    assert cluster.start(2).fields["candidate"]["step"] == step
+
+
 def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
     cluster.peers = cluster.lend("64KiB")["listen"]
     cluster.start(0)
