@@ -318,8 +318,7 @@ class Carrier:
             )
 
         own = dict(self.own.arenas.get(slot, {}))
-        held = self.group.safe
-        safe = Identity(self.epoch, held.round.tick) if held is not None and held.round is not None else None
+        safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
         protection.replicate(identity, safe, own, lambda error: self._guard(lambda: ended(error)))
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:

@@ -120,6 +120,8 @@ class Copies:
         self._room: Callable[[], int] | None = None
         self._leases: Counter[Identity] = Counter()
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
+        self._told_safe: Identity | None = None  # the newest of which that was said
+        self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
 
     @property
     def bytes(self) -> int:
@@ -214,6 +216,7 @@ class Copies:
             left.discard(rank)
             errors.extend([error] if error else [])
             if not left:
+                self.attempted(identity, source, not errors)
                 then(errors[0] if errors else "")
 
         if not left:
@@ -278,12 +281,20 @@ class Copies:
 
     # -- letting go
 
+    def attempted(self, identity: Identity, source: str, succeeded: bool) -> None:
+        """All of it that was to come from there is here, or not."""
+        (self._failed.discard if succeeded else self._failed.add)((identity, source))
+
     def make_room(self, identity: Identity, safe: Identity | None) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
-        `safe`, came of attempts that failed. `safe`: None where that is not known: then the newest of them stay."""
-        failed = sorted({i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)})
-        gone = set(failed if safe is not None else failed[:-FAILED_MAX])
-        self.forget(gone.__contains__)
+        `safe`, came of attempts that failed. `safe`: None where that is not known: then that stays which was said to be
+        when that was known, and the newest of those that did not fail here."""
+        others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
+        if safe is None:
+            failed = {each for each, _ in self._failed}
+            others.discard(self._told_safe or identity)
+            others -= set(sorted(others - failed)[-FAILED_MAX:])
+        self.forget(others.__contains__)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
@@ -292,6 +303,7 @@ class Copies:
                 self._transport.withdraw(name)  # whoever was to read it has not said that it is done
                 del self._offered[name]
         self.chunks.forget(goes)
+        self._failed = {each for each in self._failed if not goes(each[0])}
         for key in [key for key in self.kept if goes(key[0])]:
             arena = self.kept.pop(key)
             if self._leases[key[0]]:
@@ -313,6 +325,7 @@ class Copies:
     def before(self, newer: Identity) -> None:
         """`newer` is where it should be: older ones of its epoch, and of epochs before, may go."""
         self.chunks.replaced(newer)
+        self._told_safe = max(newer, self._told_safe or newer)
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:

@@ -133,6 +133,7 @@ class Facts:
         self.committing: int | None = None  # the slot
         self.replicates = False  # whether other nodes keep copies
         self.replicating: int | None = None  # the slot
+        self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -372,6 +373,8 @@ class Facts:
         elif entry.round is not None:
             entry.round.peer = Store.FAILED if error else Store.DONE
             self._tell_level(entry.round.tick, "peer", not error, error)
+        if entry.round is not None and not error:
+            self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
 
     def copies_lost(self) -> None:
         """An agent of another node is not connected any more: what it kept for others may have gone with it."""

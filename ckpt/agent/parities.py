@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckpt.agent.network import Network
 
 CHUNKS_MAX = 4096  # of one checkpoint at one node
+PARITY = "parity"  # the source of what is made here
 KINDS = ("stripe", "lend", "rebuild")
 
 Then = Callable[[list[bytes], str], None]
@@ -150,6 +151,7 @@ class Parities:
                 chunks = self._copies.chunks
                 drop = chunks.replace if safe in (None, identity) else chunks.only  # None: it may be the one that is
                 drop(identity, [name for _, name, _ in where.chunks])
+                self._copies.attempted(identity, PARITY, False)  # until it has succeeded
                 self._keep(identity, world, where, snapshots, then)
             case "lend":
                 then([*self._lend(identity, str(fields["reader"]))], "")
@@ -188,6 +190,7 @@ class Parities:
         def made(done: Future[list[Chunk]]) -> None:
             error = failure(done)
             chunks.end(buffers, [] if error else done.result())
+            self._copies.attempted(identity, PARITY, not error)
             then([], error)
 
         self._bulk.run(Lane.PARITY, make, made)

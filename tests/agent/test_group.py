@@ -429,6 +429,7 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     assert sorted(held) == [first, second]
     driver.commit()
     assert driver.group.safe is None
+    assert driver.group.safe_tick == first, "those who keep it do not drop it for attempts that fail"
     third = driver.complete()
     assert third > second
 

@@ -158,15 +158,21 @@ def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(hel
     assert held.kept() == {(100, 0), (100, 1)}
 
 
-def test_where_nobody_knows_what_is_safe_the_newest_attempts_stay(held: Held) -> None:
-    """As after a restart of the coordinator's agent: one of them may be it."""
+def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become_so(held: Held) -> None:
+    """As after a restart of the coordinator's agent."""
     assert held.copy(identity(5)) == ""
-    assert held.copy(identity(10), broken=[0])
-    assert held.copy(identity(15), broken=[0])
-    assert held.kept() == {(5, 0), (5, 1), (10, 1), (15, 1)}
-    for step in range(20, 60, 5):
-        held.copy(identity(step), broken=[0])
-    assert len({step for step, _ in held.kept()}) == 3
+    held.keeper.before(identity(5))
+    for step in (10, 15, 20):
+        assert held.copy(identity(step)) == ""  # others may have had theirs, or not
+    assert held.kept() == {(step, rank) for step in (5, 10, 15, 20) for rank in (0, 1)}
+    for step in range(25, 60, 5):
+        assert held.copy(identity(step), broken=[0])
+        assert {each for each, _ in held.kept()} == {5, 15, 20, step}, "what failed here is certainly not safe"
+    assert held.copy(identity(60)) == ""
+    assert held.copy(identity(65)) == ""
+    assert {step for step, _ in held.kept()} == {5, 20, 60, 65}
+    held.keeper.before(identity(65))
+    assert {step for step, _ in held.kept()} == {65}
 
 
 def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
