@@ -161,7 +161,9 @@ class Protection:
         """The same, but of a job of many nodes only as much as fits into an answer; of the rest, how many there are."""
         table = self.table()
         rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
-        lists = {name: table[name][:NOTES_SHOWN] for name in ("shortfalls", "exposed", "notes") if name in table}
+        lists: dict[str, Any] = {
+            name: table[name][:NOTES_SHOWN] for name in ("shortfalls", "exposed", "notes") if name in table
+        }
         return {**table, **lists, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
 
     def describe(self) -> str:
