@@ -309,7 +309,9 @@ class Job:
                 self.placement = self.placed(placement)
 
         network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
-        Replication(network, lead.copies, self.at, wanted, identity, self.safe, arenas, then).begin()
+        forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
+        known = None if forgot else self.safe
+        Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
 
 
 class Sim:
@@ -317,6 +319,7 @@ class Sim:
         self.random = rng = random.Random(seed)
         self.copies = rng.choice((1, 1, 1, 2))
         self.tight = rng.random() < 0.2
+        self.forgets = rng.choice((0.0, 0.1, 0.5))
         self.break_rate = rng.choice((0.0, 0.0, 0.01, 0.05))
         self.loss_rate = rng.choice((0.0, 0.002, 0.005, 0.02))
         self.now_s = 0.0
