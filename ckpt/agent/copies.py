@@ -331,6 +331,15 @@ class Copies:
     def epochs_before(self, epoch: Epoch) -> None:
         self.forget(lambda identity: identity.epoch < epoch)
 
+    def cool(self, missing: int) -> int:
+        """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""
+        freed = 0
+        while self._spare and freed < missing:
+            arena = self._spare.pop(0)
+            freed += arena.bytes
+            arena.close()
+        return freed + (self.chunks.cool(missing - freed) if freed < missing else 0)
+
     def close(self) -> None:
         for fetch, arena in self._coming.values():
             fetch.cancel()

@@ -108,6 +108,13 @@ class Job(Carrier):
     def newest_step(self) -> int:
         return max(self.ranks.steps())
 
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is there, nor at work on what it left, nor waits for an answer."""
+        group = self.group
+        awaited = any(member.leave is not None for member in group.members)
+        return group.all_gone and not group.at_work and not awaited and not any(slot.leases for slot in group.slots)
+
     def held(self) -> tuple[Identity, ...]:
         """Complete checkpoints in memory."""
         return tuple(checkpoint.identity for checkpoint in self.checkpoints.values())

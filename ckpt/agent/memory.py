@@ -98,5 +98,15 @@ def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:
     return max(0, free)
 
 
+def total_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:
+    """What there is at all: of the machine, or within our control group's limit."""
+    text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
+    found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found = min(found, int((cgroups / limit).read_text()))
+    return found
+
+
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.0f} MiB"

@@ -116,7 +116,7 @@ class Node(Others):
         self._see()
         self._tend_protection()
         self._drop_former()
-        times.append(self._end_s(now_s))
+        times += [self._tend_memory(now_s), self._end_s(now_s)]
         return min((each for each in times if each is not None), default=None)
 
     def finished(self) -> bool:

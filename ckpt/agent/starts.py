@@ -9,6 +9,7 @@ any of them is struck out for all, and the next is chosen.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import socket
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from ckpt.agent import candidates
+from ckpt.agent import candidates, memory, relief
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.candidates import Candidate, Remembered
@@ -77,6 +78,7 @@ class Starts:
         self.incarnation = secrets.token_hex(8)
         self.current: Job | None = None
         self.former: list[Job] = []
+        self._relieved_s = -math.inf
         self.followings: list[Following] = []
         self.network: Network | None = None  # in a job of several nodes
         self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
@@ -176,13 +178,36 @@ class Starts:
             self.current.told_newer = True
             self._tell_others_to_forget(self.current)
         for job in list(self.former):
-            group = job.group
-            awaited = any(member.leave is not None for member in group.members)  # a rank waits for its answer
-            idle = group.all_gone and not group.at_work and not awaited and not any(s.leases for s in group.slots)
             outdone = newer or job.epoch < self.newest_elsewhere
-            if idle and (outdone or (not job.checkpoints and group.closed_in_store)):
+            if job.is_idle and (outdone or (not job.checkpoints and job.group.closed_in_store)):
                 self.former.remove(job)
                 job.drop()
+
+    def _tend_memory(self, now_s: float) -> float | None:
+        """Gives back what can be, where the machine runs out of it. When to look again; None: nothing is held."""
+        if not self._jobs() and not self.copies.bytes:
+            return None
+        if now_s < self._relieved_s + relief.PERIOD_S:
+            return self._relieved_s + relief.PERIOD_S
+        self._relieved_s = now_s
+        free_bytes = memory.free_bytes()
+        missing = relief.missing_bytes(free_bytes, memory.total_bytes())
+        freed = self.copies.cool(missing) if missing else 0
+        gone: list[Job] = []
+        if freed < missing:
+            jobs = sorted(self.former, key=lambda job: job.epoch)  # the current one outdoes them all once it can
+            held = [relief.Held(job.epoch, job.own.arena_bytes, bool(job.checkpoints), job.is_idle) for job in jobs]
+            epochs = relief.which_go(held, missing - freed)
+            gone = [job for job in jobs if job.epoch in epochs]
+        for job in gone:
+            freed += job.own.arena_bytes
+            self.former.remove(job)
+            job.drop()
+        if freed:
+            what = f", {len(gone)} older checkpoints among them" if gone else ""
+            text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
+            self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
+        return now_s + relief.PERIOD_S
 
     def _event(self, event: Event) -> None:
         if self.current is not None:

@@ -1,0 +1,114 @@
+"""What is given back while the machine runs out of memory: no more than is missing, the oldest first, and never the
+only complete checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent import memory
+from ckpt.agent.arena import Arena
+from ckpt.agent.copies import Copies
+from ckpt.agent.relief import PERIOD_S, Held, missing_bytes, which_go
+from ckpt.agent.starts import Starts
+from ckpt.events import Event
+from ckpt.types import Epoch
+
+GIB = 1 << 30
+ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
+
+
+def test_nothing_is_missing_while_a_fiftieth_is_left() -> None:
+    assert missing_bytes(GIB, 50 * GIB) == 0
+    assert missing_bytes(GIB - 5, 50 * GIB) == 5
+    assert missing_bytes(0, 100 * GIB) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("missing", "gone"), [(0, []), (1, [ONE]), (GIB, [ONE]), (GIB + 1, [ONE, TWO]), (9 * GIB, [ONE, TWO])]
+)
+def test_the_oldest_go_and_no_more_than_is_missing(missing: int, gone: list[Epoch]) -> None:
+    held = [Held(epoch, GIB, True, True) for epoch in (ONE, TWO, THREE)]
+    assert which_go(held, missing) == gone
+
+
+def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_complete() -> None:
+    for flags in itertools.product([False, True], repeat=6):
+        held = [Held(epoch, 1, flags[at], flags[3 + at]) for at, epoch in enumerate((ONE, TWO, THREE))]
+        gone = which_go(held, 99)
+        left = [each for each in held if each.epoch not in gone]
+        for each in held:
+            if each.epoch in gone:
+                assert each.idle
+                assert any(newer.complete and newer.epoch > each.epoch for newer in left)
+
+
+def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> None:
+    text = "MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n"
+    assert memory.total_bytes(text, tmp_path) == 65536000 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.total_bytes(text, tmp_path) == 65536000 << 10
+    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
+    assert memory.total_bytes(text, tmp_path) == 3 * GIB
+
+
+class Former:
+    """A job of an earlier start, as far as its memory is concerned."""
+
+    def __init__(self, epoch: Epoch, complete: bool = True) -> None:
+        self.epoch, self.is_idle, self.dropped = epoch, True, False
+        self.own = SimpleNamespace(arena_bytes=GIB)
+        self.checkpoints = {0: object()} if complete else {}
+
+    def drop(self, leave_others: bool = False) -> None:
+        self.dropped = True
+
+
+class Agent:
+    """What `_tend_memory` sees of an agent."""
+
+    def __init__(self, former: list[Former]) -> None:
+        self.former = former
+        self.copies = Copies(cast(Any, None), lambda what: what())
+        self.told: list[Event] = []
+        self._relieved_s = -math.inf
+
+    def _jobs(self) -> list[Former]:
+        return self.former
+
+    def _event(self, event: Event) -> None:
+        self.told.append(event)
+
+    def look(self, now_s: float) -> float | None:
+        return Starts._tend_memory(cast(Any, self), now_s)
+
+
+def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [49 * GIB]
+    monkeypatch.setattr(memory, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(memory, "total_bytes", lambda: 50 * GIB)
+    agent = Agent([Former(ONE), Former(TWO)])
+    agent.copies._spare.append(Arena.create(1 << 20))
+    assert agent.look(100.0) == 100.0 + PERIOD_S
+    assert len(agent.copies._spare) == 1
+    free[0] = GIB - (1 << 20)
+    assert agent.look(101.0) == 100.0 + PERIOD_S, "not sooner than that"
+    agent.look(110.0)
+    assert (agent.copies._spare, len(agent.former)) == ([], 2)
+    old, new = agent.former
+    free[0] = GIB // 2
+    agent.look(120.0)
+    assert (agent.former, old.dropped, new.dropped) == ([new], True, False)
+    free[0] = 0
+    agent.look(130.0)
+    assert agent.former == [new], "the only complete one"
+    assert [(event.name, event.loud) for event in agent.told] == [("memory.relief", False), ("memory.relief", True)]
+    agent.former = []
+    assert agent.look(140.0) is None
