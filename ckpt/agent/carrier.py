@@ -434,14 +434,16 @@ class Carrier:
             RemoteRanks(network, name, self.epoch, self.world, ()).write(wanted, then)
             return
         held = copies.of(wanted.identity) if copies is not None else {}
-        if not set(np.unique(wanted.ranks).tolist()) <= held.keys():
+        if copies is None or not set(np.unique(wanted.ranks).tolist()) <= held.keys():
             then(None, "it has no copies of them")
             return
 
         def written(done: Future[Written]) -> None:
+            copies.release(wanted.identity)
             then(None if failure(done) else done.result(), failure(done))
 
         store = self._services.store  # in a lane of its own: the one that commits waits for it
+        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
         self._run(Lane.MEMORY, lambda: write_part(store, wanted, held), written)
 
     def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:

@@ -457,12 +457,14 @@ class Others(Starts):
         arenas = self._held(identity, np.unique(wanted.ranks).tolist())
 
         def written(done: Future[Written]) -> None:
+            self.copies.release(identity)
             if error := failure(done):
                 channel.refuse(request_id, AgentError(error))
             else:
                 packs: bytes = msgpack.packb(done.result().packs)
                 channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
 
+        self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
         self._bulk.run(Lane.COMMIT, lambda: write_part(self._store, wanted, arenas), written)
 
     def _keep(self, channel: Channel, message: Message) -> None:

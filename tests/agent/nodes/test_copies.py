@@ -3,17 +3,26 @@ newest that is safe never gives way to one that is not."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from ckpt.agent.arena import PAGE, Arena
+from ckpt.agent.arena import DATA_AT, PAGE, Arena
+from ckpt.agent.carrier import Carrier
 from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
 from ckpt.agent.holdings import sealed
+from ckpt.agent.others import Others
 from ckpt.agent.peers.transport import Frames, Transport
+from ckpt.agent.remote import Wanted
+from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, DamagedData
+from ckpt.format.manifest import FRAME
+from ckpt.store.packs import Written
 from ckpt.types import Identity
 from tests.agent.nodes.staged import Turned, identity, staged
 
@@ -173,6 +182,46 @@ def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become
     assert {step for step, _ in held.kept()} == {5, 20, 60, 65}
     held.keeper.before(identity(65))
     assert {step for step, _ in held.kept()} == {65}
+
+
+@pytest.mark.parametrize("coordinates", [False, True])
+def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_it_is(
+    held: Held, coordinates: bool
+) -> None:
+    """Newer checkpoints become safe while it is uploaded; its bytes were checked before that."""
+    which, go = identity(5), threading.Event()
+    assert held.copy(which) == ""
+    frame = np.zeros(1, FRAME)
+    frame["length"] = held.originals[which][0].header().data_bytes
+    wanted = Wanted(which, frame, np.zeros(1, np.int64), np.full(1, DATA_AT, np.int64), "raw", None)
+    seen: list[bytes] = []
+
+    def write(identity: Identity, frames: object, frame: Callable[[int], memoryview], *rest: object) -> Written:
+        data = frame(0)
+        assert go.wait(30)
+        seen.append(bytes(data))
+        return Written((), np.zeros(1))
+
+    store, heard = SimpleNamespace(write=write), list[object]()
+    services = SimpleNamespace(copies=held.keeper, store=store, network=lambda: None)
+    if coordinates:
+        run = lambda lane, work, then: held.turned.bulk.run(lane, work, then)  # noqa: E731
+        carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
+        Carrier._have_copies_written(cast(Any, carrier), "", wanted, lambda *found: heard.append(found))
+    else:
+        arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
+        others = SimpleNamespace(copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas)
+        channel = SimpleNamespace(refuse=lambda *told: heard.append(told), reply=lambda *told: heard.append(told))
+        fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
+        Others._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
+    for step in (10, 15, 20):
+        assert held.copy(identity(step)) == ""
+        held.keeper.before(identity(step))
+    go.set()
+    held.turned.until(lambda: heard)
+    assert seen == [bytes(held.originals[which][0].data(0, int(frame["length"][0])))]
+    one = sum(arena.bytes for arena in held.keeper.kept.values())
+    assert held.keeper.bytes <= 2 * one, "then it is let go of"
 
 
 def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_one_generation_takes(held: Held) -> None:
