@@ -161,10 +161,8 @@ class Protection:
         """The same, but of a job of many nodes only as much as fits into an answer; of the rest, how many there are."""
         table = self.table()
         rows = [{**row, "kept_by": row["kept_by"][:HOLDERS_SHOWN]} for row in table["nodes"][:NODES_SHOWN]]
-        lists: dict[str, Any] = {
-            name: table[name][:NOTES_SHOWN] for name in ("shortfalls", "exposed", "notes") if name in table
-        }
-        return {**table, **lists, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
+        notes = {name: told[:NOTES_SHOWN] for name, told in table.items() if name in ("shortfalls", "exposed", "notes")}
+        return {**table, **notes, "nodes": rows, "nodes_left_out": len(table["nodes"]) - len(rows)}
 
     def describe(self) -> str:
         """In one line."""
