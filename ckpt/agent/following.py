@@ -344,9 +344,7 @@ class Following:
         near: Near | None = None
         peers: PeerFrames | None = None
         if "holders" in answer.fields:  # it is in memory, here or on other nodes
-            places = Places.parse(identity, answer.fields, answer.blobs[1:], manifest).seen_by(
-                self._network.me, self.leader.name
-            )
+            places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
             nodes = [*self._nodes, *_givers(answer.fields)]
             peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 
@@ -63,18 +64,20 @@ class Places:
         return replace(self, holders=holders)
 
     def fields(self) -> dict[str, Any]:
-        return {"sizes": list(self.sizes.items()), "holders": [[rank, names] for rank, names in self.holders.items()]}
+        return {"holders": len(self.holders)}
 
     def blobs(self) -> list[bytes]:
-        return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes()]
+        about: bytes = msgpack.packb([list(self.sizes.items()), list(self.holders.items())])
+        return [self.ranks.astype("<i4").tobytes(), self.offsets.astype("<i8").tobytes(), about]
 
     @staticmethod
-    def parse(identity: Identity, fields: Mapping[str, Any], blobs: list[bytes], manifest: Manifest) -> Places:
+    def parse(identity: Identity, blobs: list[bytes], manifest: Manifest) -> Places:
         """Errors: AgentError, ValueError, TypeError, LookupError."""
         ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
         offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
-        sizes = {int(rank): int(size) for rank, size in fields["sizes"]}
-        holders = {int(rank): [str(name) for name in names] for rank, names in fields["holders"]}
+        told_sizes, told_holders = msgpack.unpackb(blobs[2])
+        sizes = {int(rank): int(size) for rank, size in told_sizes}
+        holders = {int(rank): [str(name) for name in names] for rank, names in told_holders}
         if not len(ranks) == len(offsets) == len(manifest.frames) or not set(np.unique(ranks).tolist()) <= sizes.keys():
             raise AgentError(f"where the frames of {identity} lie was told wrong")
         return Places(identity, ranks, offsets, sizes, holders)

@@ -172,8 +172,11 @@ def places_of(world: int) -> tuple[Places, Any]:
 
 def test_places_come_out_of_a_message_as_they_went_in_seen_by_another_node() -> None:
     places, manifest = places_of(4)
-    told = msgpack.unpackb(msgpack.packb(places.fields()))
-    again = Places.parse(identity(5), told, places.blobs(), manifest)
+    again = Places.parse(identity(5), places.blobs(), manifest)
+    many = replace(
+        places, sizes=dict.fromkeys(range(4096), 1 << 40), holders=dict.fromkeys(range(4096), ["f" * 16] * 4)
+    )
+    assert len(msgpack.packb(many.fields())) < 100, "of as many ranks as there may be it does not fit beside the blobs"
     assert np.array_equal(again.ranks, places.ranks)
     assert np.array_equal(again.offsets, places.offsets)
     assert (again.sizes, again.holders) == (places.sizes, places.holders)
@@ -196,10 +199,10 @@ def test_places_beyond_an_arena_or_of_other_frames_are_refused() -> None:
         replace(places, offsets=places.offsets - (1 << 40)).frames(0, manifest)
     with pytest.raises(AgentError):
         replace(places, offsets=places.offsets * 0).frames(0, manifest)
-    fields, (ranks, offsets) = places.fields(), places.blobs()
+    ranks, offsets, about = places.blobs()
     for blobs in ([ranks[4:], offsets], [ranks, offsets[8:]], [ranks, b""], [b"\x07" + ranks[1:], offsets]):
         with pytest.raises(AgentError, match="told wrong"):
-            Places.parse(identity(5), fields, blobs, manifest)
+            Places.parse(identity(5), [*blobs, about], manifest)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(1, 1 << 30)), max_size=20))
