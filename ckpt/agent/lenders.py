@@ -223,7 +223,11 @@ class Lenders:
         if before is None or before.node != lent.node:
             known = self._why.pop(address, None)
             text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
-            self._tell(Event("peers.joined", text, known is not None, {"address": str(address), "lends_bytes": lends}))
+            url = str(answer.fields.get("url", self._url))[:1000]
+            if url != self._url:
+                text += f"; but what it commits it commits to {url}, with which it was started, and not to {self._url}"
+            loud = known is not None or url != self._url
+            self._tell(Event("peers.joined", text, loud, {"address": str(address), "lends_bytes": lends}))
         if before != lent:
             self._changed()
         return ""

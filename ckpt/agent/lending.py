@@ -75,6 +75,7 @@ class LendingNode(Node):
 
     def _answer_loan(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
         body: dict[str, Any] = {"name": self.incarnation, "lends": self._room(), "domains": list(self._lend.domains)}
+        body["url"] = self.url
         channel.reply(request_id, {"busy": busy} if busy else body, [] if busy else blobs)
 
     def _inventory(self, whole: bool) -> Inventory:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -240,6 +241,21 @@ def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_
     assert cluster.checkpoint("local") > step + 1
     cluster.kill(1)
     assert cluster.start(2).fields["candidate"]["step"] == step
+
+
+def test_one_that_was_started_for_another_url_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.url, url = str(tmp_path / "mistyped"), cluster.url
+    cluster.peers = cluster.lend()["listen"]
+    cluster.url = url
+    cluster.start(0)
+    told = [event for event in cluster.job[0].events if event["name"] == "peers.joined"]
+    assert [event["loud"] for event in told] == [True]
+    assert "mistyped" in told[0]["message"]
+    cluster.checkpoint("peer", "store")
+    cluster.finish()
+    cluster.url = str(tmp_path / "mistyped")
+    cluster.await_lending(lambda status: not status["connected"])
+    assert cluster.end_lending() == 0
 
 
 def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
