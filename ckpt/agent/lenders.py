@@ -72,8 +72,9 @@ class Lenders:
         return self._terms is not None
 
     def there(self) -> tuple[Lent, ...]:
-        """Those that can be asked, in a fixed order."""
-        return tuple(self._there[address] for address in sorted(self._there))
+        """Those that can be asked, in a fixed order; one that is named by several addresses once."""
+        by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
+        return tuple(by_name.values())
 
     def nodes(self) -> list[NodeAt]:
         return [each.node for each in self.there()]
@@ -215,6 +216,8 @@ class Lenders:
             if type(lends) is not int or lends < 0:
                 return "the agent there lends no memory; it is that of a job's node"
             domains = tuple(str(each)[:100] for each in answer.fields["domains"][:DOMAINS_MAX] if each)
+            if not name or "\0" in "".join((name, *domains)):
+                return "it has answered a name or a domain that is none"
             lent = Lent(NodeAt(name, (address,), (), domains), lends)
         except (LookupError, TypeError) as exc:
             return f"it has answered what cannot be read: {exc!r:.200}"

@@ -80,9 +80,11 @@ class Protection:
             return slots
         before, self._anew = None if self._anew else self.placement, False
         scratch_bytes = SCRATCH_BYTES if isinstance(self.option, Parity) else 0
+        names = {node.name for node in self._nodes}
         lenders = [
             Node(each.node.name, lend_bytes=each.lend_bytes, domains=each.node.domains, trains=False)
             for each in self._lenders()
+            if each.node.name not in names
         ]
         for wanted in range(slots, SLOTS_MIN - 1 if fixed is None else slots - 1, -1):
             nodes = [

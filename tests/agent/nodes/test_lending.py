@@ -243,6 +243,16 @@ def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_
     assert cluster.start(2).fields["candidate"]["step"] == step
 
 
+def test_one_that_is_named_by_two_addresses_counts_once(cluster: Cluster) -> None:
+    (at,) = cluster.lend()["listen"]
+    cluster.peers = [at, at.replace("127.0.0.1", "localhost")]
+    cluster.start(0)
+    cluster.checkpoint("peer", "store")
+    nodes = cluster.status(0)["job"]["peers"]["nodes"]
+    assert len(nodes) == 2
+    cluster.finish()
+
+
 def test_one_that_was_started_for_another_url_is_named(cluster: Cluster, tmp_path: Path) -> None:
     cluster.url, url = str(tmp_path / "mistyped"), cluster.url
     cluster.peers = cluster.lend()["listen"]
