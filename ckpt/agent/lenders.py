@@ -212,9 +212,10 @@ class Lenders:
         from ckpt.agent.network import DOMAINS_MAX, NodeAt
 
         try:
-            name, lends = str(answer.fields["name"])[:100], answer.fields.get("lends")
+            lends = answer.fields.get("lends")
             if type(lends) is not int or lends < 0:
                 return "the agent there lends no memory; it is that of a job's node"
+            name = str(answer.fields["name"])[:100]
             domains = tuple(str(each)[:100] for each in answer.fields["domains"][:DOMAINS_MAX] if each)
             if not name or "\0" in "".join((name, *domains)):
                 return "it has answered a name or a domain that is none"

@@ -243,6 +243,20 @@ def test_what_it_keeps_stays_until_something_newer_is_safe_though_that_does_not_
     assert cluster.start(2).fields["candidate"]["step"] == step
 
 
+@pytest.mark.parametrize(("named", "why"), [(0, "leads back to this agent itself"), (1, "lends no memory")])
+def test_a_node_of_the_job_that_is_named_as_a_memory_only_one_is_told_to_be_none(
+    cluster: Cluster, named: int, why: str
+) -> None:
+    cluster.connect(0, 1)
+    for rank in cluster.job:
+        rank.peers = cluster.job[0].nodes[named]["addresses"][:1]
+    cluster.enter()
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
+    assert why in told[0]
+    cluster.checkpoint("peer", "store")
+    cluster.finish()
+
+
 def test_one_that_is_named_by_two_addresses_counts_once(cluster: Cluster) -> None:
     (at,) = cluster.lend()["listen"]
     cluster.peers = [at, at.replace("127.0.0.1", "localhost")]
