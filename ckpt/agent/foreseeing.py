@@ -11,6 +11,7 @@ Everything runs on the agent's main thread.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from ckpt.agent.following import Following
     from ckpt.agent.jobs import Job
 
+log = logging.getLogger("ckpt")
+
+MISTAKE_S = 600.0
 SETTLE_S = 5.0  # from the first sign of a failure until it is said whose it was
 HERE = ""  # this node's name among those of a job
 Raised = Sequence[tuple[str, float | None]]  # sources, and the probabilities that they say
@@ -47,6 +51,8 @@ class Foreseeing:
     def __init__(self, settings: Settings, url: str, server: Server, events: Events) -> None:
         self.outcomes = Outcomes()
         self.reading = Reading(settings, url, server.post, self._heard, events)
+        self._events = events
+        self._failed_s = -math.inf  # when a mistake was made last
         self._job: Job | None = None  # that trains, and is coordinated here
         self._following: Following | None = None  # that trains, and is not
         self._began_s = 0.0
@@ -75,8 +81,21 @@ class Foreseeing:
     # -- what is told
 
     def tend(self, job: Job | None, followings: Sequence[Following]) -> float | None:
-        """After anything happened. `job`: the current one. When to look again."""
+        """After anything happened. `job`: the current one. When to look again. A mistake is told and ends no job; for a
+        while nothing is foreseen then."""
         now_s = time.monotonic()
+        if now_s < self._failed_s + MISTAKE_S:
+            return self._failed_s + MISTAKE_S
+        try:
+            return self._tend(job, followings, now_s)
+        except Exception as exc:
+            self._failed_s = now_s
+            log.exception("predictions")
+            text = f"failures are not foreseen for {MISTAKE_S:g} s: the agent made a mistake: {exc!r:.500}"
+            self._events.emit("predictions.failed", text, loud=True)
+            return now_s + MISTAKE_S
+
+    def _tend(self, job: Job | None, followings: Sequence[Following], now_s: float) -> float | None:
         trains = job is not None and job.claim is not None and not job.failed and not _is_over(job)
         self._follow(job if trains else None, followings, now_s)
         if self._job is not None:

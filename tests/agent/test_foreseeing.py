@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ckpt.agent import client
+from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.learning import ABOUT
 from ckpt.format import record
 from ckpt.predict.model import save
@@ -253,3 +255,20 @@ def test_a_predictor_that_cannot_be_read_is_told_of_and_done_without(
     wait_for(lambda: "memory" in status(url)["predictions"]["sources"])
     assert "model" not in status(url)["predictions"]["sources"]
     finish([rank])
+
+
+def test_a_mistake_in_foreseeing_is_told_and_stops_nothing_else(tmp_path: Path) -> None:
+    told: list[str] = []
+    events = SimpleNamespace(emit=lambda name, text, loud: told.append(f"{name}: {text}"))
+    made = Foreseeing(read(), "memory://", cast(Any, SimpleNamespace(post=None)), cast(Any, events))
+
+    def mistaken(*given: object) -> None:
+        raise ZeroDivisionError("here")
+
+    made._follow = mistaken  # type: ignore[method-assign]
+    for _ in range(2):
+        again_s = made.tend(None, [])
+        assert again_s is not None
+        assert again_s > time.monotonic()
+    assert len(told) == 1
+    assert "here" in told[0]
