@@ -2,7 +2,8 @@
 
 A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has is brought
 into memory of the same shape first. One from the store passes through a window of shared memory, whose cells are given
-again when every rank that wanted the frame has acknowledged it; it is read once for all ranks. The ranks verify what
+again when every rank that wanted the frame has acknowledged it; it is read once for all ranks. A job of several nodes
+reads it once for all of them (`fanout`): what others have read passes through that window. The ranks verify what
 they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, which the reading threads wait in.
@@ -29,6 +30,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.fanout import FanOut
     from ckpt.agent.peerframes import PeerFrames
     from ckpt.format.manifest import Record
     from ckpt.store.reader import FrameReader
@@ -41,6 +43,7 @@ CELLS_MAX = 64
 _CELL_ALIGN = 4096
 _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
 _FAR = 1 << 19  # and to this those of memory that was filled from other nodes are added
+_HOME = 1 << 18  # memory into which this node reads for all nodes
 
 
 class Receiver(Protocol):
@@ -52,12 +55,13 @@ class Receiver(Protocol):
 @dataclass(slots=True)
 class Asked:
     """One rank's request under way. `left`: frames it has not acknowledged as good. `far`: those that it was given from
-    other nodes' memory."""
+    other nodes' memory. `home`: those from what this node has read for all."""
 
     receiver: Receiver
     left: set[int]
     regions: set[int] = field(default_factory=set)
     far: set[int] = field(default_factory=set)
+    home: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
 
 
@@ -106,6 +110,11 @@ class Window:
             at = self._free.pop() * self._cell_bytes
             return at, self.arena.part((at, length))
 
+    def free_cell(self) -> int | None:
+        """The offset of a free cell; None where none is left."""
+        with self._changed:
+            return self._free.pop() * self._cell_bytes if self._free and not self._closed else None
+
     def release(self, offset: int) -> None:
         with self._changed:
             self._free.append(offset // self._cell_bytes)
@@ -121,8 +130,8 @@ class Window:
 
 class Restore:
     """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
-    `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there.
-    `later(delay_s, what)`: a timer of the main thread."""
+    `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
+    nodes share the reading of that. `later(delay_s, what)`: a timer of the main thread."""
 
     def __init__(
         self,
@@ -136,6 +145,7 @@ class Restore:
         post: Callable[[Callable[[], None]], None],
         window_bytes: int = WINDOW_BYTES,
         peers: PeerFrames | None = None,
+        fan: FanOut | None = None,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -151,6 +161,13 @@ class Restore:
         self._peers = peers
         if peers is not None:
             peers.arrived, peers.lacking = self._came, self._lacks
+        self.fan = fan
+        if fan is not None:
+            fan.window, fan.opened, fan.guard = self._the_window, self._opened, self._guard
+            fan.read, fan.landed, fan.lacking = self._home_read, self._fanned, self._no_home
+        self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
+        self._from_home: set[int] = set()  # of those in the window: what another node has read
+        self._bad_home: set[int] = set()  # and frames that are not to be had that way
         self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
         self._in_window: dict[int, tuple[int, set[int]]] = {}  # frame -> (its cell's offset, who has not acknowledged)
@@ -182,12 +199,17 @@ class Restore:
         for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
             if frame not in asked.left:
                 continue
+            fanned = frame in self._from_home
             from_window = self._release(frame, id(receiver))
             if good:
                 asked.left.discard(frame)
-                level = "store" if from_window else "peer" if frame in asked.far else "local"
+                level = _level(asked, frame, from_window, fanned)
                 for sources in (asked.sources, self.sources):
                     sources[level] = sources.get(level, 0) + int(self._lengths[frame])
+            elif fanned or frame in asked.home:
+                asked.home.discard(frame)
+                self._bad_home.add(frame)
+                again.add(frame)
             elif from_window:
                 self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
                 return
@@ -206,13 +228,15 @@ class Restore:
             self._release(frame, id(receiver))
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
-        for receivers in self._coming.values():
+        for receivers in [*self._coming.values(), *self._shared.values()]:
             receivers.discard(id(receiver))
 
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more."""
         if self._peers is not None:
             self._peers.source_gone(name)
+        if self.fan is not None:
+            self.fan.source_gone(name)
 
     def close(self) -> None:
         self._closed = True
@@ -220,6 +244,9 @@ class Restore:
         self._waiting.clear()
         self._wanted.clear()
         self._coming.clear()
+        self._shared.clear()
+        if self.fan is not None:
+            self.fan.close()
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -260,8 +287,13 @@ class Restore:
         far: set[int] = set()
         if self._peers is not None:
             far = {frame for frame in frames - near - self._bad_far if self._peers.can_have(frame)}
-        self._from_store(asked, frames - near - far)
+        rest = frames - near - far
+        ready = rest & self._in_window.keys() - self._bad_home
+        shared = rest - ready - self._bad_home if self.fan is not None else set()
+        self._from_window(asked, ready)
+        self._from_store(asked, rest - ready - shared)
         self._from_peers(asked, far)
+        self._from_homes(asked, shared)
 
     def _is_near(self, frame: int) -> bool:
         memory = self.memory
@@ -315,6 +347,75 @@ class Restore:
         for frame in frames:
             self._coming.pop(frame, None)
 
+    def _from_window(self, asked: Asked, frames: set[int]) -> None:
+        """They are there already, for ranks that asked before."""
+        for frame in sorted(frames):
+            offset, who = self._in_window[frame]
+            who.add(id(asked.receiver))
+            self._name_cell(asked, frame, offset)
+
+    def _from_homes(self, asked: Asked, frames: set[int]) -> None:
+        fan = self.fan
+        if fan is None or not frames:
+            return
+        here = fan.here(frames)
+        self._name_home(asked, here, fan)
+        for frame in frames - here:
+            self._shared.setdefault(frame, set()).add(id(asked.receiver))
+        fan.want(frames - here)
+
+    def _name_home(self, asked: Asked, frames: Collection[int], fan: FanOut) -> None:
+        if frames:
+            asked.home.update(frames)
+            self._name_frames(asked, frames, fan.memory, _HOME)
+
+    def _home_read(self, frames: list[int]) -> None:
+        """This node has read them for all."""
+        fan = self.fan
+        assert fan is not None
+        for who in {who for frame in frames for who in self._shared.get(frame, ())}:
+            asked = self._asked.get(who)
+            if asked is not None:
+                mine = [frame for frame in frames if who in self._shared.get(frame, ())]
+                self._guard(functools.partial(self._name_home, asked, mine, fan))
+        for frame in frames:
+            self._shared.pop(frame, None)
+
+    def _fanned(self, frames: list[int], offset: int) -> None:
+        """Another node has read these bytes, which all of `frames` have, and they are in the window."""
+        for frame in frames:
+            for who in self._shared.pop(frame, set()):
+                self._wanted.setdefault(frame, set()).add(who)
+        self._from_home.update(frame for frame in frames if self._who(frame))
+        self._guard(lambda: self._arrived(frames, offset))
+
+    def _no_home(self, frames: list[int], why: str) -> None:
+        """This node reads them itself."""
+        log.info("%d frames of %s are read by this node itself: %s", len(frames), self.identity, why)
+        self._bad_home.update(frames)
+        for who in {who for frame in frames for who in self._shared.get(frame, ())}:
+            asked = self._asked.get(who)
+            if asked is not None:
+                mine = {frame for frame in frames if who in self._shared.get(frame, ())}
+                self._guard(functools.partial(self._from_store, asked, mine))
+        for frame in frames:
+            self._shared.pop(frame, None)
+
+    def _opened(self, record: Record) -> None:
+        self.record = record
+
+    def _the_window(self) -> Window:
+        if self._window is None:
+            self._window = Window(int(self._lengths.max()), self._window_bytes)
+        return self._window
+
+    def _free(self, offset: int) -> None:
+        """Nobody needs that cell of the window any more."""
+        if self._window is not None:
+            self._window.release(offset)
+        if self.fan is not None:
+            self.fan.pump()
+
     def _from_store(self, asked: Asked, frames: set[int]) -> None:
         if not frames:
             return
@@ -330,17 +431,15 @@ class Restore:
         """Reads what is wanted, one pass at a time; what is wanted meanwhile is read by the next one."""
         if self._reading or self._closed or not self._wanted or self._open_record is None:
             return
-        if self._window is None:
-            self._window = Window(int(self._lengths.max()), self._window_bytes)
         self._reading = True
-        window, open_record, frames = self._window, self._open_record, sorted(self._wanted)
+        window, open_record, frames = self._the_window(), self._open_record, sorted(self._wanted)
         work = lambda: self._read_pass(window, open_record, frames)  # noqa: E731
         self._bulk.run(Lane.FRONT, work, lambda done: self._guard(lambda: self._read_done(done)))
 
     def _read_pass(self, window: Window, open_record: Callable[[], FrameReader], frames: list[int]) -> Record:
         """On a thread of its own, which starts others."""
         reader = open_record()
-        theirs = _same_frames(self.manifest, reader.record.manifest, frames)
+        theirs = same_frames(self.manifest, reader.record.manifest, frames)
         ours: dict[int, list[int]] = {}
         for frame, their in zip(frames, theirs, strict=True):
             if their is None:
@@ -361,7 +460,7 @@ class Restore:
         def failed(their: int, error: Exception) -> None:
             cell = cells.pop(their, None)
             if cell is not None:
-                window.release(cell[0])
+                self._soon(lambda: self._free(cell[0]))
             for frame in ours[their]:
                 self._soon(lambda frame=frame: self._lacking(frame, error))  # type: ignore[misc]
 
@@ -385,8 +484,7 @@ class Restore:
 
     def _arrived(self, frames: list[int], offset: int) -> None:
         """All of `frames` have these bytes (they are equal)."""
-        window = self._window
-        if window is None:
+        if self._window is None:
             return
         for frame in frames:
             who = set(self._who(frame))
@@ -394,14 +492,16 @@ class Restore:
             if who:
                 self._in_window[frame] = (offset, who)
             for asked in [self._asked[each] for each in who]:
-                if _WINDOW not in asked.regions:
-                    asked.regions.add(_WINDOW)
-                    fields = {"t": "region", "region": _WINDOW, "bytes": window.arena.bytes}
-                    asked.receiver.send(fields, [window.arena.fd])
-                at = [[frame, _WINDOW, offset, int(self._lengths[frame])]]
-                asked.receiver.send({"t": "frames", "at": at})
+                self._name_cell(asked, frame, offset)
         if not any(at == offset for at, _ in self._in_window.values()):
-            window.release(offset)
+            self._free(offset)
+
+    def _name_cell(self, asked: Asked, frame: int, offset: int) -> None:
+        arena = self._the_window().arena
+        if _WINDOW not in asked.regions:
+            asked.regions.add(_WINDOW)
+            asked.receiver.send({"t": "region", "region": _WINDOW, "bytes": arena.bytes}, [arena.fd])
+        asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
     def _release(self, frame: int, who: int) -> bool:
         """`who` is done with a frame of the window; whether it was there."""
@@ -412,8 +512,9 @@ class Restore:
         waiting.discard(who)
         if not waiting:
             del self._in_window[frame]
-            if self._window is not None and not any(at == offset for at, _ in self._in_window.values()):
-                self._window.release(offset)
+            self._from_home.discard(frame)
+            if not any(at == offset for at, _ in self._in_window.values()):
+                self._free(offset)
         return True
 
     def _unwant(self, frame: int, who: int) -> None:
@@ -438,7 +539,14 @@ class Restore:
             asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
 
 
-def _same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
+def _level(asked: Asked, frame: int, from_window: bool, fanned: bool) -> str:
+    """Where a frame that a rank has copied came from."""
+    if from_window:
+        return "peer" if fanned else "store"
+    return "store" if frame in asked.home else "peer" if frame in asked.far else "local"
+
+
+def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
     """The number of each frame in another manifest of the same checkpoint; None where that one does not have it."""
     if len(manifest.frames) == len(other.frames) and np.array_equal(manifest.frames, other.frames):
         return list(frames)

@@ -23,6 +23,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
+from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
@@ -96,6 +97,7 @@ class Following:
             self._standing.hear(notice)
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
+        self._asking = False  # that
         self._tell_steps()
 
     # -- what the node asks
@@ -296,7 +298,7 @@ class Following:
             raise AgentError("the coordinator speaks of arenas that this node has not")
         return sizes
 
-    # -- restoring: each node reads what its ranks want
+    # -- restoring
 
     def _fetch(self, peer: Peer, message: Message) -> None:
         identity = Identity.parse(str(message.fields["identity"]))
@@ -308,14 +310,16 @@ class Following:
             self._restore.request(peer, frames)
             return
         self._fetching.append((peer, identity, frames))
-        if len(self._fetching) == 1:
+        if not self._asking:
             self._ask_where(identity)
 
     def _ask_where(self, identity: Identity) -> None:
+        self._asking = True
         fields = {"t": "candidate", "epoch": str(self.epoch), "identity": str(identity)}
         self._network.ask(self.leader.name, fields, (), lambda answer, error: self._found(identity, answer, error))
 
     def _found(self, identity: Identity, answer: Message | None, error: str) -> None:
+        self._asking = False
         if self.over:
             return
         waiting, self._fetching = self._fetching, []
@@ -349,6 +353,10 @@ class Following:
             nodes = [*self._nodes, *_givers(answer.fields)]
             peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
+        fan: FanOut | None = None
+        if refs and len(self._nodes) > 1:
+            services = self._network, self._bulk, self._server.later, self._server.post
+            fan = FanOut(identity, self.epoch, manifest, self._nodes, *services, lambda: self._store.reader(refs))
         return Restore(
             identity,
             manifest,
@@ -359,12 +367,24 @@ class Following:
             self._server.later,
             self._server.post,
             peers=peers,
+            fan=fan,
         )
 
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more."""
         if self._restore is not None:
             self._restore.source_gone(name)
+
+    def shared(self, identity: Identity, asked_by: str) -> FanOut | None:
+        """This node's part in the reading of that checkpoint; None where it does not restore it yet: then it finds out
+        what there is to read. Errors: AgentError for an agent that has no part in it."""
+        if all(node.name != asked_by for node in self._nodes):
+            raise AgentError(f"agent {asked_by} has no part in {self.epoch}")
+        if self._restore is not None and self._restore.identity == identity:
+            return self._restore.fan
+        if self._restore is None and not self._asking:
+            self._ask_where(identity)
+        return None
 
     def _end_restore(self) -> None:
         if self._restore is not None:

@@ -16,6 +16,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.facts import Store
+from ckpt.agent.fanout import FanOut
 from ckpt.agent.following import Following
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Gathering, encoded_parts
@@ -31,7 +32,7 @@ from ckpt.agent.relaying import words
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
-from ckpt.agent.start import Start
+from ckpt.agent.start import Resolved, Start
 from ckpt.agent.starts import Starts
 from ckpt.agent.storeside import options_from
 from ckpt.agent.wire import Message
@@ -272,6 +273,31 @@ class Others(Starts):
         nodes = [*start.nodes, *self._others_that_hold(start)]
         return PeerFrames(places, manifest, network, nodes, self._server.post)
 
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
+        if self.network is None or len(start.nodes) < 2:
+            return None
+        identity, records = chosen.candidate.identity, chosen.candidate.records
+        services = self.network, self._bulk, self._server.later, self._server.post
+        read = lambda: self._store.reader(records)  # noqa: E731
+        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read)
+
+    def _share_reading(self, channel: Channel, message: Message) -> None:
+        """A node wants of us what we read for all, or has read for all what we want."""
+        epoch = Epoch.parse(str(message.fields["epoch"]))
+        identity = Identity.parse(str(message.fields["identity"]))
+        fan: FanOut | None = None
+        for following in (each for each in self.followings if each.epoch == epoch):
+            fan = following.shared(identity, channel.peer)
+        for job in (each for each in self._jobs() if each.epoch == epoch):
+            fan = job.restore.fan if job.restore is not None and job.restore.identity == identity else None
+        if message.kind == "brought":
+            if fan is not None:
+                fan.brought(channel, message)
+        elif fan is None:  # this node has not come as far: it is asked again
+            channel.reply(int(message.fields["id"]), {"ready": False})
+        else:
+            fan.bring(channel, message)
+
     def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
         """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
         arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
@@ -393,6 +419,9 @@ class Others(Starts):
                 if self.network is not None:
                     identity, reader = Identity.parse(str(fields["identity"])), str(fields.get("reader", ""))
                     self.copies.withdraw(self.network.transport, identity, reader)
+                return
+            case "bring" | "brought":
+                self._share_reading(channel, message)
                 return
             case "unserve":
                 self._end_serving(Identity.parse(str(fields["identity"])))

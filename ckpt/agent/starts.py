@@ -54,6 +54,7 @@ from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.fanout import FanOut
     from ckpt.agent.gathering import Gathered
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peerframes import PeerFrames
@@ -429,6 +430,7 @@ class Starts:
             self._server.later,
             self._server.post,
             peers=self._serve_others(start, gathered) if gathered is not None else None,
+            fan=self._fan_out(start, job, chosen) if records else None,
         )
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
         lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
@@ -639,6 +641,10 @@ class Starts:
 
     def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
         """The nodes give each other what they hold of it; what this one gets."""
+        raise NotImplementedError
+
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
+        """The nodes share the reading of the store; what this one has to do with it."""
         raise NotImplementedError
 
     def _end_serving(self, identity: Identity) -> None:

@@ -31,7 +31,7 @@ from ckpt.plan.gather import apply_cuts
 from ckpt.plan.layout import Declaration, Entry, Layout
 from ckpt.plan.reshard import Want, cuts
 from ckpt.plan.staging import stage
-from ckpt.settings import Settings, read
+from ckpt.settings import Settings, read, store_environment
 from ckpt.tasks import Tasks
 from ckpt.types import Box, Epoch, Identity, Tick
 
@@ -140,7 +140,8 @@ class FakeRank:
         return {"name": answer["name"], "addresses": answer["addresses"], "domains": []}
 
     def begin(self, take_over: bool = False) -> wire.Message:
-        fields = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
+        fields: dict[str, Any] = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
+        fields["store_env"] = store_environment()
         if self.nodes:
             fields |= {"nodes": self.nodes, "peers": self.peers}
         return self.request("begin", fields)

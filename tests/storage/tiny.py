@@ -3,7 +3,8 @@
 Fault model: each request takes the next of `plan` that is meant for its method, and meets it before anything is done
 (`status`, RESET, SILENT), or after it (LOST_REPLY), or in the body of the reply (CUT). `ranges` says how a ranged get
 is answered: PARTIAL (206), NAMED (200 with Content-Range, as rclone does), WHOLE (200 with all of the object).
-Signatures and preconditions are not looked at. `requests` is the log.
+Signatures and preconditions are not looked at. `requests` is the log, `given` the bytes of each object that were given
+out. `gate(key)` is called before any of them is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import contextlib
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from typing import ClassVar
 
@@ -35,6 +37,8 @@ class TinyS3(ThreadingHTTPServer):
         self.body = ""  # what a planned status carries
         self.ranges = PARTIAL
         self.requests: list[str] = []
+        self.given: Counter[str] = Counter()
+        self.gate: Callable[[str], None] = lambda key: None
         self.lock = threading.Lock()
         self.open_sockets: set[socket.socket] = set()
         self.ending = threading.Event()
@@ -113,6 +117,9 @@ class _Handler(FaultyHandler):
             return
         elif self.command == "DELETE" and upload:
             uploads.pop(upload, None)
+        elif self.command == "GET" and "list-type" in self.query:
+            self._list(*(self.query.get(name, [""])[0] for name in ("prefix", "delimiter", "start-after")))
+            return
         if fault == LOST_REPLY:
             self.lose_reply()
         elif self.command in ("PUT", "DELETE"):
@@ -122,7 +129,25 @@ class _Handler(FaultyHandler):
         else:
             self._give(objects[self.key], fault)
 
+    def _list(self, prefix: str, delimiter: str, after: str) -> None:
+        """All of it in one page."""
+        keys = sorted(key for key in list(self.server.objects) if key.startswith(prefix) and key > after)
+        ends = {key: key.find(delimiter, len(prefix)) if delimiter else -1 for key in keys}
+        folders = sorted({key[: end + 1] for key, end in ends.items() if end >= 0})
+        at = "2026-01-01T00:00:00.000Z"
+        files = [
+            f"<Contents><Key>{key}</Key><Size>{len(self.server.objects[key])}</Size>"
+            f"<LastModified>{at}</LastModified><ETag>x</ETag></Contents>"
+            for key in keys
+            if ends[key] < 0
+        ]
+        folded = [f"<CommonPrefixes><Prefix>{each}</Prefix></CommonPrefixes>" for each in folders]
+        body = "".join(["<IsTruncated>false</IsTruncated>", *files, *folded])
+        self._reply(200, f"<ListBucketResult>{body}</ListBucketResult>".encode())
+
     def _give(self, data: bytes, fault: str | None) -> None:
+        if self.command == "GET":
+            self.server.gate(self.key)
         asked = self.headers.get("Range")
         if asked is None or self.server.ranges == WHOLE:
             self._reply(200, data, fault=fault)
@@ -146,3 +171,6 @@ class _Handler(FaultyHandler):
             self.write_half(data)
             return
         self.wfile.write(data)
+        if self.command == "GET" and self.key in self.server.objects:
+            with self.server.lock:
+                self.server.given[self.key] += len(data)

@@ -51,6 +51,8 @@ OF_A_NODE: dict[str, dict[str, Any]] = {
     "steps": {"steps": [[1, 5, 0]]},
     "signals": {"sources": ["memory", "model"], "alarms": [["memory", None], ["model", 0.5]]},
     "candidate": {"identity": WHICH, "id": 1},
+    "bring": {"identity": WHICH, "id": 1},
+    "brought": {"identity": WHICH},
     "notices": {
         "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "at_once": False}]
     },
@@ -85,6 +87,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "measure": {"sizes": [[1, 4096]], "limit": None, "id": 1},
     "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
     "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
+    "brought": {"identity": WHICH},
     "other": {"id": 1},
 }
 BELIEVED = ("start",)  # it speaks for another start

@@ -1,0 +1,132 @@
+"""A checkpoint that is in the store alone leaves it once for the whole job: each frame is read by one node and given to
+the others, and a node that does not give what it should is done without."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import AgentError
+from ckpt.tasks import Tasks
+from ckpt.types import Identity
+from tests.agent.fake import FakeRank
+from tests.agent.nodes.cluster import BOUND_S, Cluster, together
+from tests.storage.tiny import TinyS3, tiny
+
+STATE_BYTES = 2 * 512 * 300 * 4
+SLACK_BYTES = 64 << 10  # values, and what lies between frames that are read together
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TinyS3]:
+    with tiny() as server:
+        for name, value in server.at.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def url(store: TinyS3, tmp_path: Path) -> str:
+    return f"s3://{store.at.bucket}/run"
+
+
+def lose_memory(cluster: Cluster, *spread: int) -> int:
+    """Saves a step to the store, and then nothing but the store has it."""
+    cluster.start(*spread)
+    cluster.checkpoint("store")
+    tick = cluster.save("store")
+    cluster.kill(*set(spread))
+    return tick.step
+
+
+def read(store: TinyS3) -> int:
+    """The bytes of packs that have left the store since it was asked last."""
+    found = sum(count for key, count in store.given.items() if key.endswith(".pack"))
+    store.given.clear()
+    return found
+
+
+@pytest.mark.parametrize("spread", [(0, 1, 2), (0, 0, 1, 1), (0, 0, 1, 2, 3)])
+def test_a_state_leaves_the_store_once_whatever_the_number_of_nodes(
+    spread: tuple[int, ...], cluster: Cluster, store: TinyS3
+) -> None:
+    """Of the state one half is the same on all ranks, and wanted by all; the other is sharded."""
+    step = lose_memory(cluster, 0, 1, 2)
+    read(store)
+    decision = cluster.start(*spread)
+    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
+    assert {rank.step for rank in cluster.job} == {step}
+    left = read(store)
+    assert STATE_BYTES <= left <= STATE_BYTES + SLACK_BYTES
+    fetched = cluster.fetched()
+    assert set(fetched) == {"store", "peer"}
+    assert cluster.checkpoint("store") > step
+    cluster.finish()
+
+
+def restoring(cluster: Cluster, tasks: Tasks, *spread: int) -> tuple[list[FakeRank], list[Future[Identity | None]]]:
+    """A start as far as that its ranks restore, each by itself."""
+    ranks = cluster.connect(*spread)
+    decision = ranks[0].begin()
+    together(ranks, lambda rank: rank.join(decision.fields["epoch"]))
+    return ranks, [tasks.submit(rank.restore, decision) for rank in ranks]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_home_that_is_killed_while_all_read_is_done_without(before: int, cluster: Cluster, store: TinyS3) -> None:
+    """It is killed once so many reads of frames have been answered, and two others wait."""
+    step = lose_memory(cluster, 0, 1, 2)
+    changed, held, open_ = threading.Condition(), Counter[str](), threading.Event()
+
+    def gate(key: str) -> None:
+        if key.endswith(".pack"):
+            with changed:
+                held[key] += 1
+                changed.notify_all()
+                passes = held.total() <= before
+            assert passes or open_.wait(BOUND_S)
+
+    store.gate = gate
+    with Tasks("restoring", pool_size=3) as tasks:
+        ranks, restored = restoring(cluster, tasks, 0, 1, 2)
+        with changed:
+            assert changed.wait_for(lambda: held.total() > before, BOUND_S)
+        cluster.kill_agent(2)
+        open_.set()
+        assert {each.result(BOUND_S) for each in restored[:2]} == {Identity.parse(str(ranks[0].parent))}
+        with pytest.raises(AgentError):
+            restored[2].result(BOUND_S)
+    for rank in ranks[:2]:
+        assert rank.step == step
+        rank.check(step)
+
+
+def test_what_a_home_gives_wrong_is_read_from_the_store_by_whoever_wants_it(cluster: Cluster, store: TinyS3) -> None:
+    """The rank of the home spoils what lies in memory there, and then the others fetch it."""
+    step = lose_memory(cluster, 0, 1, 2)
+    ranks = cluster.connect(0, 1, 2)
+    decision = ranks[0].begin()
+    together(ranks, lambda rank: rank.join(decision.fields["epoch"]))
+    spoiled: set[int] = set()
+
+    def spoil(frame: int, raw: memoryview) -> bool:
+        if frame in spoiled:
+            return False
+        spoiled.add(frame)
+        raw[:] = bytes(len(raw))
+        return True
+
+    ranks[1].spoil = spoil
+    ranks[1].restore(decision)
+    assert spoiled
+    read(store)
+    together([ranks[0], ranks[2]], lambda rank: rank.restore(decision))
+    for rank in ranks:
+        assert rank.step == step
+        rank.check(step)
+    assert read(store) > STATE_BYTES // 3  # what node 1 has is read again

@@ -1,0 +1,352 @@
+"""Nodes that share the reading of a store, within one process and over real connections: what goes wrong at a home
+costs a read of the store and nothing else, memory is bounded, and the end of a restore leaves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt.agent import fanout
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.fanout import FanOut
+from ckpt.agent.fetch import Restore
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers import secret
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError, StorageError
+from ckpt.plan.homes import homes
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent.peers.loop import TurnedLoop
+from tests.agent.test_fetch import FRAME_BYTES, Source, manifest, raw
+
+EPOCH = Epoch(2, "0" * 16)
+IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
+FRAMES = 200  # one as the other: those that are 251 apart would have the same bytes
+SECRET = secret.make()
+
+
+class Store:
+    """What all of them read. `gate(node, frame)` is called before a frame is given; it may raise StorageError."""
+
+    def __init__(self) -> None:
+        self.reads: list[Counter[int]] = []  # by node
+        self.gate: Callable[[int, int], None] = lambda node, frame: None
+
+    def reader(self, node: int) -> Any:
+        store = self
+
+        class Reader:
+            record = Source(manifest(FRAMES))
+
+            def read(self, frames: Any, deliver: Any, out: Any, failed: Any) -> None:
+                for frame in frames:
+                    store.reads[node][frame] += 1
+                    try:
+                        store.gate(node, frame)
+                    except StorageError as exc:
+                        failed(frame, exc)
+                        continue
+                    out(frame)[:] = raw(frame)
+                    deliver(frame)
+
+        return Reader()
+
+
+class Rank:
+    """Copies and acknowledges what it is sent. `deaf`: not yet."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.regions: dict[int, Arena] = {}
+        self.got: dict[int, bytes] = {}
+        self.outcome: dict[str, Any] = {}
+        self.deaf = False
+
+    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
+        if fields["t"] == "region":
+            self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
+        elif fields["t"] == "frames" and not self.deaf:
+            for frame, region, offset, length in fields["at"]:
+                self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
+            done = [each[0] for each in fields["at"]]
+            self.agent.loop.post(lambda: self.agent.restore.got(self, done, []))
+        elif fields["t"] == "fetched":
+            self.outcome = fields
+
+    def close(self) -> None:
+        for arena in self.regions.values():
+            arena.close()
+
+
+class Agent:
+    """One node: a network of its own, and a restore. `mute`: of what it is told, nothing is heard. `away`: it has not
+    come as far as to restore."""
+
+    def __init__(self, loop: TurnedLoop, number: int) -> None:
+        self.loop, self.number = loop, number
+        self.bulk = Bulk(loop.post)
+        self.network = Network(loop, self.bulk, f"agent-{number}", self)
+        (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
+        self.ranks: list[Rank] = []
+        self.heard: list[str] = []
+        self.mute = self.away = False
+        self.restore: Restore
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        self.heard.append(message.kind)
+        fan = self.restore.fan
+        assert fan is not None
+        if self.mute:
+            return
+        try:
+            if message.kind == "brought":
+                fan.brought(channel, message)
+            elif self.away:
+                channel.reply(int(message.fields["id"]), {"ready": False})
+            else:
+                fan.bring(channel, message)
+        except AgentError as exc:
+            channel.refuse(int(message.fields["id"]), exc)
+
+    def peer_closed(self, channel: Channel) -> None:
+        assert self.restore.fan is not None
+        self.restore.fan.peer_closed(channel.peer)
+
+    def rank(self) -> Rank:
+        self.ranks.append(Rank(self))
+        return self.ranks[-1]
+
+
+class Job:
+    """`count` agents in one process, one rank at each unless a test makes more."""
+
+    def __init__(self, count: int, window_bytes: int) -> None:
+        self.loop = TurnedLoop()
+        self.store = Store()
+        self.agents = [Agent(self.loop, number) for number in range(count)]
+        nodes = [NodeAt(each.network.me, (each.address,), (each.number,)) for each in self.agents]
+        for each in self.agents:
+            self.store.reads.append(Counter())
+            read = lambda number=each.number: self.store.reader(number)  # noqa: E731
+            services = each.network, each.bulk, self.loop.later, self.loop.post, read
+            each.restore = Restore(
+                *(IDENTITY, manifest(FRAMES), 1, None, read, each.bulk, self.loop.later, self.loop.post, window_bytes),
+                fan=FanOut(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services),
+            )
+
+    def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:
+        """A rank at each of these nodes (at all) asks for these frames."""
+        ranks = [each.rank() for each in self.agents if each.number in numbers or not numbers]
+        for rank in ranks:
+            rank.agent.restore.request(rank, frames)
+        return ranks
+
+    def until_restored(self, ranks: list[Rank]) -> None:
+        self.loop.until(lambda: all(rank.outcome for rank in ranks))
+        for rank in ranks:
+            assert rank.outcome["ok"], rank.outcome["message"]
+            assert rank.got == {frame: raw(frame) for frame in rank.got}
+
+    def reads(self) -> Counter[int]:
+        return sum(self.store.reads, Counter[int]())
+
+    def close(self) -> None:
+        for each in self.agents:
+            each.restore.close()
+            each.network.close()
+            each.bulk.close()
+            for rank in each.ranks:
+                rank.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    made = Job(*getattr(request, "param", (3, 16 * 4096)))
+    yield made
+    made.close()
+
+
+HOMES = homes(manifest(FRAMES).frames, 3)
+STATE_BYTES = FRAMES * FRAME_BYTES
+
+
+@pytest.mark.parametrize("job", [(2, 4096), (3, 3 * 4096), (5, 1 << 20)], indirect=True)
+def test_all_nodes_have_all_and_each_frame_is_read_once_through_a_window_of_any_size(job: Job) -> None:
+    ranks = job.restore()
+    job.until_restored(ranks)
+    assert all(len(rank.got) == FRAMES for rank in ranks)
+    assert job.reads() == Counter(range(FRAMES))
+    told = [rank.outcome["sources"] for rank in ranks]
+    assert [each["store"] + each["peer"] for each in told] == [STATE_BYTES] * len(ranks)
+    assert sum(each["store"] for each in told) == STATE_BYTES
+
+
+def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_nothing_twice(job: Job) -> None:
+    for numbers, frames in (((1,), range(50)), ((0, 2), range(30, 120)), ((1,), range(FRAMES)), ((), range(100))):
+        ranks = job.restore(*numbers, frames=frames)
+        job.until_restored(ranks)
+        assert all(set(rank.got) == set(frames) for rank in ranks)
+    assert job.reads() == Counter(range(FRAMES))
+
+
+def test_a_rank_that_asks_while_another_still_has_the_same_frames_gets_them_too(job: Job) -> None:
+    first = job.agents[0].rank()
+    first.deaf = True
+    mine = HOMES.of(1)[:10].tolist()
+    job.agents[0].restore.request(first, mine)
+    job.loop.until(lambda: first.regions)
+    (second,) = job.restore(0, frames=mine)
+    job.until_restored([second])
+    assert len(second.got) == 10
+    job.agents[0].restore.got(first, mine, [])
+    job.loop.until(lambda: first.outcome)
+    assert first.outcome["sources"] == second.outcome["sources"] == {"peer": 10 * FRAME_BYTES}
+    assert job.agents[0].heard.count("brought") < 5
+
+
+def test_a_home_without_memory_for_others_has_them_read_by_themselves(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fanout, "free_bytes", lambda: 1000)
+    ranks = job.restore()
+    job.until_restored(ranks)
+    assert job.reads() == Counter(3 * [*range(FRAMES)])
+    assert [rank.outcome["sources"] for rank in ranks] == [{"store": STATE_BYTES}] * 3
+
+
+def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fanout, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(fanout, "LOOK_S", 0.05)
+    job.agents[1].mute = True
+    ranks = job.restore(0, 2)
+    job.until_restored(ranks)
+    expected = Counter({frame: 2 if HOMES.nodes[frame] == 1 else 1 for frame in range(FRAMES)})
+    assert job.reads() == expected
+
+
+def test_a_home_that_comes_later_is_waited_for(job: Job) -> None:
+    job.agents[2].away = True
+    ranks = job.restore()
+    job.loop.until(lambda: job.agents[2].heard.count("bring") >= 4)
+    job.agents[2].away = False
+    job.until_restored(ranks)
+    assert job.reads() == Counter(range(FRAMES))
+
+
+def test_a_home_that_is_not_there_is_done_without(job: Job) -> None:
+    job.agents[1].network.close()
+    ranks = job.restore(0, 2)
+    job.until_restored(ranks)
+    assert {frame for frame, count in job.reads().items() if count == 2} == set(HOMES.of(1).tolist())
+
+
+def test_a_home_that_dies_after_it_has_said_what_it_has_is_done_without(job: Job) -> None:
+    """Its connections break before a byte was fetched: the window is full until then."""
+    first = job.agents[0].rank()
+    first.deaf = True
+    job.agents[0].restore.request(first, range(FRAMES))
+    job.loop.until(lambda: sum(job.store.reads[1].values()) and sum(job.store.reads[2].values()))
+    job.loop.until(lambda: len(first.regions) >= 2)
+    job.agents[1].network.close()
+    job.agents[1].restore.close()
+    (second,) = job.restore(0)
+    job.agents[0].restore.drop(first)
+    job.until_restored([second])
+    assert len(second.got) == FRAMES
+
+
+@pytest.mark.parametrize("job", [(3, 4096), (3, 16 * 4096)], indirect=True)
+def test_what_a_home_gives_wrong_is_read_by_whoever_wants_it_though_the_window_is_full(job: Job) -> None:
+    job.until_restored(job.restore(1))
+    fan = job.agents[1].restore.fan
+    assert fan is not None
+    region = fan.memory.arenas[0]
+    region.view[:] = bytes(region.bytes)
+    ranks = job.restore(0, 2)
+    job.until_restored(ranks)
+    assert all(len(rank.got) == FRAMES for rank in ranks)
+    assert job.reads() == Counter({frame: 3 if HOMES.nodes[frame] == 1 else 1 for frame in range(FRAMES)})
+
+
+def test_connections_that_end_while_all_read_are_made_anew_and_nothing_is_read_twice(job: Job) -> None:
+    passed, go_on = threading.Event(), threading.Event()
+    count = itertools.count()
+
+    def gate(node: int, frame: int) -> None:
+        if next(count) == 20:
+            passed.set()
+        assert not passed.is_set() or go_on.wait(30)
+
+    job.store.gate = gate
+    ranks = job.restore()
+    job.loop.until(passed.is_set)
+    for one, other in itertools.permutations(job.agents, 2):
+        channel = one.network.channel(other.network.me)
+        if channel is not None:
+            channel.close()
+            one.network.closed(channel, AgentError("cut by the test"))
+    go_on.set()
+    job.until_restored(ranks)
+    assert job.reads() == Counter(range(FRAMES))
+
+
+def test_what_a_home_cannot_read_each_node_tries_itself_and_a_fetch_fails_only_where_that_fails_too(job: Job) -> None:
+    bad = int(HOMES.of(1)[0])
+
+    def gate(node: int, frame: int) -> None:
+        if frame == bad and node != 2:
+            raise StorageError("not for you")
+
+    job.store.gate = gate
+    ranks = job.restore()
+    job.loop.until(lambda: all(rank.outcome for rank in ranks))
+    assert [rank.outcome["ok"] for rank in ranks] == [False, False, True]
+    assert len(ranks[2].got) == FRAMES
+    assert f"frame {bad}" in ranks[0].outcome["message"]
+    assert ranks[0].outcome["kind"] == "storage"
+
+
+def test_a_node_that_has_nothing_to_read_itself_knows_the_record_all_the_same(job: Job) -> None:
+    """The next save may refer to what it says."""
+    job.until_restored(job.restore(0, frames=HOMES.of(2)[:5].tolist()))
+    job.loop.until(lambda: job.agents[0].restore.record is not None)
+    assert not job.store.reads[0]
+
+
+def test_the_end_of_a_restore_leaves_no_memory_and_no_offer(job: Job) -> None:
+    job.until_restored(job.restore())
+    fans = [each.restore.fan for each in job.agents]
+    regions = [fan.memory.arenas[0] for fan in fans if fan is not None]
+    for each, region in zip(job.agents, regions, strict=True):
+        assert region.bytes <= STATE_BYTES // 3 + FRAME_BYTES + 4096
+        each.restore.close()
+        assert region.fd == -1
+        assert not each.network.transport._offers
+
+
+def test_malformed_and_foreign_requests_are_refused_and_change_nothing(job: Job) -> None:
+    fan = job.agents[0].restore.fan
+    assert fan is not None
+    connected: list[str] = []
+    job.agents[1].network.connect(NodeAt("agent-0", (job.agents[0].address,), ()), connected.append)
+    job.loop.until(lambda: connected)
+    job.loop.until(lambda: job.agents[0].network.channel("agent-1"))
+    channel = job.agents[0].network.channel("agent-1")
+    assert channel is not None
+    theirs = np.asarray(HOMES.of(1)[:1], "<u4").tobytes()
+    for blob in (b"x", theirs, np.asarray([FRAMES], "<u4").tobytes(), bytes(4 * FRAMES + 4)):
+        with pytest.raises(AgentError):
+            fan.bring(channel, Message({"t": "bring", "id": 1}, [], [blob]))
+    fan.brought(channel, Message({"t": "brought"}, [], [theirs, b""]))  # nobody has asked for it
+    job.until_restored(job.restore())
+    assert job.reads() == Counter(range(FRAMES))
