@@ -119,7 +119,7 @@ class Agent:
 
     def peer_closed(self, channel: Channel) -> None:
         assert self.restore.fan is not None
-        self.restore.fan.peer_closed(channel.peer)
+        self.restore.fan.source_gone(channel.peer)
 
     def rank(self) -> Rank:
         self.ranks.append(Rank(self))
