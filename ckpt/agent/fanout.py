@@ -44,7 +44,7 @@ AGAIN_S = 0.2  # until a home that has not come as far as to restore is asked ag
 TELL_S = 0.02  # what is read within so long is told of together
 TRIES = 6  # times that a home is asked again after a connection has ended
 FETCH_FRAMES = 16  # in one transfer
-FETCHES = 2  # at a time from one home
+FETCHES = 4  # at a time in all, where there are fewer homes; else one from each
 
 
 class FanOut:
@@ -77,6 +77,7 @@ class FanOut:
         self._bulk, self._open_record = bulk, open_record
         self._run_later, self._run_soon = later, post
         self._me = next(number for number, node in enumerate(nodes) if node.name == network.me)
+        self._at_once = max(1, FETCHES // max(1, len(nodes) - 1))
         self._number = {node.name: number for number, node in enumerate(nodes)}
         self._homes = homes(manifest.frames, len(nodes))
         self._lengths = manifest.frames["length"].astype(np.int64)
@@ -117,7 +118,7 @@ class FanOut:
     def pump(self) -> None:
         """Fetches what is ready, as far as the window has room."""
         for home, asked in list(self._asked.items()):
-            while not self._closed and asked.ready() is not None and len(self._fetches.get(home, ())) < FETCHES:
+            while not self._closed and asked.ready() is not None and len(self._fetches.get(home, ())) < self._at_once:
                 if not self._fetch(home, asked):
                     break
 
