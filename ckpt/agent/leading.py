@@ -1,0 +1,305 @@
+"""A job of several nodes, or with memory-only ones, as the agent of rank 0's node leads it: whom it asks what they hold
+before it begins, how what is found there is put together and served, and who hears what of it afterwards. Nothing of it
+happens in a job of one node."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ckpt.agent.facts import Store
+from ckpt.agent.fanout import FanOut
+from ckpt.agent.former import ask_former
+from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.holdings import Inventory, texts
+from ckpt.agent.jobs import Job
+from ckpt.agent.lenders import Lenders
+from ckpt.agent.loan import Terms
+from ckpt.agent.peerframes import PeerFrames, name_of
+from ckpt.agent.peers.transport import Frames
+from ckpt.agent.rebuilding import Made, Rebuilding
+from ckpt.agent.reprotecting import Reprotecting
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.start import Resolved, Start
+from ckpt.agent.starts import Starts
+from ckpt.agent.wire import Message
+from ckpt.errors import AgentError
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import NodeAt
+    from ckpt.agent.peers.channel import Channel
+    from ckpt.agent.peers.sockets import Address
+    from ckpt.store.lineage import Claim
+
+log = logging.getLogger("ckpt")
+
+CALL_AGAIN_S = 1.0  # after a connection to a node of a running job has broken
+CALLS_MAX = 3  # connections on which a node is told of a start
+
+
+class Leading(Starts):
+    """See Starts. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._offered: set[str] = set()  # names of the transfers that others may make from here
+        self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
+        self._services.lenders = self.lenders.there
+
+    # -- a start that is coordinated here
+
+    def _call_others(self, start: Start) -> None:
+        for node in start.nodes[1:]:
+            self._call(start, node)
+        self._call_lenders(start)
+
+    def _call_lenders(self, start: Start) -> None:
+        """A start does without the memory-only nodes that are not there."""
+
+        def answered(address: Address, answer: Message | None, error: str) -> None:
+            try:
+                if answer is not None:
+                    start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), str(answer.fields["name"]))
+            except Exception as exc:  # whatever it may have sent: a start waits for this
+                log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
+            start.silent.discard(str(address))
+
+        start.silent.update(map(str, start.lenders))
+        then = lambda *found: self._guard_start(start, lambda: answered(*found))  # noqa: E731
+        self.lenders.begin(start.lenders, start.launch, start.take_over, then)
+
+    def _ask_former(self, start: Start) -> None:
+        super()._ask_former(start)
+        if self.network is not None and start.nodes:
+            ask_former(self.network, start, lambda what: self._guard_start(start, what), self._server.later)
+
+    def _tend_lenders(self) -> None:
+        """A job whose ranks are all gone borrows nothing any more: another may."""
+        if self.lenders.lead and self.current is not None and self.current.group.all_gone:
+            self.lenders.say({"t": "idle"})
+            self.lenders.end()
+
+    def _free_lenders(self) -> None:
+        """Nobody comes back for what is kept of a job that came to its end, once all of it is in the store."""
+        job = self.current
+        newest = job.group.newest if job is not None and job.came_to_its_end else None
+        if job is not None and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+            self.lenders.say({"t": "drop", "epoch": str(job.epoch)})
+
+    def _lenders_changed(self) -> None:
+        """Copies may be had elsewhere now."""
+        if self.current is not None:
+            self.current.place_again()
+
+    def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
+        if named and job.claim is not None:
+            self.lenders.led(Terms(job.claim, job.options.codec, job.options.limits.bandwidth), named)
+
+    def _call(self, start: Start, node: NodeAt) -> None:
+        network = self.network
+        assert network is not None
+        start.silent.add(node.name)
+        tries = itertools.count(1)
+
+        def connect() -> None:
+            network.connect(node, lambda error: self._guard_start(start, lambda: connected(error)))
+
+        def connected(error: str) -> None:
+            if error:
+                raise AgentError(
+                    f"the agent of ranks {list(node.ranks)[:8]} cannot be reached from the node of rank 0 ({error}): "
+                    "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
+                )
+            fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
+            asked = network.channel(node.name)
+            network.ask(node.name, fields, (), lambda *found: self._guard_start(start, lambda: answered(asked, *found)))
+
+        def answered(asked: Channel | None, answer: Message | None, error: str) -> None:
+            if answer is None and network.channel(node.name) is not asked and next(tries) < CALLS_MAX:
+                connect()  # not refused: the connection has ended, as where both have dialled each other at once
+                return
+            if answer is None:
+                raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
+            start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
+            start.silent.discard(node.name)
+
+        connect()
+
+    def _gather(self, start: Start, identity: Identity) -> None:
+        """What nobody holds is made again from parity first; so is what turns out to be damaged where it lies."""
+        inventory = start.inventory
+
+        def failed(error: str) -> None:
+            start.resolving = False
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            start.failed[identity] = error
+            inventory.forget(identity)
+
+        def gathered(found: Gathered | None, error: str) -> None:
+            if found is not None:
+                start.resolving = False
+                start.gathered[identity] = found
+                return
+            if gathering.lacking is not None:
+                inventory.without(identity, gathering.lacking)
+            if gathering.lacking is not None and identity in inventory.complete():
+                log.warning("%s: %s; it is made again from parity", identity, error)
+                self._gather(start, identity)
+            else:
+                failed(error)
+
+        def then(found: Gathered | None, error: str) -> None:
+            self._guard_start(start, lambda: gathered(found, error))
+
+        def made(found: Made, error: str) -> None:
+            for rank, name in found.items():
+                inventory.made(identity, rank, "" if name == me else name)
+            if error:
+                failed(error)
+            else:
+                self._gather(start, identity)
+
+        missing, me = inventory.missing(identity), self.network.me if self.network is not None else ""
+        if missing:
+            by_rank = inventory.by_rank(identity)
+            holders = {rank: [name or me for name in names] for rank, names in by_rank.items()}
+            unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in missing}
+            nodes = [node.name for node in start.nodes] or [me]
+            at = {rank: [name for name in nodes if name not in unfit[rank]] for rank in missing}
+            ended = lambda found, error: self._guard_start(start, lambda: made(found, error))  # noqa: E731
+            givers = [*start.nodes, *self._others_that_hold(start)] if start.nodes else []
+            Rebuilding(self.parities, givers, identity, holders, at, ended, me).begin()
+            return
+        arenas = self._arenas_of(identity)
+        gathering = Gathering(self.network, self._bulk, identity, inventory.by_rank(identity), arenas, then)
+        gathering.begin()
+
+    def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
+        """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
+        return [*self.lenders.nodes(), *(start.former if start is not None else ())]
+
+    def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
+        places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
+        if network is None or not start.nodes:
+            return None
+        for rank, names in places.holders.items():
+            frames = places.frames(rank, manifest)
+            for name in names:
+                if not name:
+                    self._serve(places.identity, rank, frames)
+                    continue
+                fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
+                network.tell(name, fields, [frames.encode()])
+        nodes = [*start.nodes, *self._others_that_hold(start)]
+        return PeerFrames(places, manifest, network, nodes, self._server.post)
+
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
+        if self.network is None or len(start.nodes) < 2:
+            return None
+        identity, records = chosen.candidate.identity, chosen.candidate.records
+        services = self.network, self._bulk, self._server.later, self._server.post
+        read = lambda: self._store.reader(records)  # noqa: E731
+        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read)
+
+    def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
+        """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
+        arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
+        if arena is None or self.network is None:
+            raise AgentError(f"rank {rank} of {identity} is not held here")
+        if name not in self._offered:
+            self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes), urgent=True)
+            self._offered.add(name)
+
+    def _end_serving(self, identity: Identity) -> None:
+        if self.network is None:
+            return
+        for name in [name for name in self._offered if name.startswith(f"{identity}/")]:
+            self.network.transport.withdraw(name)
+            self._offered.discard(name)
+        job = self.current
+        for node in job.nodes[1:] if job is not None else ():
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+        for node in self._others_that_hold(self._start):
+            self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
+
+    def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
+        fields = {
+            "t": "claimed",
+            "epoch": str(job.epoch),
+            "parent": str(claim.parent) if claim.parent is not None else None,
+            "ancestors": texts(claim),
+            "launch": claim.launch,
+        }
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, fields)
+        self._lead_lenders(job, self.lenders.wanted)
+
+    def _tell_others_to_forget(self, job: Job) -> None:
+        self._forget(job.epoch)
+        for node in job.nodes[1:]:
+            if self.network is not None:
+                self.network.tell(node.name, {"t": "forget", "epoch": str(job.epoch)})
+        if job.group.safe is not None or job.group.committed_tick is not None:  # else it may be all that survives us
+            self.lenders.say({"t": "forget", "epoch": str(job.epoch)})
+
+    def _forget(self, before: Epoch) -> None:
+        """A newer checkpoint is complete than what former epochs left here."""
+        self.newest_elsewhere = max(self.newest_elsewhere, before)
+        self.copies.epochs_before(before)
+        for each in self.followings:
+            each.over = each.over or each.epoch < before
+
+    # -- what a job goes on from, and has lost copies of
+
+    def _restored(self, peer: Peer, message: Message) -> None:
+        start = self._start
+        super()._restored(peer, message)
+        job, network = self.current, self.network
+        identity = job.claim.parent if job is not None and job.claim is not None else None
+        if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
+            return
+        sizes = {rank: arena.bytes for rank, arena in self._arenas_of(identity).items()}
+        holders = {rank: [network.me] for rank in sizes}
+        if identity in start.gathered:
+            places = start.gathered[identity].places
+            sizes = places.sizes
+            holders = {rank: [name or network.me for name in names] for rank, names in places.holders.items()}
+        losses = job.protection.losses if job.protection is not None else 0
+        intact = start.inventory.protected(identity, losses)
+        holders = {rank: names for rank, names in holders.items() if rank not in intact}
+        services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, holders, sizes
+        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit)
+
+    def _tend_protection(self) -> None:
+        """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
+        for job in [job for job in self._jobs() if job.reprotecting is not None]:
+            assert job.reprotecting is not None
+            group, protection = job.group, job.protection
+            if job is not self.current or group.outdoes_former or group.all_gone or group.superseded_by:
+                job.reprotecting.end()
+                job.reprotecting = None
+            elif job.reprotecting.is_due and protection is not None and protection.losses and job.plan:
+                job.reprotecting.tend(job.lends(), protection.losses)
+
+    def _givers_told(self, start: Start, gathered: Gathered) -> list[list[Any]]:
+        """Where those are that hold some of it and have no part in the job."""
+        names = {name for held in gathered.places.holders.values() for name in held}
+        givers = [node for node in self._others_that_hold(start) if node.name in names]
+        return [[node.name, [str(address) for address in node.addresses]] for node in givers]
+
+    def _call_again(self, name: str) -> None:
+        """As long as a job that is coordinated here has ranks there."""
+        network, job = self.network, self.current
+        if network is None or job is None or job.group.all_gone or network.channel(name) is not None:
+            return
+        node: NodeAt | None = next((each for each in job.nodes if each.name == name), None)
+        if node is not None:
+            again = lambda error: self._server.later(CALL_AGAIN_S, lambda: self._call_again(name)) if error else None  # noqa: E731
+            network.connect(node, again)
