@@ -29,7 +29,7 @@ LEAKS = {
     "a pidfd": "def test_x():\n    os.pidfd_open(os.getpid())\n",
     "a pipe": "def test_x():\n    os.pipe()\n",
     "a child": "KEEP = []\ndef test_x():\n    KEEP.append(subprocess.Popen(['sleep', '60']))\n",
-    "an agent": "def test_x():\n    subprocess.run('setsid sleep 60 >/dev/null 2>&1 &', shell=True)\n",
+    "an agent": "def test_x():\n    subprocess.run('setsid sleep 60 >/dev/null 2>&1 & sleep 0.5', shell=True)\n",
 }
 
 
