@@ -245,7 +245,7 @@ class Carrier:
         if plan is None:
             self.group.unplannable(version, f"the memory for it cannot be planned: {error}")
             return
-        slots = self._place(division, plan)
+        slots = self._place(division, plan.slots)
         if slots != plan.slots:
             plan = replace(plan, slots=slots)
         if not self.group.planned(version, division.id, division.arena_bytes, plan.slots):
@@ -266,33 +266,26 @@ class Carrier:
             }
             self.ranks.send(rank, fields, division.plans[rank])
 
-    def _place(self, division: Division, plan: memory.MemoryPlan) -> int:
-        """Decides which nodes keep copies of whose snapshots; how many slots that leaves."""
+    def _place(self, division: Division, slots: int, fixed: int | None = None) -> int:
+        """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `fixed`: as many
+        are in use already."""
         nodes, protection = self.ranks, self.protection
         if protection is None or not isinstance(nodes, Nodes):
-            return plan.slots
-        before = protection.table()
-        slots = protection.place(nodes.by_name(dict(enumerate(division.arena_bytes))), nodes.plans_by_name())
-        self._placed(protection, before)
-        return slots
-
-    def place_again(self) -> None:
-        """A memory-only node has come or gone: who keeps copies is decided anew, for the slots that there are."""
-        nodes, protection, division = self.ranks, self.protection, self._division
-        if protection is None or division is None or not isinstance(nodes, Nodes) or not self.group.slots_in_use:
-            return
-        before, slots = protection.table(), self.group.slots_in_use
-        sizes = nodes.by_name(dict(enumerate(division.arena_bytes)))
-        protection.place(sizes, nodes.plans_by_name(), slots)
-        self._placed(protection, before)
-
-    def _placed(self, protection: Protection, before: dict[str, Any]) -> None:
+            return slots
+        before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
+        slots = protection.place(sizes, nodes.plans_by_name(), fixed)
         self.group.replicates = protection.protects
         if self.learning is not None and self.learning.peers != protection.protects:
             self.learning.peers = protection.protects
             self.follow_learning()
         if protection.table() != before:
             self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
+        return slots
+
+    def place_again(self) -> None:
+        """Whom copies may be had at is news: who keeps them is decided anew, for the slots that there are."""
+        if self._division is not None and self.group.slots_in_use:
+            self._place(self._division, self.group.slots_in_use, self.group.slots_in_use)
 
     def _replicate(self, slot: int, identity: Identity) -> None:
         protection = self.protection

@@ -53,7 +53,6 @@ def ask_former(
 ) -> None:
     """Asks what they hold, unless the newest epoch lies in the memory of those that take part. `start.former`: those
     that answer in time. `guard`: runs what follows while that start is under way."""
-    start.asked_former = True
     view, complete = start.view, start.inventory.complete()
     if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
         return

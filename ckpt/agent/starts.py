@@ -516,8 +516,8 @@ class Starts:
             if not former.ended_in_order:
                 lost = {node.name for node in former.nodes} - {node.name for node in start.nodes}
                 learning.failed(Failure.NODE if lost else Failure.PROCESS)
-                memory: Literal["local", "peer"] = "peer" if lost else "local"
-                learning.recovered("store" if record is not None else memory, now_s - gone_s)
+                near: Literal["local", "peer"] = "peer" if lost else "local"
+                learning.recovered("store" if record is not None else near, now_s - gone_s)
         elif former is None and record is not None and ABOUT in record.about:
             recalled = recall(record.about[ABOUT])
             learning.inherit(recalled.known)
