@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from ckpt.agent import memory
-from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.fetch import Restore, Window
 from ckpt.errors import AgentError, StorageError
@@ -21,6 +19,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import FRAME, Manifest
 from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.receiver import Rank
 
 FRAME_BYTES = 1000
 IDENTITY = Identity(Epoch(1, "0" * 16), Tick(5))
@@ -60,32 +59,6 @@ class Source:
     manifest: Manifest
 
 
-class Rank:
-    """Copies and acknowledges what it is sent."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.regions: dict[int, Arena] = {}
-        self.got: dict[int, bytes] = {}
-        self.outcome: dict[str, Any] | None = None
-        self.deaf = False
-
-    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-        if fields["t"] == "region":
-            self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
-        elif fields["t"] == "frames" and not self.deaf:
-            for frame, region, offset, length in fields["at"]:
-                self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
-            done = [each[0] for each in fields["at"]]
-            self.loop.post(lambda: self.loop.restore.got(self, done, []))
-        elif fields["t"] == "fetched":
-            self.outcome = fields
-
-    def close(self) -> None:
-        for arena in self.regions.values():
-            arena.close()
-
-
 class Loop:
     """The agent's main thread, run by the test."""
 
@@ -104,7 +77,7 @@ class Loop:
             self.posted.get(timeout=30)()
 
     def rank(self) -> Rank:
-        self.ranks.append(Rank(self))
+        self.ranks.append(Rank(self.post, self))
         return self.ranks[-1]
 
     def begin(self, count: int, reader: Reader | None, world: int = 1, window_bytes: int = 1 << 20) -> Restore:

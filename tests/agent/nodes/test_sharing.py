@@ -4,7 +4,6 @@ costs a read of the store and nothing else, memory is bounded, and the end of a 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from ckpt.agent import fanout
-from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Restore
@@ -26,6 +24,7 @@ from ckpt.errors import AgentError, StorageError
 from ckpt.plan.homes import homes
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.peers.loop import TurnedLoop
+from tests.agent.receiver import Rank
 from tests.agent.test_fetch import FRAME_BYTES, Source, manifest, raw
 
 EPOCH = Epoch(2, "0" * 16)
@@ -59,32 +58,6 @@ class Store:
                     deliver(frame)
 
         return Reader()
-
-
-class Rank:
-    """Copies and acknowledges what it is sent. `deaf`: not yet."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-        self.regions: dict[int, Arena] = {}
-        self.got: dict[int, bytes] = {}
-        self.outcome: dict[str, Any] = {}
-        self.deaf = False
-
-    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
-        if fields["t"] == "region":
-            self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
-        elif fields["t"] == "frames" and not self.deaf:
-            for frame, region, offset, length in fields["at"]:
-                self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
-            done = [each[0] for each in fields["at"]]
-            self.agent.loop.post(lambda: self.agent.restore.got(self, done, []))
-        elif fields["t"] == "fetched":
-            self.outcome = fields
-
-    def close(self) -> None:
-        for arena in self.regions.values():
-            arena.close()
 
 
 class Agent:
@@ -122,7 +95,7 @@ class Agent:
         self.restore.fan.source_gone(channel.peer)
 
     def rank(self) -> Rank:
-        self.ranks.append(Rank(self))
+        self.ranks.append(Rank(self.loop.post, self))
         return self.ranks[-1]
 
 
@@ -147,7 +120,7 @@ class Job:
         """A rank at each of these nodes (at all) asks for these frames."""
         ranks = [each.rank() for each in self.agents if each.number in numbers or not numbers]
         for rank in ranks:
-            rank.agent.restore.request(rank, frames)
+            rank.owner.restore.request(rank, frames)
         return ranks
 
     def until_restored(self, ranks: list[Rank]) -> None:

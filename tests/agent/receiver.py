@@ -1,0 +1,36 @@
+"""A rank that is given a checkpoint's frames, as its agent sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.agent.arena import Arena
+
+
+class Rank:
+    """Copies what it is sent, and acknowledges it to the `restore` of its agent, `owner`, on whose main thread `post`
+    runs what it is given. `deaf`: it does not, yet. `outcome`: what it was told in the end."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], owner: Any) -> None:
+        self._post, self.owner = post, owner
+        self.regions: dict[int, Arena] = {}
+        self.got: dict[int, bytes] = {}
+        self.outcome: dict[str, Any] | None = None
+        self.deaf = False
+
+    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
+        if fields["t"] == "region":
+            self.regions[fields["region"]] = Arena.adopt(os.dup(next(iter(fds))))
+        elif fields["t"] == "frames" and not self.deaf:
+            for frame, region, offset, length in fields["at"]:
+                self.got[frame] = bytes(self.regions[region].view[offset : offset + length])
+            done = [each[0] for each in fields["at"]]
+            self._post(lambda: self.owner.restore.got(self, done, []))
+        elif fields["t"] == "fetched":
+            self.outcome = fields
+
+    def close(self) -> None:
+        for arena in self.regions.values():
+            arena.close()
