@@ -9,8 +9,9 @@ compared is kept alive, so that no new object can take an old one's identity, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from operator import attrgetter, eq, is_, itemgetter
+from dataclasses import dataclass
+from itertools import chain, compress
+from operator import attrgetter, eq, is_, itemgetter, not_
 from typing import Any
 
 import torch
@@ -73,19 +74,28 @@ class Watch:
 
 _OF: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.data_ptr,
-    torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
 )
+_DENSE = _OF.index(torch.Tensor.is_contiguous)
+
+Answers = list[list[Any]]  # by question, of up to _AT_ONCE tensors
 
 
-Geometry = list[list[list[Any]]]
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """`strides`: of those that are not contiguous. Shapes say those of the others, and cost less to ask for."""
+
+    answers: list[Answers]
+    strides: list[tuple[int, ...]]
 
 
 def geometry(tensors: Sequence[torch.Tensor]) -> Geometry:
     """Addresses, strides, shapes and dtypes of plain local tensors, _AT_ONCE tensors at a time."""
     with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_asked, _parts(tensors)))
+        answers = list(map(_asked, _parts(tensors)))
+        return Geometry(answers, _strides(tensors, answers))
 
 
 def same_geometry(tensors: Sequence[torch.Tensor], before: Geometry) -> bool:
@@ -93,12 +103,18 @@ def same_geometry(tensors: Sequence[torch.Tensor], before: Geometry) -> bool:
 
     Most of the time is spent waiting for memory: question by question over all tensors takes half as long again."""
     with torch._C.DisableTorchFunctionSubclass():
-        return all(map(eq, map(_asked, _parts(tensors)), before))
+        same = all(map(eq, map(_asked, _parts(tensors)), before.answers))
+        return same and _strides(tensors, before.answers) == before.strides
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
     return (tensors[at : at + _AT_ONCE] for at in range(0, len(tensors), _AT_ONCE))
 
 
-def _asked(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+def _asked(tensors: Sequence[torch.Tensor]) -> Answers:
     return [list(map(of, tensors)) for of in _OF]
+
+
+def _strides(tensors: Sequence[torch.Tensor], answers: Sequence[Answers]) -> list[tuple[int, ...]]:
+    parts = ((part, asked[_DENSE]) for part, asked in zip(_parts(tensors), answers, strict=False))
+    return [tensor.stride() for part, dense in parts if False in dense for tensor in compress(part, map(not_, dense))]

@@ -358,6 +358,17 @@ def test_a_change_of_structure_or_storage_is_noticed(change: Any) -> None:
     assert not walker.changed()
 
 
+def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
+    memory = torch.arange(16.0)
+    model = nn.Module()
+    model.part = nn.Parameter(memory.as_strided((2, 2), (4, 1)))
+    walker = rt.walker_of({"model": model})
+    walker.walk()
+    assert not walker.changed()
+    model.part.data = memory.as_strided((2, 2), (5, 1))
+    assert walker.changed()
+
+
 def test_other_objects_under_the_same_keys_are_noticed() -> None:
     state = job()
     walker = rt.walker_of(state)
