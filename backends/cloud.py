@@ -72,7 +72,12 @@ _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
 )
 _BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter is what obstore makes of a 206
-_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")
+_STATUS = re.compile(r"status code: (\d{3})")
+# What became of one key of a bulk delete that was itself answered with 200.
+_NOT_DELETED = re.compile(
+    r"DeleteObjects request failed for key .*\(code: (\w+)\)|error response: .*<Code>(\w+)</Code>"
+)
+_CODES = {"AccessDenied": 403, "NoSuchKey": 404, "InternalError": 500, "SlowDown": 503, "ServiceUnavailable": 503}
 
 
 def open_cloud(url: str, timeout_s: float = SMALL_TIMEOUT_S) -> CloudBackend:
@@ -315,6 +320,10 @@ class CloudBackend:
             yield
         except (BaseError, FileNotFoundError, OSError, ValueError) as exc:
             raise self._error(what, exc) from exc
+        except BaseException as exc:
+            if type(exc).__name__ != "PanicException":  # of Rust: no Exception, and no module has its name
+                raise
+            raise StorageError(f"{self.url}: {what}: the store's reply makes no sense to obstore: {exc}") from exc
         self._is_known |= asks
 
     def _error(self, what: str, exc: Exception) -> CkptError:
@@ -333,7 +342,9 @@ class CloudBackend:
                 "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
             )
         if status := _STATUS.search(text):
-            return self._failed(what, int(status[1] or status[2]), said)
+            return self._failed(what, int(status[1]), said)
+        if code := _NOT_DELETED.search(said):
+            return self._failed(what, _CODES.get(code[1] or code[2], 400), said)
         if isinstance(exc, AlreadyExistsError):
             return AlreadyExists(f"{self.url}: {what}: it is there already")
         if isinstance(exc, FileNotFoundError):

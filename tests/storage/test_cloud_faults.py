@@ -121,6 +121,51 @@ def test_a_refusal_has_its_class_and_says_what_to_do(
         assert "Debug source" not in str(caught.value)
 
 
+def not_deleted(key: str, code: str) -> str:
+    """The reply to a bulk delete that has left one key."""
+    error = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>"
+    return f"<DeleteResult>{error}</DeleteResult>"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("AccessDenied", AccessDenied),
+        ("InternalError", TransientError),
+        ("SlowDown", TransientError),
+        ("InvalidRequest", StorageError),
+        ("ExpiredToken", AccessDenied),
+    ],
+)
+def test_a_key_that_a_bulk_delete_left_has_the_class_of_its_code(
+    server: TinyS3, cloud: CloudBackend, code: str, expected: type[StorageError]
+) -> None:
+    server.body = (
+        f"<DeleteResult><Error><Key>run/k</Key><Code>{code}</Code><Message>no</Message></Error></DeleteResult>"
+    )
+    server.plan = [("POST", 200)]
+    with pytest.raises(expected) as caught:
+        cloud.delete(["k", "l"])
+    assert type(caught.value) is expected
+
+
+def test_a_key_that_a_bulk_delete_did_not_find_is_gone(server: TinyS3, cloud: CloudBackend) -> None:
+    server.body = (
+        "<DeleteResult><Error><Key>run/k</Key><Code>NoSuchKey</Code><Message>no</Message></Error></DeleteResult>"
+    )
+    server.plan = [("POST", 200)]
+    cloud.put("l", [b"x"])
+    cloud.delete(["k", "l"])
+    assert server.objects == {}
+
+
+def test_a_reply_that_obstore_panics_at_is_an_error_like_any_other(server: TinyS3, cloud: CloudBackend) -> None:
+    server.body = not_deleted("elsewhere", "AccessDenied")
+    server.plan = [("POST", 200)]
+    with pytest.raises(StorageError, match="delete 1 objects"):
+        cloud.delete(["k"])
+
+
 def test_the_stack_tries_again_until_the_server_is_well(server: TinyS3) -> None:
     store = storage.open(URL, settings=replace(settings.read(), retry_s=60.0))
     server.plan = [("PUT", 503), ("PUT", RESET), ("PUT", LOST_REPLY), ("GET", 500), ("GET", CUT)]

@@ -10,6 +10,7 @@ out. `gate(key)` is called before any of them is.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import urllib.parse
@@ -114,6 +115,13 @@ class _Handler(FaultyHandler):
         elif self.command == "POST" and upload:
             objects[self.key] = b"".join(part for _, part in sorted(uploads.pop(upload).items()))
             self._reply(200, b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>")
+            return
+        elif self.command == "POST" and "delete" in self.query:
+            keys = re.findall(r"<Key>([^<]*)</Key>", data.decode())
+            for key in keys:
+                objects.pop(key, None)
+            done = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            self._reply(200, f"<DeleteResult>{done}</DeleteResult>".encode())
             return
         elif self.command == "DELETE" and upload:
             uploads.pop(upload, None)
