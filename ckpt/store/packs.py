@@ -68,6 +68,7 @@ class Packs:
     ) -> None:
         self._backend, self._frames, self._frame, self._key = backend, frames, frame, key
         self._codec, self._pack_bytes, self._pace, self._cancel = codec, pack_bytes, pace, cancel
+        self._staged: list[tuple[int, int, int]] = frames[["length", "hash_hi", "hash_lo"]].tolist()
         self._places: Array = np.zeros(len(frames), PLACE)
         self._failed = threading.Event()
         self._encoders = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0))))
@@ -124,29 +125,30 @@ class Packs:
 
     def _slices(self, number: int, group: Indices) -> list[Buffer]:
         """The frames' own memory; the alignment between two of them is part of the slice."""
-        slices = _Slices()
+        slices, places = _Slices(), []
         for i in group.tolist():
             raw = self._checked_frame(i)
-            self._places[i] = (number, slices.add(raw), raw.nbytes, Codec.RAW)
+            places.append((number, slices.add(raw), raw.nbytes, Codec.RAW))
+        self._places[group] = places
         return slices.chunks
 
     def _encoded(self, number: int, group: Indices, bench: _Bench) -> list[Buffer]:
-        frames, at = self._frames, 0
-        room = bench.room(bytes_of(frames[group]))
-        for i in group.tolist():
+        frames, at, places = self._frames[group], 0, []
+        room = bench.room(bytes_of(frames))
+        for i, dtype in zip(group.tolist(), frames["dtype"].tolist(), strict=True):
             raw = self._checked_frame(i)
-            codec, data = codecs.encode(self._codec, int(frames["dtype"][i]), raw, bench.scratch)
+            codec, data = codecs.encode(self._codec, dtype, raw, bench.scratch)
             length = memoryview(data).nbytes
             room[at : at + length] = memoryview(data).cast("B")
-            self._places[i] = (number, at, length, codec)
+            places.append((number, at, length, codec))
             at += length
+        self._places[group] = places
         return [room[:at]]
 
     def _checked_frame(self, i: int) -> memoryview:
         self._check()
         raw = self._frame(i).cast("B")
-        frame = self._frames[i]
-        if (raw.nbytes, *frame_hash(raw)) != (int(frame["length"]), int(frame["hash_hi"]), int(frame["hash_lo"])):
+        if (raw.nbytes, *frame_hash(raw)) != self._staged[i]:
             raise SaveFailed(f"frame {i} has changed in memory since it was staged")
         return raw
 
