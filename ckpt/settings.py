@@ -5,6 +5,7 @@ Cloud credentials are not here: the storage libraries read their own usual varia
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ HEARTBEAT_S_MIN = 0.01  # each beat is a put
 NOTICES = ("auto", "given", "off")
 SIGNALS = ("on", "off")
 SIGNALS_S_MIN = 0.01
+NO_RUN = "none"  # torchrun's run id where --rdzv-id is not given
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +169,29 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _process_name() -> str:
-    """Of this process alone: in containers many are process 1, and one that is started again is another start."""
-    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since the boot
-    return f"{os.uname().nodename}-pid-{os.getpid()}-{began}"
+def _process_name(pid: int) -> str:
+    """Of that process alone: in containers many are process 1, and one that is started again is another start."""
+    began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks since the boot
+    return f"{os.uname().nodename}-pid-{pid}-{began}"
+
+
+def _launch(env: Mapping[str, str]) -> str:
+    """The launch id. torchrun that was given no run id calls it "none", which is that of any other job as well: then
+    it is named by torchrun's own process, our parent, which restarts of its workers have in common."""
+    run = env.get("TORCHELASTIC_RUN_ID")
+    named = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or (run if run != NO_RUN else "")
+    if named:
+        return named
+    if run == NO_RUN:
+        with contextlib.suppress(OSError):  # it is gone, or hidden from us
+            return _process_name(os.getppid())
+    return _process_name(os.getpid())
 
 
 def read(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process. Errors: UsageError names the variable that does not parse."""
     env = os.environ if env is None else env
     runtime = env.get("CKPT_RUNTIME_DIR") or os.path.join(env.get("XDG_RUNTIME_DIR") or "/tmp", f"ckpt-{os.getuid()}")
-    launch = env.get("CKPT_LAUNCH") or env.get("SLURM_JOB_ID") or env.get("TORCHELASTIC_RUN_ID") or _process_name()
     log = env.get("CKPT_AGENT_LOG")
     redirect = env.get("CKPT_REDIRECT")
     secret_file = env.get("CKPT_SECRET_FILE")
@@ -186,7 +200,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
-        launch=launch[:200],
+        launch=_launch(env)[:200],
         linger_s=_number(env, "CKPT_LINGER_S", 300.0),
         heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0, HEARTBEAT_S_MIN),
         agent_log=_absolute(log) if log else None,

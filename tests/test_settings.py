@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,44 @@ def test_without_a_launcher_a_start_is_named_by_its_process_and_not_by_a_number_
     assert said[1] == said[2], "it is the same as long as the process lives"
     assert said[1].startswith(f"{os.uname().nodename}-pid-{said[0]}-")
     assert float(said[1].rpartition("-")[2]) > 0
+
+
+def test_a_launch_is_named_by_whoever_gave_it_a_name() -> None:
+    named = {"CKPT_LAUNCH": "mine", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "run"}
+    assert read(named).launch == "mine"
+    assert read({**named, "CKPT_LAUNCH": ""}).launch == "7"
+    assert read({"TORCHELASTIC_RUN_ID": "run"}).launch == "run"
+
+
+def test_a_run_id_that_every_torchrun_has_names_no_launch_and_its_process_does() -> None:
+    found = read({"TORCHELASTIC_RUN_ID": "none"}).launch
+    assert found.startswith(f"{os.uname().nodename}-pid-{os.getppid()}-"), "torchrun is the parent of its workers"
+    assert read({"TORCHELASTIC_RUN_ID": "none", "CKPT_LAUNCH": "none"}).launch == "none", "who says so means it"
+
+
+@pytest.mark.torchrun
+def test_restarts_by_one_torchrun_without_a_run_id_are_one_launch_and_another_torchrun_is_another(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "from ckpt.settings import read\n"
+        "print(os.environ['TORCHELASTIC_RUN_ID'], read().launch, flush=True)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    said = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        command += ["--max-restarts=1", str(script)]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        said.append([line.split() for line in done.stdout.splitlines() if line.startswith("none ")])
+    assert [len(lines) for lines in said] == [2, 2]
+    assert [len({launch for _, launch in lines}) for lines in said] == [1, 1]
+    assert said[0] != said[1]
 
 
 def test_files_that_lead_to_the_store_are_absolute_since_the_agent_works_in_another_folder(
