@@ -261,7 +261,7 @@ class Following:
             if body["t"] == "reply":
                 fds = self.ranks.welcome(rank, here.peer)
                 self._tell_notices()
-        elif body.get("t") == "end":
+        if body.get("by_s") is not None:  # as it travels: so long from now
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
 

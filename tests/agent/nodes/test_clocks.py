@@ -1,0 +1,97 @@
+"""The monotonic clocks of two hosts have nothing to do with each other: until when is said in seconds from now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.following import Following
+from ckpt.agent.memory import Taken
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.remote import RemotePeer
+from ckpt.agent.server import Peer, Server
+from ckpt.agent.storeside import StoreSide
+from ckpt.agent.wire import Message
+from tests.agent.nodes.staged import EPOCH, Net
+
+HERE_S, THERE_S = 50_000.0, 90.0  # how long each host has been up
+NODES = (NodeAt("a", (), (0,)), NodeAt("b", (), (1,)))
+
+
+class Rank:
+    """The connection of rank 1 to the agent of its own node."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+
+    def send(self, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
+        self.heard.append(fields)
+
+    def watch_death(self) -> None:
+        pass
+
+    forget = lose = watch_death
+
+
+class Quiet:
+    """A server on which nothing happens by itself."""
+
+    def later(self, delay_s: float, what: Any) -> None:
+        pass
+
+
+class Led(Net):
+    def channel(self, name: str) -> object:
+        return self
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+@pytest.fixture
+def there(rank: Rank) -> Iterator[Following]:
+    """The second node's part of the job."""
+    net, server, nothing = cast(Network, Led("b")), cast(Server, Quiet()), cast(Any, None)
+    made = Following(
+        *(EPOCH, 2, NODES, net, server, cast(Bulk, nothing), cast(StoreSide, nothing)),
+        *(lambda epoch: Taken(), lambda identity: {}),
+    )
+    made.join(cast(Peer, rank), Message({"t": "join", "rank": 1, "resume": False, "arenas": [], "id": 1}, [], []))
+    yield made
+    made.drop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"t": "reply", "id": 7, "leave": True, "by_s": HERE_S + 30.0},
+        {"t": "end", "why": "", "wait": True, "by_s": HERE_S + 30.0},
+    ],
+)
+def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
+    body: dict[str, Any], there: Following, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    monkeypatch.setattr(time, "monotonic", lambda: HERE_S)
+    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1).send(body)
+    ((name, told),) = net.told
+    assert name == "b"
+    monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
+    there.led(cast(Channel, None), Message(told, [], []))
+    assert rank.heard == [{**body, "by_s": THERE_S + 30.0}]
+
+
+def test_a_rank_that_is_to_go_on_is_told_no_time(there: Following, rank: Rank) -> None:
+    net = Net()
+    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1).reply(7, {"leave": False, "by_s": None})
+    there.led(cast(Channel, None), Message(net.told[0][1], [], []))
+    assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "by_s": None}]
