@@ -6,9 +6,7 @@ the agent's main thread; what takes long goes to a lane of `Bulk` and comes back
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
 import socket
 import time
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ckpt.agent import actions as do
-from ckpt.agent import memory
+from ckpt.agent import memory, outcome
 from ckpt.agent.account import Account
 from ckpt.agent.bulk import MESSAGE_MAX, Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, put_together
@@ -526,21 +524,11 @@ class Carrier:
             log.info("no heartbeat: %s", error)
 
     def _write_outcome(self, body: dict[str, Any]) -> None:
-        """Where a launcher finds it: torchrun, for one, does not pass a worker's exit code on. Here and now: whoever
-        waits for the answer may end the machine after it."""
         if self.outcome_path is None:
             return
-        tick = body["tick"]
-        identity = f"{self.epoch}-{tick}" if tick is not None else None
-        about = {"version": 1, "launch": self.launch, "identity": identity, "time_s": time.time()}
-        part = self.outcome_path.with_name(f".{self.outcome_path.name}.{os.getpid()}")
         try:
-            if self.outcome_path.exists() and not self.outcome_path.is_file():
-                raise FileExistsError("it is no regular file, and is not replaced")
-            part.write_text(json.dumps({**about, **body}) + "\n")
-            part.replace(self.outcome_path)
+            outcome.write(self.outcome_path, self.epoch, self.launch, body)
         except OSError as exc:
-            part.unlink(missing_ok=True)
             self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
 
     def _close(self, reason: str) -> None:

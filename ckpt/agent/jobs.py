@@ -197,7 +197,9 @@ class Job(Carrier):
             peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
             peer.lose()
             return
-        if self.group.members[rank].presence is not Presence.HERE or self.group.closed_in_store:
+        member = self.group.members[rank]
+        leaves = member.presence is Presence.LEFT and member.leave is not None  # its node's agent was started again
+        if not (member.presence is Presence.HERE or leaves) or self.group.closed_in_store:
             raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
         known = self._members.get(rank)
         if known is not None and known.pid != peer.pid:
@@ -260,7 +262,12 @@ class Job(Carrier):
                 group.wanted(Tick.parse(str(fields["tick"])))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
-                self._sent_away = self._sent_away or fields.get("outcome") == "notice"
+                if fields.get("outcome") == "notice":
+                    self._sent_away = True
+                    by_s = time.monotonic() + finite(fields.get("left_s") or 0.0, "leave: left_s")
+                    committed = fields.get("committed")
+                    why = str(fields.get("why") or "")[:1000]
+                    group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None)
                 group.leave(rank, (peer, int(fields["id"])), in_order)
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")

@@ -295,9 +295,9 @@ class Leading(Starts):
         return [[node.name, [str(address) for address in node.addresses]] for node in givers]
 
     def _call_again(self, name: str) -> None:
-        """As long as a job that is coordinated here has ranks there."""
+        """As long as a job that is coordinated here has ranks there, or is still being saved."""
         network, job = self.network, self.current
-        if network is None or job is None or job.group.all_gone or network.channel(name) is not None:
+        if network is None or job is None or not job.needed or network.channel(name) is not None:
             return
         node: NodeAt | None = next((each for each in job.nodes if each.name == name), None)
         if node is not None:

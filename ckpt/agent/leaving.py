@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.agent.actions import Answer, Emit, Outcome, Request, SetVerdict, Tell
 from ckpt.agent.facts import Facts, Presence, Round, State, Store, Why
+from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
 RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
@@ -40,6 +41,7 @@ OUTCOME_S = (
 EXTRA_TRIES = 3
 NOTICES_MAX = 100
 SIGNAL = "signal"  # the source of a notice that a rank's signal made
+FORMER = "a notice to an agent that has died"
 
 
 class Course(enum.Enum):
@@ -99,6 +101,7 @@ class Leaving(Facts):
         self._extra_alone = False  # no notice asks for it
         self._away: Tick | None = None  # the first complete one from that tick on is committed, whoever's turn it is
         self._report: Report | None = None
+        self._former_told = False  # ranks go since a former agent told them to, and that is reported
 
     # -- facts
 
@@ -125,6 +128,16 @@ class Leaving(Facts):
         self.notices.pop((source, key), None)
         self._due.discard((source, key))
         self._over.discard((source, key))
+
+    def sent_away(self, why: str, deadline_s: float, committed: Tick | None) -> None:
+        """A rank goes since it was told to: to leave, or to end by `why`. Where an agent said so that has died since,
+        this one reports what comes of it. `committed`: the newest that the rank knows to be in the store."""
+        if committed is not None:
+            self.committed_tick = max(committed, self.committed_tick or committed)
+        if self._leave_round or self._ended or self._former_told:
+            return
+        self._former_told = True
+        self._report = Report("ended" if why else "left", why, deadline_s, ())
 
     def ask_extra(self) -> None:
         """A failure is predicted: one checkpoint more, soon, and into the store. Nobody leaves by it."""
@@ -300,13 +313,13 @@ class Leaving(Facts):
             self._all_leave = len(round_.held) == self.world
             self._leave_round = round_.number
             self._out.append(SetVerdict(round_.number))
-            names = [(each.source, each.key) for each in self.notices.values() if each.certain]
+            sources = self._certain()
             by_s = self.deadline_s(now_s)
             if not (self._ended or self.is_lost_cause):
                 self._leave_by_s = by_s
-            if names and not self._ended:
+            if sources and not self._ended:
                 deadline_s = now_s if by_s is None else by_s
-                self._report = Report("left", "", deadline_s, self._texts(names))
+                self._report = Report("left", "", deadline_s, sources)
         for request in round_.held.values():
             self._answer_held(request, leave)
         round_.held.clear()
@@ -348,7 +361,7 @@ class Leaving(Facts):
         body = {
             "how": report.how,
             "why": report.why,
-            "notices": list(report.sources),
+            "notices": list(report.sources or self._certain() or (FORMER,)),
             "level": level,
             "tick": str(tick) if tick is not None else None,
             "step": tick.step if tick is not None else None,
@@ -357,7 +370,7 @@ class Leaving(Facts):
             "error": self.last_error,
         }
         self._out.append(Outcome(body))
-        self._out.append(Emit("notice.outcome", _outcome_text(body), True, body))
+        self._out.append(Emit("notice.outcome", text_of(body), True, body))
 
     # -- small steps
 
@@ -379,20 +392,8 @@ class Leaving(Facts):
     def _somebody_holds(self) -> bool:
         return any(s.round is not None and s.round.unjudged and s.round.held for s in self.slots)
 
+    def _certain(self) -> tuple[str, ...]:
+        return self._texts([(each.source, each.key) for each in self.notices.values() if each.certain])
+
     def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(f"{source} {key}"[:200] for source, key in sorted(names))
-
-
-def _outcome_text(body: dict[str, Any]) -> str:
-    what = {"left": "the job leaves", "ended": "the job was ended where it was", "stayed": "the deadline has passed"}
-    saved = {
-        "store": f"step {body['step']} is in the store",
-        "local": f"step {body['step']} is in this host's memory only; in the store is "
-        + (f"step {body['committed_step']}" if body["committed_step"] is not None else "nothing"),
-        "none": "nothing is saved",
-    }
-    why = f" ({body['why']})" if body["why"] else ""
-    return (
-        f"ckpt: {what[str(body['how'])]} by {', '.join(body['notices'])}{why}: {saved[str(body['level'])]}, "
-        f"{body['left_s']:.1f} s before the deadline"
-    )

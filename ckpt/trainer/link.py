@@ -14,6 +14,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage
 from ckpt.agent.listening import Sources
 from ckpt.collector import no_collecting
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.events import Event, Events
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.plan.layout import Declaration, Layout, Staging
@@ -230,11 +231,27 @@ class Link:
     def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> wire.Message:
         return self.connection.request(kind, fields, timeout_s=timeout_s)
 
-    def leave(self, outcome: str, timeout_s: float) -> wire.Message:
+    def leave(self, outcome: str, timeout_s: float, **more: Any) -> wire.Message:
         """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""
         with self._lock:
             self._closed = True
-        return self.connection.request("leave", {"outcome": outcome}, timeout_s=timeout_s)
+        return self.connection.request("leave", {"outcome": outcome, **more}, timeout_s=timeout_s)
+
+    def leave_saved(self, why: str, until_s: float, by_s: float) -> wire.Message:
+        """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged.
+        Where the agent dies meanwhile another one is started, is handed the arenas, and saves what is in them.
+        `why`: of an end; "" in order. `until_s`: how long to wait; `by_s`: the deadline; on the monotonic clock.
+        Errors: as `request`; AgentError too where no other agent is to be had."""
+        while True:
+            connection, now_s = self._connection, time.monotonic()
+            newest = self.levels.newest("store")
+            told = {"why": why, "left_s": by_s - now_s, "committed": str(newest) if newest is not None else None}
+            try:
+                return self.leave("notice", max(0.0, until_s - now_s), **told)
+            except AgentError as exc:
+                if (connection is not None and connection.is_open) or time.monotonic() >= until_s:
+                    raise  # it lives, and is too slow or refuses
+                self._find_agent(until_s, exc)
 
     def give_up(self) -> None:
         """Entering has failed: says so, and waits for nothing."""
@@ -343,6 +360,12 @@ class Link:
             return self._connection is not None and self._connection.is_open and not self._reconnecting
 
     @property
+    def has_agent(self) -> bool:
+        """Whether one is connected, though it may know nothing of this rank."""
+        connection = self._connection
+        return connection is not None and connection.is_open
+
+    @property
     def is_given_up(self) -> bool:
         """Whether none will be again."""
         return self._given_up or self._closed or self.superseded_by is not None
@@ -367,7 +390,8 @@ class Link:
             self.tasks.start("reconnect", self._reconnect)
 
     def _reconnect(self) -> None:
-        """One such thread at a time: two would take each other's place at the agent for ever."""
+        """One such thread at a time: two would take each other's place at the agent for ever. It ends where this rank
+        leaves."""
         self.quiet()
         self._in_vain += 1
         delay_s = 0.05 * 2 ** (self._in_vain - 1)
@@ -377,10 +401,7 @@ class Link:
             if self._closed or self.superseded_by is not None or self.tasks.stopping.is_set():
                 break
             try:
-                self.connect()
-                if self._listening is not None:  # where and as whom the other nodes know it
-                    self.connection.request("listen", self._listening)
-                self._join(resume=True)
+                self._rejoin()
             except (CkptError, OSError) as exc:
                 self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
                 self._drop_connection()
@@ -401,6 +422,34 @@ class Link:
         self.levels.fail_all("the agent could not be started again")
         if not self._closed:
             self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
+
+    def _rejoin(self) -> None:
+        self.connect()
+        if self._listening is not None:  # where and as whom the other nodes know it
+            self.connection.request("listen", self._listening)
+        self._join(resume=True)
+
+    def _find_agent(self, until_s: float, why: AgentError) -> None:
+        """Another one for a rank that leaves. Errors: AgentError where there is none by then; Superseded."""
+        text = f"ckpt: the agent is gone ({why}); starting it again, so that what is staged is saved"
+        self.events.emit("agent.lost", text, loud=True)
+        delay_s = 0.05
+        for _ in range(RECONNECT_TRIES):
+            try:
+                if not self._reconnecting:  # else that thread is about to see that this rank leaves
+                    if not self.is_back:
+                        self._rejoin()
+                        self.restarts += 1
+                    return
+            except Superseded:
+                raise
+            except (CkptError, OSError) as exc:
+                self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                self._drop_connection()
+            if time.monotonic() + delay_s >= until_s or self.tasks.stopping.wait(delay_s):
+                break
+            delay_s = min(10.0, 2 * delay_s)
+        raise AgentError("the agent is gone, and none could be started again before the end")
 
     # -- the end
 

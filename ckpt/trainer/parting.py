@@ -14,7 +14,11 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
+from ckpt.agent import outcome
+from ckpt.agent.client import places
+from ckpt.agent.leaving import FORMER
 from ckpt.errors import AgentError, CkptError, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.notices.notice import Notice, Word
@@ -27,6 +31,7 @@ NOTICE_CODE = 143
 RESERVE_S = 1.0  # before a deadline, for the interpreter to end
 AGAIN_S = 0.2  # until a notice is told again that no agent heard
 TELL_S = 10.0
+LEAST_S = 1.0  # an agent is waited for so long at least
 
 
 class Parting:
@@ -86,7 +91,7 @@ class Parting:
                 said = self._link.request("held", {"round": round_}, None).fields
             except AgentError:
                 if self._link.is_verdict(round_):
-                    return True, None
+                    return True, math.inf  # the deadline went with it
                 while not self._link.is_back:
                     if self._link.is_given_up:
                         return False, None
@@ -114,11 +119,48 @@ class Parting:
     def leave(self, outcome: str, until_s: float) -> CkptError | None:
         """Tells the agent, and waits for what is under way. What did not reach the store, if anything."""
         try:
-            said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
+            if outcome == "notice":
+                said = self._leave_saved("", until_s)
+            else:
+                said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
         except CkptError as exc:
             return exc if outcome != "normal" or not isinstance(exc, AgentError) else None
         error = said.get("error")
         return SaveFailed(str(error)) if outcome != "normal" and error else None
+
+    def _leave_saved(self, why: str, until_s: float) -> dict[str, Any]:
+        """What the agent answers. Where there is none any more rank 0 says what was saved, in its place."""
+        by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
+        try:
+            return self._link.leave_saved(why, max(until_s, time.monotonic() + LEAST_S), by_s).fields
+        except AgentError as exc:
+            if not self._link.has_agent:
+                self._write_outcome(why, by_s - time.monotonic(), exc)
+            raise
+
+    def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
+        terms, newest = self._link.terms, self._link.levels.newest("store")
+        if terms is None or terms.rank:
+            return
+        step = newest.step if newest is not None else None
+        body = {
+            "how": "ended" if why else "left",
+            "why": why,
+            "notices": sorted(f"signal {notice.key}" for notice in self._came) or [FORMER],
+            "level": "none" if newest is None else "store",
+            "tick": str(newest) if newest is not None else None,
+            "step": step,
+            "committed_step": step,
+            "left_s": round(left_s, 3),
+            "error": str(error),
+        }
+        try:
+            path = self._settings.outcome_file
+            path = path or places(self._link.url, self._settings).socket.with_suffix(".outcome.json")
+            outcome.write(path, terms.epoch, terms.launch, body)
+        except (OSError, CkptError) as exc:
+            self._events.emit("outcome.failed", f"ckpt: what was saved could not be written: {exc}", loud=True)
+        self._events.emit("notice.outcome", outcome.text_of(body), loud=True, **body)
 
     def end_threads(self) -> None:
         """Before their owner waits for them."""
@@ -202,7 +244,7 @@ class Parting:
     def _end_here(self, end: End) -> None:
         if end.wait and not self._restart_follows:
             with contextlib.suppress(CkptError):
-                self._link.leave("notice", max(0.0, self.leave_by_s - RESERVE_S - time.monotonic()))
+                self._leave_saved(end.why, self.leave_by_s - RESERVE_S)
         _end_process(end.why)
 
 

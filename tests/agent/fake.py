@@ -306,7 +306,8 @@ class FakeRank:
             return self.levels[str(tick), level][0]
 
     def leave(self, outcome: str = "normal") -> dict[str, Any]:
-        return self.request("leave", {"outcome": outcome}).fields
+        told = {"why": "", "left_s": 30.0, "committed": None} if outcome == "notice" else {}
+        return self.request("leave", {"outcome": outcome, **told}).fields
 
     def leave_at_once(self) -> None:
         """As who fails, and waits for nothing. Errors: AgentError always: there is no time for an answer."""

@@ -9,7 +9,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import Why
-from ckpt.agent.leaving import ATTEMPT_S, END_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Course, Standing
+from ckpt.agent.leaving import ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Course, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver
@@ -293,6 +293,44 @@ def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> Non
     early, late = driver.outcomes()
     assert (early["level"], early["committed_step"]) == ("local", None)
     assert (late["level"], late["committed_step"], late["left_s"]) == ("store", word.step, 0.5)
+
+
+def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Tick | None = None) -> None:
+    """To an agent that has told nobody to leave."""
+    for rank in ranks:
+        driver.group.sent_away(why, driver.now_s + 20.0, committed)
+        driver.group.leave(rank, ("leave", rank))
+        driver.decide()
+
+
+def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_sent_away() -> None:
+    driver = Warned()
+    driver.group.holds(1, Tick(7), False)
+    sent_away(driver, 0)
+    assert not driver.outcomes(), "it is to be committed first"
+    driver.warn(18.0, source=SIGNAL, key="SIGTERM")
+    driver.now_s += 3.0
+    driver.commit()
+    sent_away(driver, 1)
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", 7, 17.0)
+    assert body["notices"] == ["signal SIGTERM"]
+
+
+def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks_know_it() -> None:
+    driver = Warned()
+    sent_away(driver, 0, 1, why="rank 3 is gone", committed=Tick(5))
+    (body,) = driver.outcomes()
+    assert (body["how"], body["why"]) == ("ended", "rank 3 is gone")
+    assert (body["level"], body["step"], body["committed_step"]) == ("none", None, 5)
+    assert body["notices"] == [FORMER]
+
+
+def test_an_agent_that_sent_them_away_itself_reports_once() -> None:
+    driver, _ = leaving_in_20_s()
+    sent_away(driver, 0, 1)
+    driver.commit()
+    assert len(driver.outcomes()) == 1
 
 
 def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_store() -> None:

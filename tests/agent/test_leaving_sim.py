@@ -7,13 +7,16 @@ and what was taken back makes nobody leave. A schedule is one seed; `run(seed)` 
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.facts import Store
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.types import Tick
@@ -22,6 +25,7 @@ from tests.agent.test_group_sim import Rank, Sim
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
 DAY_S = 86400.0
+LEAD_S = 30.0
 RESTART_S = 12.0  # signalled ranks with a dead one among them are gone so soon: late and repeated words included
 
 
@@ -33,6 +37,7 @@ class Noticed(Sim):
         self.restarts = 0
         self.sizes: dict[int, tuple[int, ...]] = {}
         self.end_told = False
+        self.told: set[int] = set()  # ranks that were told to leave by a notice, or read that on the page
 
     # -- what happens
 
@@ -141,15 +146,17 @@ class Noticed(Sim):
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
-            if verdict and rank.seen == verdict and rank.blocked and rank.alive:  # told, or reads it on the page
+            holds = any(key[0] == "held" and key[1] == rank.number for key in self.unanswered)
+            if verdict and rank.seen == verdict and holds and rank.alive:  # it reads on the page what it was to be told
                 self.verdicts.setdefault(verdict, set()).add(True)
-                rank.waits_for, rank.left = None, True
+                self.told.add(rank.number)
+                rank.waits_for = functools.partial(self.leave, rank)
             rank.shows, rank.division, rank.seen = False, "", 0
             rank.warm.clear()
             for key in [k for k in self.unanswered if k[1] == rank.number]:
                 del self.unanswered[key]
-                if key[0] == "leave" and rank.alive:
-                    rank.left = True
+                if key[0] == "leave" and rank.alive and rank.number not in self.told:
+                    rank.left = True  # else it comes to the next agent with what it has staged
                 elif key[0] == "save":  # fails; at the end the rank tries again at the next tick, else it goes on
                     rank.waits_for, rank.blocked = None, False
                     self.after(1.5, self.proceed, rank)
@@ -159,6 +166,18 @@ class Noticed(Sim):
     def proceed(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
             super().proceed(rank)
+
+    def answer(self, request: Any, rank: Rank, body: Any) -> None:
+        is_heard = rank.alive and rank.blocked and not rank.left and request[3] == rank.connection
+        if is_heard and request[0] == "held" and body["leave"] and body["by_s"] is not None:
+            self.told.add(rank.number)
+        super().answer(request, rank, body)
+
+    def deliver(self, rank: Rank, request: Any, what: str, arg: Any) -> None:
+        is_heard = rank.alive and request[3] == rank.connection
+        if is_heard and what == "leave" and rank.number in self.told:
+            self.group.sent_away("", self.now_s + LEAD_S, None)
+        super().deliver(rank, request, what, arg)
 
     def rejoin(self, rank: Rank) -> None:
         super().rejoin(rank)
@@ -170,6 +189,13 @@ class Noticed(Sim):
             for told in self.standing.values():  # the listeners begin anew
                 self.group.warn(told)
             self.decide()
+
+    def left_saved(self) -> bool:
+        """Whether the newest that is whole in memory is in the store, where nothing kept it from there."""
+        newest = self.group.newest
+        if newest is None or newest.round is None or newest.round.store is Store.DONE:
+            return True
+        return bool(self.group.last_error) or any(not rank.alive for rank in self.ranks)
 
     def give_up_recovery(self) -> None:
         for number in self.sizes:
@@ -222,7 +248,9 @@ def run(seed: int) -> Noticed:
         assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
     if sim.verdict and not sim.broken:
         assert not any(r.alive and not r.left for r in sim.ranks)
+    if sim.told and not sim.broken:
         assert [each for each in sim.outcomes if each["how"] == "left"], "they left, and nobody said what was saved"
+        assert sim.left_saved(), "what they had all staged is not in the store"
     return sim
 
 

@@ -26,7 +26,8 @@ from tests.notices.fakes import serving
 from tests.notices.test_aws import SPOT, Ec2
 from tests.notices.test_azure import Azure, event
 from tests.notices.test_gcp import Engine
-from tests.session.runs import Ended, agent_status, run
+from tests.session.proxy import HELD, Proxy
+from tests.session.runs import URL, Ended, agent_status, kill_agent, run
 from tests.session.scripts import Line, Script, torchrun, train
 
 CODE = 143
@@ -191,6 +192,53 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     os.kill(script.process.pid, signal.SIGTERM)
     assert code_of(script) == CODE
     assert time.monotonic() - began_s < 2
+
+
+def test_an_agent_that_dies_before_the_last_commit_is_started_again_saves_it_and_says_so(
+    tmp_path: Path, store: Proxy
+) -> None:
+    script = train(tmp_path / "log", URL, ENDLESS, "--every", "1000000")
+    at_step(script)
+    store.fail(HELD, "PUT", "*.pack")
+    script.process.terminate()
+    store.wait_met("*.pack")
+    kill_agent(URL)
+    script.wait_for(lambda line: line.get("event") == "agent.lost")
+    store.heal()
+    assert code_of(script) == CODE
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["step"] == found["committed_step"] == max(line["step"] for line in script.lines() if "step" in line)
+    assert found["notices"] == ["signal SIGTERM"]
+    assert 0 < found["left_s"] < 30
+    again = train(tmp_path / "again", URL, found["step"] + 2)
+    assert next(line["restored"] for line in again.end() if "restored" in line) == found["step"]
+
+
+def test_where_no_agent_can_be_started_again_the_trainer_says_what_is_in_the_store(
+    tmp_path: Path, store: Proxy, runtime_dir: Path
+) -> None:
+    script = train(tmp_path / "log", URL, ENDLESS, "--every", "10", CKPT_SIGTERM_S="8")
+    script.wait_for(lambda line: line.get("event") == "commit.done")
+    store.fail(HELD, "PUT", "*.pack")
+    store.wait_met("*.pack")
+    script.process.terminate()
+    script.wait_for(lambda line: line.get("event") == "exit.waiting")
+    pid = int(agent_status(URL)["pid"])
+    runtime_dir.chmod(0o755)  # no agent starts in a folder that others may look into
+    agent = psutil.Process(pid)
+    agent.kill()
+    agent.wait(30)
+    assert code_of(script) == CODE
+    runtime_dir.chmod(0o700)
+    store.heal()
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"]) == ("left", "store")
+    assert (
+        10 <= found["step"] == found["committed_step"] < max(line["step"] for line in script.lines() if "step" in line)
+    )
+    assert "none could be started again" in found["error"]
+    assert said(script, "notice.outcome")
 
 
 @pytest.mark.torchrun

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from ckpt.agent import client
 from ckpt.agent.control import Kind
 from ckpt.agent.listening import Sources
+from ckpt.errors import AgentError
 from ckpt.tasks import Tasks
 from ckpt.types import Tick
 from tests.agent.fake import FakeRank
@@ -66,6 +69,22 @@ def leave(cluster: Cluster) -> None:
         assert len(set(left)) == 1, "some leave and some go on"
 
 
+def preempt(cluster: Cluster, node: int) -> None:
+    """As an operator on that node."""
+    with Tasks("tool") as tasks:
+        sock = client.connect(cluster.url, cluster.settings(node))
+        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
+        tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
+        tool.close()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not what():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+
+
 def standing(cluster: Cluster) -> list[str]:
     return [each["source"] for each in cluster.status(0)["job"]["notices"]["standing"]]
 
@@ -109,12 +128,48 @@ def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Clu
     await_standing(job, ["gcp-preempted"])
 
 
-def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:
-    from ckpt.agent import client
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_that_dies_after_the_verdict_is_followed_by_one_that_saves_it_and_says_so(
+    job: Cluster, gce: Gce, node: int
+) -> None:
+    gce.preempted = True
+    job.forbid_commits()
+    leave(job)
+    step = Tick(job.job[0].step)
+    assert job.job[0].wait_level(step, "local")
+    job.kill_agent(node)
+    away = [rank for rank in job.job if node == 0 or job.at[rank.rank] == node]
+    for rank in away:
+        assert rank.lost.wait(60)
+    job.allow_commits()
+    job.come_back(*([] if node == 0 else [node]))
+    answers = together(job.job, lambda rank: rank.leave("notice"))
+    assert {answer["committed"] for answer in answers} == {str(step)}
+    (path,) = (job.folder / "n0").glob("*.outcome.json")
+    found = json.loads(path.read_text())
+    assert (found["how"], found["level"], found["step"]) == ("left", "store", step.step)
 
-    with Tasks("tool") as tasks:
-        sock = client.connect(job.url, job.settings(1))
-        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
-        tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
-        tool.close()
+
+def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_dies(cluster: Cluster) -> None:
+    """The coordinator has heard that they leave, and does not refuse them. The commit takes seconds here."""
+    limits = {"memory": None, "bandwidth": 3e5}
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}, "limits": limits}
+    job = cluster
+    job.start(0, 1)
+    preempt(job, 0)
+    leave(job)
+    with Tasks("leave", pool_size=2) as tasks:
+        first, second = (tasks.submit(rank.leave, "notice") for rank in job.job)
+        assert job.job[0].wait_level(Tick(job.job[0].step), "local")
+        until(lambda: job.status(0)["job"]["ranks"] == ["left", "left"])
+        job.kill_agent(1)
+        with pytest.raises(AgentError):
+            second.result(BOUND_S)
+        job.come_back(1)
+        answers = [job.job[1].leave("notice"), first.result(BOUND_S)]
+    assert answers[0]["committed"] == answers[1]["committed"], "each is told the same"
+
+
+def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:
+    preempt(job, 1)
     leave(job)
