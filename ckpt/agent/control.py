@@ -16,6 +16,7 @@ import enum
 import fcntl
 import mmap
 import os
+import time
 from dataclasses import dataclass
 
 from ckpt.errors import AgentError
@@ -114,11 +115,19 @@ class ControlPage:
         return self.words[1]
 
     def enter(self, rank: int, step: int, sub: int = 0) -> None:
-        """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended."""
+        """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended. Since when, too, for
+        whoever asks how long that step still takes: a hint, which may belong to the step before."""
+        if not sub:
+            self.words[8 * (1 + rank) + 1] = time.monotonic_ns()
         self.words[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
 
     def entered(self, rank: int) -> int:
         return self.words[8 * (1 + rank)] >> 20
+
+    def since_s(self, rank: int) -> float | None:
+        """When it entered that step, on the host's monotonic clock; None: none yet."""
+        at_ns = self.words[8 * (1 + rank) + 1]
+        return at_ns / 1e9 if at_ns else None
 
     def polled(self, rank: int) -> int:
         return self.words[8 * (1 + rank)] & SUB_MAX

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
@@ -155,6 +156,7 @@ class Facts:
         self._latency_s = LATENCY_S
         self._pace: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
+        self._since_s: Sequence[float | None] = ()  # when each rank entered the step it is in, as far as that is known
         self._poll_pace: tuple[float, int, int] = (0.0, -1, 0)  # (when, the ended step, its polls)
         self._polls_per_s = 0.0
         self._retry_commit_s = math.inf

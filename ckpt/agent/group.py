@@ -54,15 +54,24 @@ from ckpt.agent.leaving import Course, Leaving
 from ckpt.types import Tick
 
 LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
+NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
 class Group(Leaving):
     """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
 
-    def decide(self, now_s: float, steps: Sequence[int], polls: Sequence[int] = ()) -> list[Action]:
+    def decide(
+        self,
+        now_s: float,
+        steps: Sequence[int],
+        polls: Sequence[int] = (),
+        since_s: Sequence[float | None] = (),
+    ) -> list[Action]:
         """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet. `polls`:
-        how often it polled or saved since the last ended one; empty: never."""
+        how often it polled or saved since the last ended one; empty: never. `since_s`: when it entered that step;
+        None, or empty: that is not known."""
+        self._since_s = since_s
         self._tend_notices(now_s, steps)
         self._end_attempts(now_s)
         self._abandon_hopeless(now_s, steps)
@@ -335,7 +344,8 @@ class Group(Leaving):
         if by_time and len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
             tick = self._next_poll(now_s, steps[0] - 1, max(polls))
         else:
-            tick = self._next_step(now_s, max(self._start_step, *steps), hold or extra)
+            near = self._near_step(now_s, steps) if hold else None
+            tick = near or self._next_step(now_s, max(self._start_step, *steps), hold or extra)
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._extra_tries -= extra
         self._word = round_.number
@@ -354,6 +364,21 @@ class Group(Leaving):
         earliest = at + self._lead(self._steps_per_s)
         every = None if soon else self.policy.steps
         return Tick(earliest if every is None else -(-earliest // every) * every)
+
+    def _near_step(self, now_s: float, steps: Sequence[int]) -> Tick | None:
+        """To leave at: the end of the step that the foremost rank is in, or of the next one, if that is as far away as
+        an announcement needs; by when it entered that step, and the pace. A step may take a minute, and so may what is
+        left before a deadline. None where that is not known, or announcements were late of late."""
+        at = max(steps)
+        entered = [s for step, s in zip(steps, self._since_s, strict=False) if step == at and s is not None]
+        step_s = self._step_s
+        if not at or not entered or step_s is None or self._latency_s > LATENCY_S:
+            return None
+        left_s = min(entered) + step_s - now_s
+        margin_s = max(LATENCY_S, NEAR_MARGIN * step_s)
+        if not margin_s - step_s <= left_s <= step_s + margin_s:  # this step is another than they usually are
+            return None
+        return Tick(at if left_s >= margin_s else at + 1)
 
     def _next_poll(self, now_s: float, step: int, at: int) -> Tick:
         """The same where all ranks poll within one step: an evaluation may take longer than waiting for its end is

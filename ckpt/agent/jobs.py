@@ -427,7 +427,7 @@ class Job(Carrier):
     def _decide(self, now_s: float) -> None:
         found = True
         while found:
-            actions = self.group.decide(now_s, self.ranks.steps(), self.ranks.polls())
+            actions = self.group.decide(now_s, self.ranks.steps(), self.ranks.polls(), self.ranks.since_s())
             for action in actions:
                 self._act(action)
             found = bool(actions)

@@ -88,6 +88,10 @@ class Nodes:
         own = self.own.polls()
         return [self._remote[r].polls(r) if r in self._remote else own[r] for r in range(self.world)]
 
+    def since_s(self) -> list[float | None]:
+        own = self.own.since_s()
+        return [None if r in self._remote else own[r] for r in range(self.world)]
+
     def hindmost(self) -> int:
         """Of this node's ranks: what others are in is known a little later, and they keep step."""
         return self.own.hindmost()

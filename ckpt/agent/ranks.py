@@ -63,6 +63,10 @@ class Ranks:
         """By rank: how often it polled or saved since the last ended step."""
         return [self.page.polled(rank) for rank in range(self.world)]
 
+    def since_s(self) -> list[float | None]:
+        """By rank: when it entered that step, on the monotonic clock; None: that is not known here."""
+        return [self.page.since_s(rank) for rank in range(self.world)]
+
     def hindmost(self) -> int:
         """The step that all of these ranks have entered."""
         return min((self.page.entered(rank) for rank in self.peers), default=0)

@@ -35,6 +35,7 @@ class Rank:
         self.alive = True
         self.left = False
         self.step = 0  # entered
+        self.since_s = 0.0  # when
         self.ended = 0
         self.sub = 0
         self.saved = False  # whether the save of this step was asked for
@@ -156,7 +157,9 @@ class Sim:
     # -- the agent's side
 
     def decide(self) -> None:
-        for action in self.group.decide(self.now_s, *zip(*[r.shown for r in self.ranks], strict=True)):
+        shown = zip(*[r.shown for r in self.ranks], strict=True)
+        since_s = [r.since_s if r.shows and not r.number % 2 else None for r in self.ranks]  # the others are elsewhere
+        for action in self.group.decide(self.now_s, *shown, since_s):
             getattr(self, "do_" + type(action).__name__)(action)
         wake_s = self.group.next_wake_s(self.now_s)
         if wake_s is not None and (self.wake_s is None or wake_s < self.wake_s or self.wake_s <= self.now_s):
@@ -412,6 +415,7 @@ class Sim:
         if not rank.alive:
             return
         rank.step, rank.sub, rank.saved, rank.shows = step, 0, False, True
+        rank.since_s = self.now_s
         if step - 1 in self.evaluations:
             self.after(self.step_s * self.random.uniform(0.1, 0.5), self.poll, rank, self.evaluations[step - 1])
         else:
@@ -458,6 +462,7 @@ class Sim:
 
     def boundary(self, rank: Rank) -> None:
         rank.sub, rank.step, rank.shows = 0, rank.ended + 1, True  # published before the word is read
+        rank.since_s = self.now_s
         rank.then = lambda: self.proceed(rank)
         if not self.serve(rank, rank.ended):
             rank.then()

@@ -86,6 +86,39 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     assert driver.word().step <= driver.steps[0] + 2
 
 
+def leaves_at(driver: Warned, in_step_s: float | None) -> int:
+    """How many steps beyond the present one, which the ranks of this node entered so long ago."""
+    since_s = None if in_step_s is None else driver.now_s - in_step_s
+    driver.group.warn(Standing("cloud", "1", driver.now_s + 60.0, driver.now_s, at_once=True))
+    driver.said += driver.group.decide(driver.now_s, driver.steps, (), [since_s, None])
+    assert driver.is_hold()
+    return int(driver.word().step - driver.steps[0])
+
+
+@pytest.mark.parametrize(
+    ("in_step_s", "beyond"), [(0.0, 0), (0.08, 0), (0.095, 1), (0.15, 1), (0.3, 2), (None, 2), (-0.5, 2)]
+)
+def test_they_leave_at_the_end_of_the_step_they_are_in_if_the_word_can_be_there_by_then(
+    in_step_s: float | None, beyond: int
+) -> None:
+    driver = Warned()  # 100 ms a step
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(2.0)
+    assert leaves_at(driver, in_step_s) == beyond
+
+
+def test_and_further_ahead_where_words_were_late() -> None:
+    driver = Warned(every=10)
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(2.0)
+    word = driver.word()
+    driver.group.missed(1, word.round, "late")
+    driver.decide()
+    assert leaves_at(driver, 0.0) >= 2
+
+
 def test_before_anything_is_measured_there_is_time_for_a_slow_store() -> None:
     driver = Warned()
     driver.warn(120.0)

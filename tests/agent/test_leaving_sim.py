@@ -191,11 +191,11 @@ class Noticed(Sim):
             self.decide()
 
     def left_saved(self) -> bool:
-        """Whether the newest that is whole in memory is in the store, where nothing kept it from there."""
+        """Whether the newest that is whole in memory is in the store, or the store did not take it."""
         newest = self.group.newest
-        if newest is None or newest.round is None or newest.round.store is Store.DONE:
+        if newest is None or newest.round is None or newest.round.store in (Store.DONE, Store.FAILED):
             return True
-        return bool(self.group.last_error) or any(not rank.alive for rank in self.ranks)
+        return any(not rank.alive for rank in self.ranks)
 
     def give_up_recovery(self) -> None:
         for number in self.sizes:

@@ -28,6 +28,7 @@ from tests.session.scripts import ROOT
         "walk",
         "everystep",
         "preempt",
+        "notice",
         "listening",
     ],
 )
