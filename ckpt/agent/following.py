@@ -27,7 +27,8 @@ from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
-from ckpt.agent.network import NODES_MAX, Network, NodeAt
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.nodelist import NODES_MAX
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
@@ -170,6 +171,7 @@ class Following:
         if resume and self.claim is None:  # it was told to a former agent
             self.claim = claim_told(self.epoch, fields)
         here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
+        message.blobs = message.blobs[:2]  # what the nodes are the coordinator knows: not once for each rank of all
         self._forward(rank, here, message)
 
     def message(self, rank: int, peer: Peer, message: Message) -> None:

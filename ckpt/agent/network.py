@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.nodelist import decode_nodes
 from ckpt.agent.peers.auth import Answerer, Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.channel import Channel
@@ -32,7 +33,6 @@ ANSWER_S = 600.0  # the longest that is asked for is a node's part of a commit; 
 SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
 AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
 ADDRESSES_MAX = 32
-NODES_MAX = 4096
 DOMAINS_MAX = 8
 ANYWHERE = Address("0.0.0.0", 0)
 
@@ -50,21 +50,17 @@ class NodeAt:
     domains: tuple[str, ...] = ()
 
 
-def nodes_from(given: Any, world: int) -> tuple[NodeAt, ...]:
+def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
     """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
-    if not isinstance(given, list) or not 0 < len(given) <= NODES_MAX:
-        raise UsageError("nodes is no list of nodes")
-    nodes = []
-    for each in given:
-        name, addresses, ranks = each["name"], each["addresses"], each["ranks"]
-        nodes.append(
-            NodeAt(
-                str(name)[:100],
-                tuple(Address.parse(str(text)) for text in addresses[:ADDRESSES_MAX]),
-                tuple(int(rank) for rank in ranks),
-                tuple(str(domain)[:100] for domain in each["domains"][:DOMAINS_MAX]),
-            )
+    nodes = [
+        NodeAt(
+            name[:100],
+            tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
+            tuple(ranks),
+            tuple(domain[:100] for domain in domains[:DOMAINS_MAX]),
         )
+        for name, addresses, domains, ranks in decode_nodes(blob)
+    ]
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
         raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
     if len({node.name for node in nodes}) < len(nodes):

@@ -60,13 +60,11 @@ class Others(Leading):
 
     def _is_led_elsewhere(self, message: Message) -> bool:
         """Whether the job that a rank joins is coordinated on another node."""
-        nodes = message.fields.get("nodes") or []
-        return bool(nodes) and self.network is not None and nodes[0]["name"] != self.network.me
+        leader = message.fields.get("leader")
+        return bool(leader) and self.network is not None and leader != self.network.me
 
     def _follow(self, peer: Peer, message: Message) -> None:
         """A rank joins a job that is coordinated on another node."""
-        from ckpt.agent.network import nodes_from
-
         fields, network = message.fields, self.network
         epoch, world = Epoch.parse(str(fields["epoch"])), int(fields["world"])
         if network is None:
@@ -76,7 +74,7 @@ class Others(Leading):
             newer = [each.epoch for each in self.followings if each.epoch > epoch]
             if newer:
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
-            nodes = nodes_from(fields["nodes"], world)
+            nodes = self._nodes_of(message)
             services = self._server, self._bulk, self._store, self._taken
             standing = self._listening.standing.values()
             found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)

@@ -248,11 +248,11 @@ class Starts:
 
     def _nodes_of(self, message: Message) -> tuple[NodeAt, ...]:
         """Where the ranks of the job are, if on several nodes. Errors: UsageError."""
-        if not message.fields.get("nodes"):
+        if not message.fields.get("leader"):
             return ()
         from ckpt.agent.network import nodes_from
 
-        return nodes_from(message.fields["nodes"], int(message.fields["world"]))
+        return nodes_from(message.blobs[-1], int(message.fields["world"]))
 
     def _lenders_of(self, message: Message) -> tuple[Address, ...]:
         """The memory-only nodes that the job names. Errors: UsageError."""
@@ -587,6 +587,7 @@ class Starts:
             if not fields["resume"]:
                 raise AgentError(f"no start of {epoch} is under way here")
             job = self._resume(peer, epoch, message)
+        del message.blobs[2:]  # where the nodes are
         job.join(peer, message)
         if int(fields["rank"]) == 0 and job.claim is not None:  # else it is only about to begin
             self._lead_lenders(job, self._lenders_of(message))

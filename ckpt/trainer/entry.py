@@ -7,7 +7,7 @@ outcome. Once a candidate was tried, entering ends in a restored checkpoint or i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
+from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
@@ -113,12 +114,12 @@ def enter(
         "take_over": asked.take_over,
         "strict": asked.strict,
         "store_env": store_environment(),
-        "nodes": nodes,
+        "leader": leader_of(nodes),
         "peers": facts[0]["peers"],
     }
-    decision = _ask(group, saver, "begin", begin)
+    decision = _ask(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
     try:
-        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, begin)
+        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"])
     except BaseException:
         saver.link.give_up()
         raise
@@ -136,7 +137,8 @@ def _join_and_restore(
     coordinate: Coordinate,
     launch: str,
     decision: Decision,
-    begun: dict[str, Any],
+    nodes: list[dict[str, Any]],
+    peers: list[str],
 ) -> Found:
     terms = Terms(
         decision.epoch,
@@ -147,8 +149,8 @@ def _join_and_restore(
         launch,
         decision.fields.get("parent"),
         list(decision.fields.get("ancestors") or []),
-        begun["nodes"],
-        begun["peers"],
+        nodes,
+        peers,
     )
     offer = saver.make_offer(Tick(0), positions=False)
     collective.together(group, lambda: saver.link.join(terms, offer))
@@ -260,9 +262,11 @@ def _secret(settings: Settings) -> bytes:
     return secret.for_run(settings)
 
 
-def _ask(group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any]) -> Decision:
+def _ask(
+    group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
+) -> Decision:
     return Decision.parse(
-        collective.from_first(group, lambda: Decision.of(saver.link.request(kind, fields, BEGIN_TIMEOUT_S)))
+        collective.from_first(group, lambda: Decision.of(saver.link.request(kind, fields, BEGIN_TIMEOUT_S, blobs)))
     )
 
 

@@ -25,6 +25,7 @@ from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage
 from ckpt.agent.listening import Sources
+from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.collector import no_collecting
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.events import Event, Events
@@ -177,7 +178,8 @@ class Link:
         assert self._offer is not None
         slots = sorted(self.slots) if resume else []
         fields = {
-            **{name: getattr(self.terms, name) for name in self.terms.__slots__},
+            **{name: getattr(self.terms, name) for name in self.terms.__slots__ if name != "nodes"},
+            "leader": leader_of(self.terms.nodes),
             "tick": str(self._offer.tick),
             "values_bytes": self._offer.values_bytes,
             "resume": resume,
@@ -188,7 +190,11 @@ class Link:
             "join",
             fields,
             fds=[self.slots[number].arena.fd for number in slots],
-            blobs=[encode_layout(self._offer.walk.layout), self._offer.hashes],
+            blobs=[
+                encode_layout(self._offer.walk.layout),
+                self._offer.hashes,
+                *([encode_nodes(self.terms.nodes)] if self.terms.nodes else []),
+            ],
         )
         page = ControlPage(answer.fds.pop())
         with self._lock:
@@ -228,8 +234,10 @@ class Link:
         """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
         self._notify(kind, fields)
 
-    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> wire.Message:
-        return self.connection.request(kind, fields, timeout_s=timeout_s)
+    def request(
+        self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
+    ) -> wire.Message:
+        return self.connection.request(kind, fields, blobs=blobs, timeout_s=timeout_s)
 
     def leave(self, outcome: str, timeout_s: float, **more: Any) -> wire.Message:
         """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""

@@ -21,6 +21,7 @@ import numpy as np
 from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.errors import AgentError, CkptError
 from ckpt.format import values
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
@@ -139,12 +140,15 @@ class FakeRank:
         answer = self.request("listen", {"secret": secret, "at": self.settings.listen, "name": ""}).fields
         return {"name": answer["name"], "addresses": answer["addresses"], "domains": []}
 
+    def nodes_told(self) -> list[bytes]:
+        return [encode_nodes(self.nodes)] if self.nodes else []
+
     def begin(self, take_over: bool = False) -> wire.Message:
         fields: dict[str, Any] = {"launch": self.launch, "world": self.world, "take_over": take_over, "strict": True}
         fields["store_env"] = store_environment()
         if self.nodes:
-            fields |= {"nodes": self.nodes, "peers": self.peers}
-        return self.request("begin", fields)
+            fields |= {"leader": leader_of(self.nodes), "peers": self.peers}
+        return self.request("begin", fields, blobs=self.nodes_told())
 
     def join(self, epoch: str, resume: bool = False) -> None:
         self.epoch = epoch
@@ -162,12 +166,12 @@ class FakeRank:
             "values_bytes": 100,
             "resume": resume,
             "arenas": slots,
-            "nodes": self.nodes,
+            "leader": leader_of(self.nodes),
             "peers": self.peers,
             "notices": self.notices,
         }
         fds = [self.slots[slot].fd for slot in slots]
-        answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes()])
+        answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes(), *self.nodes_told()])
         page, self.page = self.page, ControlPage(answer.fds.pop())
         if page is not None:
             page.close()

@@ -1,0 +1,43 @@
+"""The nodes of a job, as its trainers name them to their agents: a blob, which has room for those of a large job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from ckpt.errors import UsageError
+
+BLOB_BYTES_MAX = 16 << 20
+NODES_MAX = 4096
+
+Told = tuple[str, list[str], list[str], list[int]]  # name of the agent, addresses, domains, ranks
+
+
+def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
+    """`nodes`: of each name, addresses, domains and ranks, rank 0's first."""
+    rows = [[node["name"], node["addresses"], node["domains"], node["ranks"]] for node in nodes]
+    packed: bytes = msgpack.packb(rows)
+    return packed
+
+
+def leader_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The name of rank 0's agent; "": all ranks are on one node, and no blob goes with the message."""
+    return str(nodes[0]["name"]) if nodes else ""
+
+
+def decode_nodes(blob: bytes) -> list[Told]:
+    """Errors: UsageError for what is no such list, and what it says that is not sound."""
+    if len(blob) > BLOB_BYTES_MAX:
+        raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
+    try:
+        rows = msgpack.unpackb(blob, max_map_len=0, max_ext_len=0)
+        if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
+            raise UsageError("nodes is no list of nodes")
+        return [
+            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)))
+            for name, addresses, domains, ranks in rows
+        ]
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
+        raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc
