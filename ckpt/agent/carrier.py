@@ -277,7 +277,7 @@ class Carrier:
             self.learning.peers = protection.protects
             self.follow_learning()
         if protection.table() != before:
-            self.emit("peers.placed", protection.describe(), not protection.protects, protection.table())
+            self.emit("peers.placed", protection.describe(), not protection.protects, protection.shown())
         return slots
 
     def place_again(self) -> None:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from ckpt.agent import wire
 from ckpt.errors import AgentError, CkptError
 from ckpt.settings import Settings
@@ -233,6 +235,17 @@ class Connection:
                 self._pending.pop(request_id, None)
         wire.raise_error(message)
         return message
+
+    def status(self, timeout_s: float | None = REQUEST_TIMEOUT_S) -> dict[str, Any]:
+        """What the agent says of itself. Errors: as `request`."""
+        answer = self.request("status", timeout_s=timeout_s)
+        try:
+            found = msgpack.unpackb(answer.blobs[0])
+        except (LookupError, ValueError, msgpack.UnpackException) as exc:
+            raise AgentError("what the agent says of itself cannot be read") from exc
+        if not isinstance(found, dict):
+            raise AgentError("what the agent says of itself cannot be read")
+        return found
 
     def notify(self, kind: str, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
         """Sends without an answer. Errors: AgentError when the agent is gone."""

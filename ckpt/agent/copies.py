@@ -21,6 +21,7 @@ from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.chunks import Chunks
 from ckpt.agent.holdings import Key, sealed
+from ckpt.agent.moving import Progress
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
 from ckpt.errors import AgentError, CkptError, DamagedData
@@ -111,6 +112,7 @@ class Copies:
     def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
         self.chunks = Chunks()
+        self.progress = Progress()  # of what comes, and of parity that is made here
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
         self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
@@ -247,7 +249,12 @@ class Copies:
             return
         arena.begin_fill()
         fetch = transport.fetch(
-            source, addresses, transfer_of(identity, wanted.rank), arena.view[: arena.bytes], wanted.frames
+            source,
+            addresses,
+            transfer_of(identity, wanted.rank),
+            arena.view[: arena.bytes],
+            wanted.frames,
+            landed=self.progress.moved,
         )
         self._coming[key] = fetch, arena
         self._sources[key] = source

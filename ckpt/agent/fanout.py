@@ -22,9 +22,9 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.fanning import HERE, Asked, Given
 from ckpt.agent.fetch import Near, Window, same_frames
-from ckpt.agent.memory import free_bytes
 from ckpt.agent.peers.transport import Fetch, Frames
 from ckpt.errors import AgentError, CkptError
+from ckpt.events import Event
 from ckpt.format.manifest import Manifest
 from ckpt.plan.homes import homes
 from ckpt.types import Epoch, Identity
@@ -64,8 +64,11 @@ class FanOut:
         later: Callable[[float, Callable[[], None]], None],
         post: Callable[[Callable[[], None]], None],
         open_record: Callable[[], FrameReader],
+        room: Callable[[], int],
+        tell: Callable[[Event], None],
     ) -> None:
-        """`nodes`: of the job, this one among them, in the order that all of them know."""
+        """`nodes`: of the job, this one among them, in the order that all of them know. `room`: bytes that may be taken
+        until all ranks have restored."""
         self.window: Callable[[], Window]
         self.read: Callable[[list[int]], None] = lambda frames: None
         self.landed: Callable[[list[int], int], None] = lambda frames, offset: None
@@ -75,6 +78,7 @@ class FanOut:
         self._identity, self._epoch, self._manifest = identity, epoch, manifest
         self._nodes, self._network = list(nodes), network
         self._bulk, self._open_record = bulk, open_record
+        self._room, self._tell_ranks, self._told = room, tell, False
         self._run_later, self._run_soon = later, post
         self._me = next(number for number, node in enumerate(nodes) if node.name == network.me)
         self._at_once = max(1, FETCHES // max(1, len(nodes) - 1))
@@ -176,16 +180,24 @@ class FanOut:
                 self._make_region()
             except (CkptError, OSError) as exc:
                 lost, why = sorted(frames), str(exc)
+                self._tell_of_no_room(why)
                 if who != HERE:
                     raise AgentError(why) from exc
-                log.warning("%s is read from the store for this node alone: %s", self._identity, why)
                 self._post(lambda: self._lack(lost, why))
                 return
         self._given.want(frames, who)
         self._tell_soon()
 
+    def _tell_of_no_room(self, why: str) -> None:
+        """Once, though all nodes ask."""
+        if not self._told and not self._closed:
+            self._told = True
+            text = f"step {self._identity.tick.step} is read by each node for itself, as far as this one was to read it"
+            text = f"{text} for all: {why}"
+            self._tell_ranks(Event("restore.unshared", text, False, {"identity": str(self._identity)}))
+
     def _make_region(self) -> None:
-        size, room = self._homes.sizes[self._me], free_bytes() // 2
+        size, room = self._homes.sizes[self._me], self._room()
         if self._closed or size > room:
             raise AgentError(f"{size >> 20} MiB to hold for all nodes, and {room >> 20} MiB may be taken for it")
         mine = self._homes.of(self._me)

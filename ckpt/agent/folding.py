@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -89,9 +89,10 @@ class Folding:
     """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
     be what they are said to be, if it failed by that."""
 
-    def __init__(self, transport: Transport | None) -> None:
-        """`transport`: None where everything is here."""
+    def __init__(self, transport: Transport | None, moved: Callable[[], None] = lambda: None) -> None:
+        """`transport`: None where everything is here. `moved`: told of each frame that is done with."""
         self.spoiled = ""
+        self._moved = moved
         self._transport = transport
         self._scratch = Scratch()
 
@@ -178,6 +179,7 @@ class Folding:
                     part = data[piece.offset : piece.offset + piece.length]
                     for row, target in targets.items():
                         add(target, at + piece.at, {place: part}, row, self._scratch)
+                    self._moved()
             at += run.stop - run.start
 
     def _frames(self, origin: Origin, numbers: list[int]) -> Generator[tuple[int, memoryview], None, None]:

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk
+from ckpt.agent.carrier import tell
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
 from ckpt.agent.fanout import FanOut
@@ -37,9 +39,10 @@ from ckpt.agent.recovery import claim_told
 from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
-from ckpt.agent.storeside import StoreSide
+from ckpt.agent.storeside import StoreSide, options_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
+from ckpt.events import Event
 from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.types import FRAMES_MAX, Epoch, Identity
 
@@ -99,6 +102,7 @@ class Following:
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._asking = False  # that
+        self._limit_bytes: int | None = None  # of memory, the user's
         self._tell_steps()
 
     # -- what the node asks
@@ -157,6 +161,7 @@ class Following:
         if not self._is_led:
             raise AgentError(f"the coordinator of {self.epoch} is not connected to this node now")
         peer.watch_death()
+        self._limit_bytes = options_from(fields["options"]).limits.memory
         known = self._here.get(rank)
         if known is not None and known.peer is not peer:
             known.peer.forget()
@@ -352,13 +357,16 @@ class Following:
         if "holders" in answer.fields:  # it is in memory, here or on other nodes
             places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
-            nodes = [*self._nodes, *_givers(answer.fields)]
+            nodes = [*self._nodes, *_givers(answer.blobs[4])]
             peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: FanOut | None = None
         if refs and len(self._nodes) > 1:
             services = self._network, self._bulk, self._server.later, self._server.post
-            fan = FanOut(identity, self.epoch, manifest, self._nodes, *services, lambda: self._store.reader(refs))
+            slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
+            room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
+            read = lambda: self._store.reader(refs)  # noqa: E731
+            fan = FanOut(identity, self.epoch, manifest, self._nodes, *services, read, room, self._tell_event)
         return Restore(
             identity,
             manifest,
@@ -387,6 +395,13 @@ class Following:
         if self._restore is None and not self._asking:
             self._ask_where(identity)
         return None
+
+    def _tell_event(self, event: Event) -> None:
+        """To one rank here that is there: one is enough."""
+        log.log(logging.WARNING if event.loud else logging.INFO, "%s", event.message)
+        peer = next((here.peer for _, here in sorted(self._here.items()) if here.peer.open), None)
+        if peer is not None:
+            tell(peer, event)
 
     def _end_restore(self) -> None:
         if self._restore is not None:
@@ -417,13 +432,12 @@ class Following:
         self._server.later(STEPS_S, self._tell_steps)
 
 
-def _givers(fields: Mapping[str, Any]) -> list[NodeAt]:
+def _givers(blob: bytes) -> list[NodeAt]:
     """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: UsageError,
     TypeError, ValueError."""
-    told = fields.get("givers") or []
     return [
         NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
-        for name, addresses in told[:NODES_MAX]
+        for name, addresses in msgpack.unpackb(blob)[:NODES_MAX]
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgpack
 
@@ -205,7 +205,9 @@ class Leading(Starts):
         identity, records = chosen.candidate.identity, chosen.candidate.records
         services = self.network, self._bulk, self._server.later, self._server.post
         read = lambda: self._store.reader(records)  # noqa: E731
-        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read)
+        slot_bytes = int(chosen.manifest.frames["length"].sum()) * job.ranks.count // job.world
+        room = lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)  # noqa: E731
+        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
         """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
@@ -288,11 +290,12 @@ class Leading(Starts):
             elif job.reprotecting.is_due and protection is not None and protection.losses and job.plan:
                 job.reprotecting.tend(job.lends(), protection.losses)
 
-    def _givers_told(self, start: Start, gathered: Gathered) -> list[list[Any]]:
-        """Where those are that hold some of it and have no part in the job."""
+    def _givers_told(self, start: Start, gathered: Gathered) -> bytes:
+        """Where those are that hold some of it and have no part in the job: a blob."""
         names = {name for held in gathered.places.holders.values() for name in held}
         givers = [node for node in self._others_that_hold(start) if node.name in names]
-        return [[node.name, [str(address) for address in node.addresses]] for node in givers]
+        told: bytes = msgpack.packb([[node.name, [str(address) for address in node.addresses]] for node in givers])
+        return told
 
     def _call_again(self, name: str) -> None:
         """As long as a job that is coordinated here has ranks there, or is still being saved."""

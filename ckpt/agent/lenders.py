@@ -126,7 +126,7 @@ class Lenders:
 
     # -- inside
 
-    def _ask(self, address: Address, fields: dict[str, Any], then: Answered) -> None:
+    def _ask(self, address: Address, fields: dict[str, Any], then: Answered, blobs: Sequence[bytes] = ()) -> None:
         """`then` hears the answer, or what went wrong, and whether anybody was there at all."""
         network = self._network()
         if network is None:
@@ -137,7 +137,7 @@ class Lenders:
             if error:
                 then(None, error, False)
             else:
-                network.ask(name, fields, (), lambda answer, why: then(answer, why, True))
+                network.ask(name, fields, blobs, lambda answer, why: then(answer, why, True))
 
         known = self._there.get(address)
         if known is not None and network.channel(known.node.name) is not None:
@@ -188,7 +188,7 @@ class Lenders:
         if terms is None or number != self._calls:
             return
         for address in self.wanted:
-            self._ask(address, {"t": "borrow", **terms.fields()}, self._borrowed(address, number))
+            self._ask(address, {"t": "borrow"}, self._borrowed(address, number), [terms.encode()])
         self._later(CALL_S, lambda: self._call(number))
 
     def _borrowed(self, address: Address, number: int) -> Answered:

@@ -94,7 +94,7 @@ class LendingNode(Node):
                 packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
                 self._answer_loan(channel, int(fields["id"]), busy, [packed])
             case "borrow":
-                self._borrow(channel, fields)
+                self._borrow(channel, message)
             case "keep":
                 identity = Identity.parse(str(fields["identity"]))
                 self._loan.check(channel.peer, identity)
@@ -130,8 +130,8 @@ class LendingNode(Node):
         if channel.peer != self._loan.leader:
             raise AgentError(f"this node does not lend to the job of agent {channel.peer}")
 
-    def _borrow(self, channel: Channel, fields: dict[str, Any]) -> None:
-        terms = Terms.parse(fields)
+    def _borrow(self, channel: Channel, message: Message) -> None:
+        terms = Terms.decode(message.blobs[0])
         busy = self._loan.borrow(channel.peer, terms)
         if (
             not busy
@@ -139,7 +139,7 @@ class LendingNode(Node):
             and self._committing.epoch < terms.claim.epoch
         ):
             self._cancel.set()  # the run goes on from another one
-        self._answer_loan(channel, int(fields["id"]), busy, [])
+        self._answer_loan(channel, int(message.fields["id"]), busy, [])
 
     def _drop(self, channel: Channel, epoch: Epoch) -> None:
         """That job has come to its end, and what it was to save is in the store: nobody comes back for this."""

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+
 from ckpt.agent.holdings import texts
 from ckpt.agent.storeside import options_from
 from ckpt.errors import AgentError, Superseded
@@ -51,6 +53,19 @@ class Terms:
             "codec": self.codec,
             "bandwidth": self.bandwidth,
         }
+
+    def encode(self) -> bytes:
+        """As a blob: a claim names many agents and ancestors."""
+        packed: bytes = msgpack.packb(self.fields())
+        return packed
+
+    @staticmethod
+    def decode(blob: bytes) -> Terms:
+        """Errors: as `parse`."""
+        fields = msgpack.unpackb(blob, max_ext_len=0)
+        if not isinstance(fields, dict):
+            raise TypeError("the terms of a loan are no map")
+        return Terms.parse(fields)
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Terms:

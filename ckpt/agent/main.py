@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         _step_back()
+        _have_room()
         _serve(given)
         for path in (given.lock, given.lock.with_suffix(".start")):
             path.unlink(missing_ok=True)
@@ -146,6 +148,13 @@ def _step_back() -> None:
         Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
     with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _have_room() -> None:
+    """For a connection to each of many nodes: as many open files as this user may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Loud(logging.Handler):

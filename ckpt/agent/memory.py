@@ -7,6 +7,7 @@ one before it), one (each snapshot waits until the one before it is in the store
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,16 @@ def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | N
     return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
 
 
+def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:
+    """What a start may take until all ranks have restored, beside what the job itself will: half of what the machine
+    has left, and what a user's limit leaves beside the slots. Nothing is committed in that time. `plan`: of the job, or
+    what it is foreseen to be."""
+    room = free_bytes // 2
+    if limit_bytes is not None:
+        room = min(room, limit_bytes - plan.slots * plan.slot_bytes - plan.kept_bytes - WINDOW_BYTES)
+    return max(0, room)
+
+
 def plan_told(told: Any) -> MemoryPlan:
     """What another node's agent says of itself: its `table`. Errors: AgentError."""
     numbers: dict[str, Any] = {name: told.get(name) if isinstance(told, dict) else None for name in _NUMBERS}
@@ -84,28 +95,49 @@ def plan_told(told: Any) -> MemoryPlan:
     return MemoryPlan(**numbers, bound=str(told.get("bound", ""))[:100])
 
 
-def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:
-    """What may still be taken: what the kernel has available, and what our control group has left of its limit."""
+def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS, own: str | None = None) -> int:
+    """What may still be taken: what the kernel has available, and what our control group, and those that it is in, have
+    left of their limits. `own`: /proc/self/cgroup."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) << 10
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for limit, used in _limits(cgroups, own):
         with contextlib.suppress(OSError, ValueError):  # another version of control groups, or "max": no limit
-            free = min(free, int((cgroups / limit).read_text()) - int((cgroups / used).read_text()))
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
     return max(0, free)
 
 
-def total_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS) -> int:
-    """What there is at all: of the machine, or within our control group's limit."""
+def total_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS, own: str | None = None) -> int:
+    """What there is at all: of the machine, or within our control groups' limits."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+    for limit, _ in _limits(cgroups, own):
         with contextlib.suppress(OSError, ValueError):
-            found = min(found, int((cgroups / limit).read_text()))
+            found = min(found, int(limit.read_text()))
     return found
+
+
+def _limits(cgroups: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
+    """The files that say how much a group may have and has: of our own group (a service's, or a batch job's) and of all
+    that it is in. In a container ours is at the root. cgroups(7)."""
+    text = own if own is not None else _own_groups()
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            for group in (Path(path), *Path(path).parents):
+                at = cgroups / controllers / str(group).lstrip("/")
+                if controllers:
+                    yield at / "memory.limit_in_bytes", at / "memory.usage_in_bytes"
+                else:
+                    yield at / "memory.max", at / "memory.current"
+    yield cgroups / "memory.max", cgroups / "memory.current"
+    yield cgroups / "memory/memory.limit_in_bytes", cgroups / "memory/memory.usage_in_bytes"
+
+
+def _own_groups() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/cgroup").read_text()
+    return ""
 
 
 def _mib(count: int) -> str:

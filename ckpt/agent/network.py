@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.moving import ANSWER_S, LOOK_S, Asked, Then
 from ckpt.agent.nodelist import decode_nodes
 from ckpt.agent.peers.auth import Answerer, Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
@@ -25,18 +26,16 @@ from ckpt.agent.peers.greeting import Greeting, Listener, Loop, dial
 from ckpt.agent.peers.secret import SECRET_BYTES
 from ckpt.agent.peers.sockets import Address, Place, resolve
 from ckpt.agent.wire import Message
+from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError
 
 log = logging.getLogger("ckpt")
 
-ANSWER_S = 600.0  # the longest that is asked for is a node's part of a commit; a dead peer is noticed much earlier
 SECRETS_MAX = 8  # each start has one, and what an earlier one began may still be under way
 AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
 ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 ANYWHERE = Address("0.0.0.0", 0)
-
-Then = Callable[[Message | None, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,10 @@ class Receiver(Protocol):
 class Network:
     """Owns the listener, the channels and the transport. `me`: this agent's name."""
 
-    def __init__(self, loop: Loop, bulk: Bulk, me: str, receiver: Receiver) -> None:
+    def __init__(self, loop: Loop, bulk: Bulk, me: str, receiver: Receiver, clock: Clock | None = None) -> None:
+        """`clock`: by which answers are waited for."""
         self.me = me
+        self._clock = clock or SystemClock()
         self.transport = TcpTransport(self._greet)
         self.limit_bytes_s: float | None = None
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
@@ -94,7 +95,8 @@ class Network:
         self._dialled: dict[str, Channel] = {}  # by us, and only just
         self._dialling: dict[str, _Dialling] = {}
         self._finding: dict[Address, _Finding] = {}
-        self._asked: dict[int, tuple[Channel, Then]] = {}
+        self._asked: dict[int, Asked] = {}
+        self._looking = False
         self._numbers = itertools.count(1)
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
@@ -201,15 +203,16 @@ class Network:
             channel.send(fields, blobs)
 
     def ask(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
-        """`then` hears the answer and "", or None and what went wrong; later than this call."""
+        """`then` hears the answer and "", or None and what went wrong; later than this call. It is waited for as long
+        as it moves (`agent.moving`)."""
         channel = self._channels.get(name)
         if channel is None:
             self._loop.post(lambda: then(None, f"there is no connection to agent {name}"))
             return
         number = next(self._numbers)
-        self._asked[number] = channel, then
+        self._asked[number] = Asked(channel, then, self._clock.now_s() + ANSWER_S)
         channel.send({**fields, "id": number}, blobs)
-        self._loop.later(ANSWER_S, lambda: self._answered(number, None, f"agent {name} has not answered in time"))
+        self._look_soon()
 
     def close(self) -> None:
         if self._listener is not None:
@@ -233,10 +236,14 @@ class Network:
             return
         if message.kind in ("reply", "error"):
             number = int(message.fields["id"])
-            if number in self._asked and self._asked[number][0] is not channel:
+            if number in self._asked and self._asked[number].channel is not channel:
                 raise ValueError(f"it answers request {number}, which another agent was asked")
             error = str(message.fields.get("message", ""))[:2000] or "refused"
             self._answered(number, *((message, "") if message.kind == "reply" else (None, error)))
+        elif message.kind == "moving":
+            asked = self._asked.get(int(message.fields["id"]))
+            if asked is not None and asked.channel is channel:
+                asked.moves(self._clock.now_s())
         elif message.kind == "here":
             pass
         else:
@@ -257,7 +264,24 @@ class Network:
     def _answered(self, number: int, message: Message | None, error: str) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None:
-            asked[1](message, error)
+            asked.then(message, error)
+
+    def _look_soon(self) -> None:
+        """One timer for all questions: there may be many a second."""
+        if not self._looking:
+            self._looking = True
+            self._loop.later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        now_s = self._clock.now_s()
+        late = [number for number, asked in self._asked.items() if asked.due_s <= now_s]
+        if len(self._asked) > len(late):
+            self._look_soon()
+        for number in late:
+            asked = self._asked.get(number)
+            if asked is not None:
+                self._answered(number, None, f"agent {asked.channel.peer} has not answered in time")
 
     def _greet(self, about: str, peer: str) -> Dialler:
         """For a transfer."""
@@ -305,7 +329,7 @@ class Network:
         self._loop.later(AT_ONCE_S, later)
 
     def _end_asked(self, channel: Channel, why: AgentError) -> None:
-        for number in [number for number, (asked, _) in self._asked.items() if asked is channel]:
+        for number in [number for number, asked in self._asked.items() if asked.channel is channel]:
             self._answered(number, None, str(why))
 
     def _dial(self, dialling: _Dialling, places: list[Place]) -> None:

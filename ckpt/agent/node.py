@@ -9,6 +9,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import msgpack
+
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
 from ckpt.agent.jobs import finite
@@ -142,7 +144,7 @@ class Node(Others):
         fields, request_id = message.fields, int(message.fields["id"])
         job = self.current
         if message.kind == "status":
-            peer.reply(request_id, self.status())
+            peer.reply(request_id, {}, blobs=[msgpack.packb(self.status())])  # it is as long as the job is large
         elif message.kind == "preempt":
             if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
                 raise AgentError(f"no job is running on {self.url}")

@@ -129,9 +129,9 @@ class Nodes:
             self.plans = {name: plan for name, plan in plans.items() if plan is not None}
             then(None if error else min(self.plans.values(), key=lambda plan: plan.slots), error)
 
-        answers = _Answers[MemoryPlan | None](self._shares, measured)
+        answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._parts(sizes)
         for name, share in self._shares.items():
-            share.measure(self._part(name, sizes), limit_bytes, answers.of(name))
+            share.measure(parts[name], limit_bytes, answers.of(name))
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         def made(found: dict[str, dict[int, int]], error: str) -> None:
@@ -141,9 +141,9 @@ class Nodes:
             else:
                 then({rank: size for by_rank in found.values() for rank, size in by_rank.items()}, "")
 
-        answers = _Answers[dict[int, int]](self._shares, made)
+        answers, parts = _Answers[dict[int, int]](self._shares, made), self._parts(sizes)
         for name, share in self._shares.items():
-            share.make(slot, self._part(name, sizes), answers.of(name))
+            share.make(slot, parts[name], answers.of(name))
 
     def offer(self, slot: int, division: str) -> None:
         for share in self._shares.values():
@@ -176,13 +176,17 @@ class Nodes:
 
     def by_name(self, sizes: Mapping[int, int]) -> dict[str, int]:
         """Of bytes by rank: the sum on each node, by its name."""
-        return {self._names[name]: sum(self._part(name, sizes).values()) for name in self._shares}
+        return {self._names[name]: sum(part.values()) for name, part in self._parts(sizes).items()}
 
     def plans_by_name(self) -> dict[str, MemoryPlan]:
         return {self._names[name]: plan for name, plan in self.plans.items()}
 
-    def _part(self, name: str, sizes: Mapping[int, int]) -> dict[int, int]:
-        return {rank: size for rank, size in sizes.items() if self.node_of(rank) == name}
+    def _parts(self, sizes: Mapping[int, int]) -> dict[str, dict[int, int]]:
+        """Of bytes by rank: each share's."""
+        found: dict[str, dict[int, int]] = {name: {} for name in self._shares}
+        for rank, size in sizes.items():
+            found[self.node_of(rank)][rank] = size
+        return found
 
 
 class _Answers(Generic[T]):

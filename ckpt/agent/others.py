@@ -20,15 +20,17 @@ from ckpt.agent.gathering import encoded_parts
 from ckpt.agent.jobs import Job
 from ckpt.agent.leading import CALL_AGAIN_S, Leading
 from ckpt.agent.listening import Sources
+from ckpt.agent.moving import Moving, Progress
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.relaying import words
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
-from ckpt.agent.server import Peer
+from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import options_from
 from ckpt.agent.wire import Message
 from ckpt.agent.writing import write_part
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.notices.notice import Word
+from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ log = logging.getLogger("ckpt")
 
 class Others(Leading):
     """See Starts. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        super().__init__(url, settings, server)
+        self._writes = Progress()  # of parts of others' commits
 
     # -- what this node's ranks say
 
@@ -143,6 +149,8 @@ class Others(Leading):
                     identity, reader = Identity.parse(str(fields["identity"])), str(fields.get("reader", ""))
                     self.copies.withdraw(self.network.transport, identity, reader)
                 return
+            case "borrow":
+                raise AgentError("this agent lends no memory; it is that of a job's node")
             case "bring" | "brought":
                 self._share_reading(channel, message)
                 return
@@ -185,13 +193,20 @@ class Others(Leading):
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])
 
+        moving = Moving(channel, request_id, self.copies.progress, self._server.later)
+
         def answer(blobs: list[bytes], error: str) -> None:
+            moving.end()
             if error:
                 channel.refuse(request_id, AgentError(error))
             else:
                 channel.reply(request_id, {}, blobs)
 
-        self.parities.asked(message.fields, message.blobs, answer)
+        try:
+            self.parities.asked(message.fields, message.blobs, answer)
+        except BaseException:
+            moving.end()  # it is refused
+            raise
 
     def _held(self, identity: Identity, ranks: Sequence[int]) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""
@@ -208,7 +223,10 @@ class Others(Leading):
         wanted = Wanted.decode(identity, message.blobs[0], options.codec, options.limits.bandwidth)
         arenas = self._held(identity, np.unique(wanted.ranks).tolist())
 
+        moving = Moving(channel, request_id, self._writes, self._server.later)
+
         def written(done: Future[Written]) -> None:
+            moving.end()
             self.copies.release(identity)
             if error := failure(done):
                 channel.refuse(request_id, AgentError(error))
@@ -217,7 +235,7 @@ class Others(Leading):
                 channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
 
         self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
-        self._bulk.run(Lane.COMMIT, lambda: write_part(self._store, wanted, arenas), written)
+        self._bulk.run(Lane.COMMIT, lambda: write_part(self._store, wanted, arenas, self._writes.moved), written)
 
     def _keep(self, channel: Channel, message: Message) -> None:
         """This node keeps copies of another's snapshots."""
@@ -230,6 +248,7 @@ class Others(Leading):
         node = NodeAt(str(fields["source"]), tuple(Address.parse(str(text)) for text in fields["addresses"]), ())
 
         def kept(error: str) -> None:
+            moving.end()
             if error:
                 channel.refuse(request_id, AgentError(error))
             else:
@@ -241,6 +260,7 @@ class Others(Leading):
             safe = fields["safe"]
             self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
+        moving = Moving(channel, request_id, self.copies.progress, self._server.later)
 
     def _from_node(self, job: Job, channel: Channel, message: Message) -> None:
         fields = message.fields
@@ -314,13 +334,15 @@ class Others(Leading):
         start = self._start
         if job.restore is None or job.restore.identity != identity or start is None or start.chosen is None:
             raise AgentError(f"{identity} is not being restored now")
-        from ckpt.format.record import encode_manifest
-
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
         gathered = start.gathered.get(identity)
-        where = {**gathered.places.fields(), "givers": self._givers_told(start, gathered)} if gathered else {}
-        blobs = [encode_manifest(job.restore.manifest), *(gathered.places.blobs() if gathered is not None else ())]
-        channel.reply(int(fields["id"]), {"records": records, **where}, blobs)
+        where = gathered.places.fields() if gathered is not None else {}
+        if identity not in start.told:  # made once, and not for each node
+            from ckpt.format.record import encode_manifest
+
+            places = [*gathered.places.blobs(), self._givers_told(start, gathered)] if gathered is not None else []
+            start.told = {identity: [encode_manifest(job.restore.manifest), *places]}
+        channel.reply(int(fields["id"]), {"records": records, **where}, start.told[identity])
 
     def _share_reading(self, channel: Channel, message: Message) -> None:
         """A node wants of us what we read for all, or has read for all what we want."""

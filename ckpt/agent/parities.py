@@ -261,7 +261,7 @@ class Parities:
 
     def _folding(self) -> Folding:
         network = self._network()
-        return Folding(network.transport if network is not None else None)
+        return Folding(network.transport if network is not None else None, self._copies.progress.moved)
 
     def _origins(self, identity: Identity, where: Where, snapshots: Mapping[int, Described]) -> dict[int, Origin]:
         """Of what the ranks staged that are somewhere. Errors: AgentError."""

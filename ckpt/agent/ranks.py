@@ -96,6 +96,13 @@ class Ranks:
         held_bytes = self.arena_bytes + taken.lent_bytes
         then(memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes), "")
 
+    def for_a_while_bytes(self, slot_bytes: int, limit_bytes: int | None) -> int:
+        """What may be taken here until all ranks have restored, where a slot of theirs will take so much."""
+        free_bytes, taken = memory.free_bytes(), self._taken()
+        held_bytes = self.arena_bytes + taken.lent_bytes
+        plan = memory.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes)
+        return memory.for_a_while_bytes(plan, limit_bytes, free_bytes)
+
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
         that they have. Where that fails the slot has none."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 RETRY_S_MAX = 60.0
+COPIES_TOLD = 64  # in an event
 
 # (name, message, loud, data): see Carrier.emit.
 Emit = Callable[[str, str, bool, dict[str, Any]], None]
@@ -164,7 +165,7 @@ class Reprotecting:
         count = sum(self._sizes[rank] for copy in self._done for rank in copy.ranks)
         facts = {
             "identity": str(self.identity),
-            "copies": [[copy.source, copy.holder, list(copy.ranks[:100])] for copy in self._done],
+            "copies": [[copy.source, copy.holder, list(copy.ranks[:100])] for copy in self._done[:COPIES_TOLD]],
             "bytes": count,
             "seconds": seconds,
         }

@@ -28,7 +28,8 @@ class Start:
     what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen.
-    `former`: nodes of earlier starts that have no part in this one and have said what they hold."""
+    `former`: nodes of earlier starts that have no part in this one and have said what they hold.
+    `told`: the blobs of the answer to where the candidate's frames are."""
 
     peer: Peer
     request_id: int | None
@@ -52,6 +53,7 @@ class Start:
     told_of_loss: bool = False
     asked_former: bool = False
     former: list[NodeAt] = field(default_factory=list)
+    told: dict[Identity, list[bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

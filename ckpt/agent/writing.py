@@ -32,9 +32,11 @@ log = logging.getLogger("ckpt")
 Ask = Callable[[str, Wanted, Callable[["Written | None", str], None]], None]
 
 
-def write_part(store: StoreSide, wanted: Wanted, arenas: Mapping[int, Arena]) -> Written:
-    """On a thread: puts these frames into packs of this node's. Errors: AgentError where one lies outside its arena;
-    SaveFailed; StorageError."""
+def write_part(
+    store: StoreSide, wanted: Wanted, arenas: Mapping[int, Arena], moved: Callable[[], None] = lambda: None
+) -> Written:
+    """On a thread: puts these frames into packs of this node's. `moved`: told of each frame as its turn comes. Errors:
+    AgentError where one lies outside its arena; SaveFailed; StorageError."""
     lengths = wanted.frames["length"].astype(np.int64)
     for rank, arena in arenas.items():
         ours = wanted.ranks == rank
@@ -43,6 +45,7 @@ def write_part(store: StoreSide, wanted: Wanted, arenas: Mapping[int, Arena]) ->
             raise AgentError(f"a frame lies outside the arena of rank {rank}")
 
     def frame(i: int) -> memoryview:
+        moved()
         return arenas[int(wanted.ranks[i])].part((int(wanted.offsets[i]), int(lengths[i])))
 
     return store.write(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth)

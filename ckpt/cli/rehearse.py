@@ -252,7 +252,7 @@ def _agent(url: str, runtime: str, stack: contextlib.ExitStack) -> Connection | 
 def _held(agent: Connection, *, complete: bool) -> frozenset[Identity]:
     from ckpt.types import Epoch, Identity, Tick
 
-    status = agent.request("status").fields
+    status = agent.status()
     jobs = [job for job in (status["job"], *status["former"]) if job is not None]
     return frozenset(
         Identity(Epoch.parse(job["epoch"]), Tick.parse(slot["tick"]))

@@ -88,8 +88,7 @@ class Looker:
                     return None
                 self._agent = self._talking.enter_context(talk(sock))
             try:
-                fields = self._agent.request("status", timeout_s=ANSWER_S).fields
-                return {key: value for key, value in fields.items() if key not in ("t", "id")}
+                return self._agent.status(ANSWER_S)
             except AgentError:
                 ended = known and not self._agent.is_open
                 self.close()
@@ -164,7 +163,7 @@ def _agents() -> Iterator[dict[str, Any]]:
             sock = connect_nowait(replace(place, socket=path))
             if sock is not None:
                 with talk(sock) as agent:
-                    yield agent.request("status", timeout_s=ANSWER_S).fields
+                    yield agent.status(ANSWER_S)
 
 
 @contextmanager

@@ -54,12 +54,17 @@ class Keep:
             raise UsageError(f'ckpt.Keep(best={self.best!r}): a ckpt.Best("metric", "min")')
 
 
+# A connection has to move 16 KiB in 30 s, or counts as stuck, and 64 of them may share what there is (agent/peers).
+PEER_BANDWIDTH_MIN = 1 << 16
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What is rare. `memory`: bytes the agent may hold for this job (None: what the machine or its cgroup allows).
     `bandwidth`: bytes per second to the store (None: no limit). `peer_bandwidth`: bytes per second that copies on their
-    way to other nodes' memory may take, from each node and to it (None: no limit). `exit_s`: how long leaving waits for
-    the last commit. `unsaved_s`: leave with an error when no commit landed for so long (None: never)."""
+    way to other nodes' memory may take, from each node and to it, at least PEER_BANDWIDTH_MIN (None: no limit).
+    `exit_s`: how long leaving waits for the last commit. `unsaved_s`: leave with an error when no commit landed for so
+    long (None: never)."""
 
     memory: int | None = None
     bandwidth: float | None = None
@@ -71,6 +76,12 @@ class Limits:
         _whole("ckpt.Limits(memory=), in bytes", self.memory, 1)
         _positive("ckpt.Limits(bandwidth=), in bytes per second", self.bandwidth)
         _positive("ckpt.Limits(peer_bandwidth=), in bytes per second", self.peer_bandwidth)
+        if self.peer_bandwidth is not None and self.peer_bandwidth < PEER_BANDWIDTH_MIN:
+            raise UsageError(
+                f"ckpt.Limits(peer_bandwidth=), in bytes per second: {self.peer_bandwidth!r} is less than "
+                f"{PEER_BANDWIDTH_MIN}, and copies that slow could not be told from such as are stuck; give more, or "
+                "peers=None for no copies"
+            )
         if self.exit_s is None:
             raise UsageError("ckpt.Limits(exit_s=None): a number of seconds")
         _positive("ckpt.Limits(exit_s=)", self.exit_s)

@@ -119,7 +119,9 @@ def enter(
     }
     decision = _ask(group, saver, "begin", begin, [encode_nodes(nodes)] if nodes else [])
     try:
-        found = _join_and_restore(group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"])
+        found = _join_and_restore(
+            group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"]
+        )
     except BaseException:
         saver.link.give_up()
         raise

@@ -369,7 +369,7 @@ def test_a_notice_makes_all_ranks_hold_and_leave_at_one_step(url: str, ranks: Ca
             train(job, step - 1)
             left = together(job, one_step)
             assert len(set(left)) == 1, "some leave and some go on"
-        assert tool.request("status").fields["job"]["slots"]
+        assert tool.status()["job"]["slots"]
         tool.close()
     answers = together(job, lambda rank: rank.leave())
     assert {answer["committed"] for answer in answers} == {str(Tick(job[0].step))}

@@ -79,7 +79,7 @@ def status(url: str) -> dict[str, Any]:
         sock = client.connect(url, read())
         connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
         try:
-            return dict(connection.request("status").fields)
+            return connection.status()
         finally:
             connection.close()
 

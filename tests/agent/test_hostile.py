@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from ckpt.agent import client, wire
@@ -83,7 +84,7 @@ class Attacker:
             message.close()
             if message.fields.get("id") == 7:
                 wire.raise_error(message)
-                return message.fields
+                return msgpack.unpackb(message.blobs[0]) if kind == "status" else message.fields
 
     def join(self, fds: Any = (), **fields: Any) -> dict[str, Any]:
         return self.ask("join", fds, [encode_layout(EMPTY), b""], **{**JOIN, **fields})

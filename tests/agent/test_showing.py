@@ -41,7 +41,7 @@ def status_of(url: str) -> dict[str, Any]:
     with Tasks("tool") as tasks:
         agent = Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
         try:
-            return agent.request("status").fields
+            return agent.status()
         finally:
             agent.close()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from ckpt.agent import wire
@@ -45,8 +46,9 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                 if isinstance(answer, CkptError):
                     body = {"t": "error", "kind": answer.kind, "message": str(answer)}
                 else:
-                    body = {"t": "reply", **answer}
-                wire.send(connection, {**body, "id": message.fields["id"]})
+                    body = {"t": "reply", **({} if message.kind == "status" else answer)}
+                blobs = [msgpack.packb(answer)] if message.kind == "status" and isinstance(answer, dict) else []
+                wire.send(connection, {**body, "id": message.fields["id"]}, blobs=blobs)
             return True
 
         tasks.start("serve", serve)

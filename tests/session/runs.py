@@ -85,7 +85,7 @@ def agent_status(url: str | os.PathLike[str]) -> dict[str, Any]:
     with Tasks("probe") as tasks:
         connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
         try:
-            return dict(connection.request("status", {}, timeout_s=30.0).fields)
+            return connection.status(30.0)
         finally:
             connection.close()
 

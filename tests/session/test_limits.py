@@ -38,6 +38,7 @@ def committed_steps(seen: Seen) -> set[int]:
         {"bandwidth": 0.0},
         {"bandwidth": -5.0},
         {"peer_bandwidth": 0.0},
+        {"peer_bandwidth": 900.0},
         {"exit_s": -1.0},
         {"unsaved_s": 0.0},
     ],

@@ -259,7 +259,7 @@ class Cluster:
             sock = client.connect(self.url, settings)
             connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
             try:
-                return dict(connection.request("status").fields)
+                return connection.status()
             finally:
                 connection.close()
 

@@ -45,12 +45,16 @@ class Carried:
     def withdraw(self, name: str) -> None:
         del self.offers[name]
 
-    def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames) -> Any:
-        return Carrying(self, name, target, frames)
+    def fetch(
+        self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
+    ) -> Any:
+        return Carrying(self, name, target, frames, landed)
 
 
 class Carrying:
-    def __init__(self, transport: Carried, name: str, target: memoryview, frames: Frames) -> None:
+    def __init__(
+        self, transport: Carried, name: str, target: memoryview, frames: Frames, landed: Callable[[int], None]
+    ) -> None:
         self.done: Future[None] = Future()
         if name in transport.stuck:
             return
@@ -58,8 +62,9 @@ class Carrying:
             self.done.set_exception(AgentError("the link was cut"))
             return
         source = transport.offers[name][0]
-        for offset, length in frames.places():
+        for number, (offset, length) in enumerate(frames.places()):
             target[offset : offset + length] = source[offset : offset + length]
+            landed(number)
         self.done.set_result(None)
 
     def cancel(self) -> None:
@@ -130,6 +135,12 @@ def test_a_copy_is_an_arena_that_holds_the_same(held: Held) -> None:
         assert bytes(arena.view[: at + length]) == bytes(original.view[: at + length])
     assert held.kept() == {(5, 0), (5, 1)}
     assert held.copy(identity(5)) == "", "it is kept already"
+
+
+def test_a_copy_on_its_way_is_seen_to_move(held: Held) -> None:
+    """Else who has asked for it would give up what takes long (agent.moving)."""
+    assert held.copy(identity(5)) == ""
+    assert held.keeper.progress.count >= 2, "frames of two ranks came"
 
 
 def test_what_did_not_arrive_is_not_kept_and_the_reason_is_heard(held: Held) -> None:

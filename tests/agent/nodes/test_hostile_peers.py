@@ -241,6 +241,9 @@ def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_o
                 if kind == "start" and each.get("take_over"):
                     continue
                 hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+    for each in [*spoiled(OF_A_BORROWER["borrow"]), OF_A_BORROWER["borrow"], {}]:
+        if packs(each):
+            hostile.say(node, {"t": "borrow", "id": 1}, [msgpack.packb(each)])
     hostile.alive(node)
     status = cluster.lending_status()
     assert (status["launch"], status["connected"]) == ("test", True)
@@ -288,6 +291,7 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
         coordinator.loop.until(lambda: coordinator.heard)
         asked = coordinator.heard[0].fields
         assert (asked["t"], asked["rank"]) == ("rank", 1)
+        assert len(coordinator.heard[0].blobs) == 2, "a coordinator knows the nodes: not once for each rank of all"
         head = {"t": "to", "epoch": OTHER, "rank": 1, "number": asked["number"]}
         coordinator.say(node, {**head, "m": {"t": "reply", "id": asked["m"]["id"]}}, [])
         while not joined.done():

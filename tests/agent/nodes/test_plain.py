@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
 
@@ -46,11 +47,11 @@ def test_copies_keep_to_their_bandwidth_on_every_node_and_what_a_start_waits_for
     assert told["seconds"] >= 0.9 * STATE_BYTES / 3 / RATE, "some node sends a third of the state, or more"
     cluster.kill(1)
     cluster.hang_up()
-    cluster.options["limits"]["peer_bandwidth"] = 100.0  # a start that kept to it would take an hour
+    cluster.options["limits"]["peer_bandwidth"] = float(PEER_BANDWIDTH_MIN)
     decision = cluster.start(3, 0, 2)
     assert decision.fields["candidate"]["step"] == step
     assert cluster.fetched()["peer"] > 100_000
-    assert [cluster.status(node)["peer_bandwidth"] for node in (3, 0, 2)] == [100.0] * 3
+    assert [cluster.status(node)["peer_bandwidth"] for node in (3, 0, 2)] == [PEER_BANDWIDTH_MIN] * 3
 
 
 AGAIN = [((0, 0, 1, 1), (0, 0, 1, 1)), ((0, 0, 1, 1), (0, 1)), ((0, 1), (0, 0, 1)), ((0, 1, 2), (2, 0, 1, 1))]

@@ -76,6 +76,18 @@ def inventory(fleet: Fleet) -> Inventory:
     return whole
 
 
+def test_work_on_parity_is_seen_to_move(make: Make) -> None:
+    """Else who has asked for it would give up what takes long (agent.moving)."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    before = {name: copies.progress.count for name, copies in fleet.copies.items()}
+    assert all(before.values())
+    fleet.gone = {"b"}
+    made, error = fleet.rebuild(STEP)
+    assert error == ""
+    assert all(fleet.copies[name].progress.count > before[name] for name in made.values())
+
+
 def test_lost_ranks_are_spread_over_the_nodes_that_are_left(make: Make) -> None:
     fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
     assert fleet.protect(STEP) == ""

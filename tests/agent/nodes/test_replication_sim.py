@@ -159,7 +159,7 @@ class Holder:
         own = {rank: cell for (each, rank), cell in self.own.items() if each == identity}
         return {**cast(Any, self.copies.of(identity)), **own}
 
-    def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames) -> Fetched:
+    def fetch(self, peer: str, addresses: Any, name: str, target: memoryview, frames: Frames, landed: Any) -> Fetched:
         """The bytes are those that lie there when they come; a hash that does not fit is told by the content."""
         fetched, giver = Fetched(), self._sim.nodes[peer]
 

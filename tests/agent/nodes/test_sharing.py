@@ -21,6 +21,7 @@ from ckpt.agent.peers import secret
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, StorageError
+from ckpt.events import Event
 from ckpt.plan.homes import homes
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.peers.loop import TurnedLoop
@@ -66,6 +67,8 @@ class Agent:
 
     def __init__(self, loop: TurnedLoop, number: int) -> None:
         self.loop, self.number = loop, number
+        self.room = 1 << 30  # what it may take for all
+        self.events: list[Event] = []
         self.bulk = Bulk(loop.post)
         self.network = Network(loop, self.bulk, f"agent-{number}", self)
         (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
@@ -73,6 +76,9 @@ class Agent:
         self.heard: list[str] = []
         self.mute = self.away = False
         self.restore: Restore
+
+    def has_room(self) -> int:
+        return self.room
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         self.heard.append(message.kind)
@@ -113,7 +119,7 @@ class Job:
             services = each.network, each.bulk, self.loop.later, self.loop.post, read
             each.restore = Restore(
                 *(IDENTITY, manifest(FRAMES), 1, None, read, each.bulk, self.loop.later, self.loop.post, window_bytes),
-                fan=FanOut(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services),
+                fan=FanOut(IDENTITY, EPOCH, manifest(FRAMES), nodes, *services, each.has_room, each.events.append),
             )
 
     def restore(self, *numbers: int, frames: Any = range(FRAMES)) -> list[Rank]:
@@ -187,14 +193,14 @@ def test_a_rank_that_asks_while_another_still_has_the_same_frames_gets_them_too(
     assert job.agents[0].heard.count("brought") < 5
 
 
-def test_a_home_without_memory_for_others_has_them_read_by_themselves(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fanout, "free_bytes", lambda: 1000)
+def test_a_home_without_memory_for_others_has_them_read_by_themselves_and_says_so_once(job: Job) -> None:
+    for each in job.agents:
+        each.room = 1000
     ranks = job.restore()
     job.until_restored(ranks)
     assert job.reads() == Counter(3 * [*range(FRAMES)])
     assert [rank.outcome["sources"] for rank in ranks] == [{"store": STATE_BYTES}] * 3
+    assert [[event.name for event in each.events] for each in job.agents] == [["restore.unshared"]] * 3
 
 
 def test_a_home_that_says_nothing_is_done_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from ckpt.agent.peers.bulk import SERVED_MAX, STALL_S
 from ckpt.agent.peers.limit import BURST_S, PIECE_BYTES, PIECE_BYTES_MIN, SLICE_S, Bucket
 from ckpt.clock import ManualClock
+from ckpt.policy.every import PEER_BANDWIDTH_MIN
 
 RATE = 1_000_000.0
 
@@ -79,3 +81,7 @@ def test_who_waits_hears_that_it_is_to_stop() -> None:
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="bandwidth"):
         Bucket(rate)
+
+
+def test_where_all_connections_share_the_least_bandwidth_that_is_taken_each_moves_before_it_counts_as_stuck() -> None:
+    assert SERVED_MAX * PIECE_BYTES_MIN / PEER_BANDWIDTH_MIN < 0.6 * STALL_S

@@ -1,0 +1,135 @@
+"""What is asked of another agent is waited for as long as it moves, and no longer. Over real sockets, by a clock that
+the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.moving import ANSWER_S, LOOK_S, SAY_S, Moving, Progress
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.wire import Message
+from ckpt.clock import ManualClock
+from tests.agent.peers.loop import SECRET, TurnedLoop
+
+
+class Working:
+    """An agent that takes its time. `asked`: by id, what it works on."""
+
+    def __init__(self, loop: TurnedLoop, name: str, clock: ManualClock) -> None:
+        self.progress = Progress()
+        self.asked: dict[int, tuple[Channel, Moving]] = {}
+        self._loop = loop
+        self.bulk = Bulk(loop.post)
+        self.network = Network(loop, self.bulk, name, self, clock)
+        self.at = NodeAt(name, (Address("127.0.0.1", self.network.listen(SECRET, "127.0.0.1:0")[0].port),), ())
+
+    def peer_message(self, channel: Channel, message: Message) -> None:
+        number = int(message.fields["id"])
+        self.asked[number] = channel, Moving(channel, number, self.progress, self._loop.later)
+
+    def peer_closed(self, channel: Channel) -> None: ...
+
+    def answer(self) -> None:
+        for number, (channel, moving) in self.asked.items():
+            moving.end()
+            channel.reply(number, {})
+        self.asked.clear()
+
+    def close(self) -> None:
+        self.network.close()
+        self.bulk.close()
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.loop = TurnedLoop(self.clock)
+        self.asking, self.working = (Working(self.loop, name, self.clock) for name in ("asking", "working"))
+        connected: list[str] = []
+        self.asking.network.connect(self.working.at, connected.append)
+        self.loop.until(lambda: connected and self.working.network.channel("asking"))
+
+    def ask(self) -> list[str]:
+        heard: list[str] = []
+        before = len(self.working.asked)
+        self.asking.network.ask("working", {"t": "any"}, (), lambda _, error: heard.append(error))
+        self.loop.until(lambda: len(self.working.asked) > before)
+        return heard
+
+    def go_on(self, seconds: float) -> None:
+        """In steps in which whatever is due happens, and what is said arrives."""
+        for _ in range(int(seconds / SAY_S)):
+            self.clock.sleep_s(SAY_S)
+            for _ in range(4):
+                self.loop.turn(0.002)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.asking.close()
+    made.working.close()
+    made.loop.close()
+
+
+def test_what_moves_is_waited_for_however_long_it_takes(pair: Pair) -> None:
+    heard = pair.ask()
+    for _ in range(30):
+        pair.working.progress.moved()
+        pair.go_on(ANSWER_S / 3)
+    assert heard == []
+    pair.working.answer()
+    pair.loop.until(lambda: heard)
+    assert heard == [""]
+
+
+def test_what_does_not_move_is_given_up(pair: Pair) -> None:
+    heard = pair.ask()
+    pair.go_on(ANSWER_S - 2 * SAY_S)
+    assert heard == []
+    pair.go_on(4 * SAY_S + LOOK_S)
+    assert heard == ["agent working has not answered in time"]
+    pair.working.answer()  # too late, and of no harm
+    pair.go_on(2 * SAY_S)
+    assert len(heard) == 1
+
+
+def test_what_has_moved_and_moves_no_more_is_given_up(pair: Pair) -> None:
+    heard = pair.ask()
+    pair.working.progress.moved()
+    pair.go_on(ANSWER_S - 2 * SAY_S)
+    assert heard == []
+    pair.go_on(4 * SAY_S + LOOK_S)
+    assert heard == ["agent working has not answered in time"]
+
+
+def test_nothing_is_said_of_what_is_answered_and_no_timer_is_left_for_each_question(pair: Pair) -> None:
+    before = pair.loop.timers()
+    heard = [pair.ask() for _ in range(50)]
+    pair.working.answer()
+    pair.loop.until(lambda: all(heard))
+    pair.go_on(4 * SAY_S)
+    assert pair.loop.timers() <= before + 1
+
+
+def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
+    stranger = Working(pair.loop, "stranger", pair.clock)
+    try:
+        heard = pair.ask()
+        (number,) = pair.working.asked
+        connected: list[str] = []
+        stranger.network.connect(pair.asking.at, connected.append)
+        pair.loop.until(lambda: connected)
+        for _ in range(3):
+            for each in (number, number + 1, "x"):
+                stranger.network.tell("asking", {"t": "moving", "id": each})
+            pair.go_on(ANSWER_S / 2)
+        assert heard == ["agent working has not answered in time"]
+    finally:
+        stranger.close()
