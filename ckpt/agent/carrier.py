@@ -406,14 +406,14 @@ class Carrier:
             self._have_copies_written(name, wanted, then)
             return
 
-        def made(error: str) -> None:
+        def made(holder: str, error: str) -> None:
             if error:
                 then(None, error)
             else:
-                self._have_copies_written(name, wanted, then)
+                self._have_copies_written(holder, wanted, then)
 
         (owner,) = owners
-        self.protection.remake(wanted.identity, owner, name, lambda error: self._guard(lambda: made(error)))
+        self.protection.remake(wanted.identity, owner, name, lambda *found: self._guard(lambda: made(*found)))
 
     def _have_copies_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         nodes, copies = self.ranks, self._services.copies

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 
 class Chunks:
-    """`kept`: what is whole and right. Memory that is being filled counts, too."""
+    """`kept`: what is whole and right. Memory that is being filled counts, too. `goes`: told of each that was kept,
+    before its memory may be used for something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, goes: Callable[[ChunkName], None] = lambda name: None) -> None:
+        self._goes = goes
         self.kept: dict[ChunkName, Chunk] = {}
         self._coming: dict[ChunkName, bytearray] = {}
         self._spare: list[bytearray] = []
@@ -86,6 +88,7 @@ class Chunks:
 
     def _forget(self, names: Iterable[ChunkName]) -> None:
         for name in names:
+            self._goes(name)
             self._put_back(self.kept.pop(name).data)
 
     def of(self, identity: Identity) -> list[Chunk]:

@@ -111,7 +111,7 @@ class Copies:
 
     def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
-        self.chunks = Chunks()
+        self.chunks = Chunks(lambda name: self._offer_no_more(name.transfer))
         self.progress = Progress()  # of what comes, and of parity that is made here
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
@@ -306,9 +306,8 @@ class Copies:
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more."""
         for name in list(self._offered):
-            if self._transport is not None and goes(Identity.parse(name.split("/")[1])):
-                self._transport.withdraw(name)  # whoever was to read it has not said that it is done
-                del self._offered[name]
+            if goes(Identity.parse(name.split("/")[1])):
+                self._offer_no_more(name)
         self.chunks.forget(goes)
         self._failed = {each for each in self._failed if not goes(each[0])}
         for key in [key for key in self.kept if goes(key[0])]:
@@ -317,6 +316,12 @@ class Copies:
                 self._late[key] = arena
             else:
                 self._put_back(arena)
+
+    def _offer_no_more(self, name: str) -> None:
+        """Though whoever was to read it has not said that it is done: its memory will hold something else."""
+        if self._transport is not None and name in self._offered:
+            self._transport.withdraw(name)
+            del self._offered[name]
 
     def lease(self, identity: Identity) -> None:
         """What is kept of that checkpoint stays as it is until `release`."""

@@ -199,15 +199,15 @@ class Protection:
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
         Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
 
-    def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str], None]) -> None:
+    def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str, str], None]) -> None:
         """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:
-        `then` hears "" once it has it, or why it has not. At once where there is nothing to be made, as with copies,
-        and where that node is there: what it cannot write others are not to take their memory for."""
+        `then` hears who has it, and "" or why nobody has. At once where there is nothing to be made, as with copies;
+        and where that node is there again it is the one that has it."""
         if self.placement is None or not isinstance(self.placement.option, Parity):
-            then("")
+            then(at, "")
             return
         if self._network.channel(lost) is not None:
-            then("the node that has it is there: it is not made again from parity")
+            then(lost, "")
             return
 
         left = [node for node in (*self._nodes, *(each.node for each in self._lenders())) if node.name != lost]
@@ -217,7 +217,7 @@ class Protection:
             del self._rebuilding[0]
             if self._rebuilding:
                 self._rebuilding[0].begin()
-            then(error)
+            then(at, error)
 
         wanted = {rank: [at or self._network.me] for node in self._nodes if node.name == lost for rank in node.ranks}
         self._rebuilding.append(Rebuilding(self._parities, left, identity, holders, wanted, ended))

@@ -146,7 +146,7 @@ class Rebuilding:
             return
         self._left = {str(rank) for rank in self._todo}
         for rank in self._todo:
-            self._give(rank, where, self._at[rank])
+            self._give(rank, _part_of(where, rank), self._at[rank])
 
     def _give(self, rank: int, where: Where, at: Sequence[str]) -> None:
         name = min(at, key=lambda each: (self._busy[each], at.index(each)))
@@ -154,7 +154,8 @@ class Rebuilding:
         self._tried[rank] += 1
         self._busy[name] += 1
         fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
-        snapshots = encode_described([self._snapshots[each] for each in sorted(self._snapshots)])
+        needed = {each for _, chunk, _ in where.chunks for each in chunk.striped.ranks}
+        snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
 
         def made(blobs: list[bytes], error: str) -> None:
             if blobs and not error:
@@ -203,3 +204,12 @@ class Rebuilding:
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
         self._parities.have(name, {**fields, "identity": str(self._identity), "reader": self._reader}, blobs, then)
+
+
+def _part_of(where: Where, rank: int) -> Where:
+    """What is to be known of it for that rank: of the stripes that it is in, and not of the whole job."""
+    chunks = [each for each in where.chunks if rank in each[1].striped.ranks]
+    needed = {each for _, chunk, _ in chunks for each in chunk.striped.ranks}
+    ranks = {each: name for each, name in where.ranks.items() if each in needed}
+    names = {*ranks.values(), *(name for name, _, _ in chunks)}
+    return Where({name: at for name, at in where.nodes.items() if name in names}, ranks, chunks)

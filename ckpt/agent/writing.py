@@ -91,6 +91,7 @@ class Parts:
         self._began_s = 0.0
         self._own_bytes = 0
         self._parts: list[_Part] = []
+        self._over = False
         self._written: list[tuple[float, int]] = []  # seconds and bytes of the parts that are; main thread
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
@@ -118,13 +119,19 @@ class Parts:
     def own_written(self) -> None:
         self._post(lambda: self._is_written(self._own_bytes))
 
+    def ended(self) -> None:
+        self._post(self._end)
+
     # -- inside; on the main thread
+
+    def _end(self) -> None:
+        self._over = True
 
     def _have_written(self, part: _Part, name: str) -> None:
         def answered(result: Written | None, error: str) -> None:
             part.asked -= 1
-            if part.future.done():
-                return  # another one was first
+            if part.future.done() or self._over:
+                return  # another one was first, or nobody waits any more
             if result is not None:
                 part.future.set_result(result)
                 self._is_written(part.nbytes)
@@ -154,7 +161,7 @@ class Parts:
 
     def _look(self, part: _Part) -> None:
         due_s = overdue_s(self._written, part.nbytes, self._margin_s)
-        if part.future.done() or due_s is None or part.errors or part.asked > 1:
+        if self._over or part.future.done() or due_s is None or part.errors or part.asked > 1:
             return  # whoever failed has been followed by another; and of those that are slow one is enough
         left_s = due_s - (self._clock.now_s() - self._began_s)
         if left_s > 0:

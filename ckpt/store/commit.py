@@ -51,6 +51,10 @@ class Elsewhere(Protocol):
         """The committer has written the others, and waits for theirs now."""
         ...
 
+    def ended(self) -> None:
+        """The commit is over, whatever came of it: nothing more is to be written for it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -147,6 +151,9 @@ class Committer:
             except Exception as exc:
                 _let_go(exc)
                 raise SaveFailed(f"{identity} was not committed to {self.backend.url}: {exc}") from exc
+            finally:
+                if elsewhere is not None:
+                    elsewhere.ended()
             return Committed(
                 record=made,
                 ref=CommitRef(identity, writer, len(body)),

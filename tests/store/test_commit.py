@@ -350,7 +350,7 @@ class Others:
 
     def __init__(self, store: Any, snap: Snapshot, told: Callable[[str, int], tuple[str, int]]) -> None:
         self.store, self.snap, self.told = store, snap, told
-        self.own = False
+        self.own = self.over = False
 
     def __call__(self, todo: Any) -> list[tuple[Any, Future[packs.Written]]]:
         its = todo[::2].tolist()
@@ -365,6 +365,9 @@ class Others:
     def own_written(self) -> None:
         self.own = True
 
+    def ended(self) -> None:
+        self.over = True
+
 
 def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_refers_to_them() -> None:
     store, snap = Sim(), some()
@@ -373,10 +376,13 @@ def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_r
         lambda key, size: (key, size + 1),
     ]
     for told in lies:
+        liar = Others(store, snap, told)
         with pytest.raises(SaveFailed, match="another node says"):
-            commit(store, 20, snap, elsewhere=Others(store, snap, told))
+            commit(store, 20, snap, elsewhere=liar)
+        assert liar.over
     assert not list(store.list("commits/"))
     honest = Others(store, snap, lambda key, size: (key, size))
     done = commit(store, 20, snap, writer="again", elsewhere=honest)
     assert honest.own
+    assert honest.over
     assert same(read_all(store, open_record(store, done.ref)), snap.tensors)

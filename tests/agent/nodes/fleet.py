@@ -83,6 +83,7 @@ class Link:
             if name in self._fleet.gone:
                 then(None, f"there is no connection to agent {name}")
                 return
+            self._fleet.said.append((fields, blobs))
             try:
                 self._fleet.parities[name].asked(fields, blobs, answered)
             except CkptError as exc:
@@ -115,6 +116,7 @@ class Fleet:
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
+        self.said: list[tuple[dict[str, Any], Sequence[bytes]]] = []  # by nodes to others
         self.ranks, self.option = ranks, option
         self.world = sum(map(len, ranks.values()))
         self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]

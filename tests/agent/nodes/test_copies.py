@@ -16,6 +16,7 @@ from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
 from ckpt.agent.holdings import sealed
+from ckpt.agent.moving import Progress
 from ckpt.agent.others import Others
 from ckpt.agent.peers.transport import Frames, Transport
 from ckpt.agent.remote import Wanted
@@ -221,7 +222,11 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         Carrier._have_copies_written(cast(Any, carrier), "", wanted, lambda *found: heard.append(found))
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
-        others = SimpleNamespace(copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas)
+        writes = Progress()
+        server = SimpleNamespace(later=lambda delay_s, what: None)
+        others = SimpleNamespace(
+            copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas, _writes=writes, _server=server
+        )
         channel = SimpleNamespace(refuse=lambda *told: heard.append(told), reply=lambda *told: heard.append(told))
         fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
         Others._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
@@ -231,6 +236,7 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     go.set()
     held.turned.until(lambda: heard)
     assert seen == [bytes(held.originals[which][0].data(0, int(frame["length"][0])))]
+    assert coordinates or writes.count == 1, "who has asked for it would give up what does not move (agent.moving)"
     one = sum(arena.bytes for arena in held.keeper.kept.values())
     assert held.keeper.bytes <= 2 * one, "then it is let go of"
 

@@ -69,6 +69,22 @@ def test_a_state_leaves_the_store_once_whatever_the_number_of_nodes(
     cluster.finish()
 
 
+def test_where_a_users_limit_leaves_no_memory_to_read_for_others_each_node_reads_for_itself_and_says_so(
+    cluster: Cluster, store: TinyS3
+) -> None:
+    step = lose_memory(cluster, 0, 1, 2)
+    read(store)
+    limits = {"memory": 200 << 20, "bandwidth": None, "peer_bandwidth": None}  # less than the window alone may take
+    cluster.options = {**cluster.options, "limits": limits}
+    cluster.start(0, 1, 2)
+    assert {rank.step for rank in cluster.job} == {step}
+    assert set(cluster.fetched()) == {"store"}
+    assert read(store) > 1.5 * STATE_BYTES, "one half of it is wanted by all three"
+    for rank in cluster.job:
+        assert [each["name"] for each in rank.events].count("restore.unshared") == 1
+    cluster.finish()
+
+
 def restoring(cluster: Cluster, tasks: Tasks, *spread: int) -> tuple[list[FakeRank], list[Future[Identity | None]]]:
     """A start as far as that its ranks restore, each by itself."""
     ranks = cluster.connect(*spread)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent import memory
+from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
 from ckpt.agent.folding import SCRATCH_BYTES
@@ -377,3 +378,29 @@ def test_of_several_holders_each_is_asked_first_for_as_many_ranks_and_this_node_
 def test_ranks_that_the_same_nodes_hold_are_asked_of_different_ones() -> None:
     whole = together(a=holding((5, 0), (5, 1)), b=holding((5, 0), (5, 1)))
     assert whole.by_rank(identity(5)) == {0: ["a", "b"], 1: ["b", "a"]}
+
+
+# --- who writes what a lost node was to write ------------------------------------------------------------------------
+
+
+def wanted_of(rank: int) -> Wanted:
+    return Wanted(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
+
+
+@pytest.mark.parametrize(("there", "writes"), [({"n1"}, "n1"), (set[str](), "nobody")])
+def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it_itself(
+    there: set[str], writes: str
+) -> None:
+    made = protection(4, option=Parity(3, 1))
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    made._network = cast(Network, SimpleNamespace(me="n0", channel=lambda name: object() if name in there else None))
+    written: list[str] = []
+    made._rebuilding.append(cast(Any, None))  # one is under way: what is to be made waits for it
+    carrier = SimpleNamespace(
+        ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
+        protection=made,
+        _guard=lambda what: what(),
+        _have_copies_written=lambda name, wanted, then: written.append(name),
+    )
+    Carrier._have_written(cast(Carrier, carrier), "n2", wanted_of(1), lambda result, error: None)
+    assert written == ([writes] if writes in there else [])

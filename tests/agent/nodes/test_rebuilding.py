@@ -11,8 +11,10 @@ from typing import Any
 import msgpack
 import pytest
 
+from ckpt.agent.copies import decode_described
 from ckpt.agent.folding import Chunk, chunk_frames
 from ckpt.agent.holdings import Inventory
+from ckpt.agent.parities import Where
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
 from ckpt.plan.placement import Parity
@@ -97,6 +99,26 @@ def test_lost_ranks_are_spread_over_the_nodes_that_are_left(make: Make) -> None:
     assert len(set(made.values())) == 2
 
 
+def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_the_whole_job(make: Make) -> None:
+    fleet = make({f"n{at:02}": [at] for at in range(12)}, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.said.clear()
+    fleet.gone = {"n01", "n05", "n09"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([1, 5, 9], "")
+    fleet.check(STEP, made)
+    asked = [(fields, blobs) for fields, blobs in fleet.said if fields["t"] == "rebuild"]
+    assert asked
+    for fields, blobs in asked:
+        where = Where.decode(STEP, blobs[0])
+        ranks = {rank for _, name, _ in where.chunks for rank in name.striped.ranks}
+        assert fields["rank"] in ranks
+        assert len(ranks) <= 4, "its group"
+        assert set(where.ranks) == ranks - {fields["rank"]}
+        assert {each.rank for each in decode_described(blobs[1])} == ranks
+        assert len(where.nodes) <= 4
+
+
 def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:
     fleet = make(FOUR, Parity(2, 2))
     assert fleet.protect(STEP) == ""
@@ -162,6 +184,23 @@ def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_i
     for copies in fleet.copies.values():
         copies.before(NEXT)
     assert not any(link.offers for link in fleet.links.values())
+
+
+def test_parity_that_another_takes_the_place_of_is_offered_no_more(make: Make) -> None:
+    """Its memory is used again at once: who still read it would get other bytes."""
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    heard: list[str] = []
+    for name in FOUR:
+        asked = {"t": "lend", "identity": str(STEP), "reader": "reader"}
+        fleet.parities[name].asked(asked, [], lambda blobs, error: heard.append(error))
+    fleet.turned.until(lambda: len(heard) == len(FOUR))
+    lent = {name: set(link.offers) for name, link in fleet.links.items()}
+    assert all(lent.values())
+    fleet.option = Parity(1, 1)
+    assert fleet.protect(STEP, None) == ""
+    for name, link in fleet.links.items():
+        assert lent[name].isdisjoint(link.offers)
 
 
 def test_a_member_that_gives_other_bytes_than_it_says_gets_no_parity_and_spoils_none(make: Make) -> None:

@@ -113,6 +113,19 @@ def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() ->
     assert nodes.of(1).result(0) is first
 
 
+def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
+    """As where the coordinator's own part has failed."""
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.writes("n2")
+    nodes.parts.ended()
+    nodes.move(1000)
+    nodes.writes("n1", "it has no store")
+    nodes.parts.own_written()
+    nodes.move(1000)
+    assert nodes.names() == ["n1", "n2"]
+
+
 def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
     nodes = Writers(2)
     nodes.parts.own_written()
