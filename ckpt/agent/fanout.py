@@ -10,6 +10,8 @@ Main thread only, but for the reading.
 
 from __future__ import annotations
 
+import collections
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -44,7 +46,9 @@ AGAIN_S = 0.2  # until a home that has not come as far as to restore is asked ag
 TELL_S = 0.02  # what is read within so long is told of together
 TRIES = 6  # times that a home is asked again after a connection has ended
 FETCH_FRAMES = 16  # in one transfer
-FETCHES = 4  # at a time in all, where there are fewer homes; else one from each
+FETCHES = 4  # at a time in all, where there are fewer homes; else one from each, but
+FETCHES_MAX = 16  # in all
+DIALS_MAX = 32  # connections to homes that are made at a time
 
 
 class FanOut:
@@ -92,6 +96,8 @@ class FanOut:
         self._reading = self._unreadable = self._telling = self._closed = self._watching = False
         self._asked: dict[int, Asked] = {}  # by home
         self._tries: dict[int, int] = {}
+        self._to_reach: collections.deque[tuple[int, list[int]]] = collections.deque()
+        self._dialling = 0
         self._fetches: dict[int, set[Fetch]] = {}
 
     @property
@@ -112,22 +118,26 @@ class FanOut:
             same = int(self._homes.same[frame])
             self._wanted.setdefault(same, set()).add(frame)
             by_home.setdefault(int(self._homes.nodes[frame]), set()).add(same)
-        for home, wanted in sorted(by_home.items()):
+        for home in self._in_turn(by_home):
             if home == self._me:
-                self._give(wanted, HERE)
+                self._give(by_home[home], HERE)
             else:
-                self._ask(home, wanted)
+                self._ask(home, by_home[home])
         self._read()  # the record, if nothing else: what is saved next may refer to it
 
     def pump(self) -> None:
         """Fetches what is ready, as far as the window has room."""
-        for home, asked in list(self._asked.items()):
+        for home in self._in_turn(self._asked):
+            asked = self._asked[home]
             while not self._closed and asked.ready() is not None and len(self._fetches.get(home, ())) < self._at_once:
+                if sum(map(len, self._fetches.values())) >= FETCHES_MAX:
+                    return  # until one of them has ended
                 if not self._fetch(home, asked):
                     break
 
     def close(self) -> None:
         self._closed = True
+        self._to_reach.clear()
         for fetches in self._fetches.values():
             for fetch in fetches:
                 fetch.cancel()
@@ -303,8 +313,25 @@ class FanOut:
             self._watching = True
             self._later(LOOK_S, self._look)
 
+    def _in_turn(self, homes: Iterable[int]) -> list[int]:
+        """Those after this node first, so that not all nodes come to the same one at once."""
+        return sorted(homes, key=lambda home: (home - self._me) % len(self._nodes))
+
     def _reach(self, home: int, frames: list[int]) -> None:
-        self._network.connect(self._nodes[home], lambda error: self._reached(home, frames, error))
+        """So many at a time: a home that all others call at once takes them for strangers, and refuses some."""
+        self._to_reach.append((home, frames))
+        self._dial()
+
+    def _dial(self) -> None:
+        while self._to_reach and self._dialling < DIALS_MAX:
+            home, frames = self._to_reach.popleft()
+            self._dialling += 1
+            self._network.connect(self._nodes[home], functools.partial(self._dialled, home, frames))
+
+    def _dialled(self, home: int, frames: list[int], error: str) -> None:
+        self._dialling -= 1
+        self.guard(lambda: self._reached(home, frames, error))
+        self._dial()
 
     def _reached(self, home: int, frames: list[int], error: str) -> None:
         if self._closed or self._asked[home].given_up:

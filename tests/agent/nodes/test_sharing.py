@@ -170,6 +170,37 @@ def test_all_nodes_have_all_and_each_frame_is_read_once_through_a_window_of_any_
     assert sum(each["store"] for each in told) == STATE_BYTES
 
 
+@pytest.mark.parametrize("job", [(7, 1 << 20)], indirect=True)
+def test_however_many_homes_there_are_so_many_are_called_and_fetched_from_at_a_time(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fanout, "FETCHES_MAX", 2)
+    monkeypatch.setattr(fanout, "DIALS_MAX", 3)
+    seen: list[tuple[int, int]] = []
+    for each in job.agents:
+        fan, connect, fetch = each.restore.fan, each.network.connect, each.network.transport.fetch
+        assert fan is not None
+
+        def look(fan: FanOut = fan) -> None:
+            seen.append((fan._dialling, sum(map(len, fan._fetches.values()))))
+
+        def connected(*given: Any, look: Any = look, connect: Any = connect) -> None:
+            look()
+            connect(*given)
+
+        def fetched(*given: Any, look: Any = look, fetch: Any = fetch, **more: Any) -> Any:
+            look()
+            return fetch(*given, **more)
+
+        each.network.connect = connected  # type: ignore[method-assign]
+        each.network.transport.fetch = fetched  # type: ignore[method-assign]
+    ranks = job.restore()
+    job.until_restored(ranks)
+    assert job.reads() == Counter(range(FRAMES))
+    assert max(dialling for dialling, _ in seen) == 3
+    assert max(fetching for _, fetching in seen) == 1, "one more is begun then"
+
+
 def test_ranks_that_come_one_after_the_other_and_want_other_frames_each_read_nothing_twice(job: Job) -> None:
     for numbers, frames in (((1,), range(50)), ((0, 2), range(30, 120)), ((1,), range(FRAMES)), ((), range(100))):
         ranks = job.restore(*numbers, frames=frames)
