@@ -124,6 +124,7 @@ class Copies:
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
         self._told_safe: Identity | None = None  # the newest of which that was said
         self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
+        self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
 
     @property
     def bytes(self) -> int:
@@ -295,7 +296,8 @@ class Copies:
     def make_room(self, identity: Identity, safe: Identity | None) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
         `safe`, came of attempts that failed. `safe`: None where that is not known: then that stays which was said to be
-        when that was known, and the newest of those that did not fail here."""
+        when that was known, and the newest of those that did not fail here. Errors: AgentError, see `check`."""
+        self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
             failed = {each for each, _ in self._failed}
@@ -335,12 +337,16 @@ class Copies:
                 self._put_back(self._late.pop(key))
 
     def before(self, newer: Identity) -> None:
-        """`newer` is where it should be: older ones of its epoch, and of epochs before, may go."""
+        """`newer` is where it should be: older ones of its epoch, and of epochs before, may go. Errors: AgentError, see
+        `check`."""
+        self.check(newer.epoch)
         self.chunks.replaced(newer)
         self._told_safe = max(newer, self._told_safe or newer)
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:
+        """Errors: AgentError, see `check`."""
+        self.check(epoch)
         self.forget(lambda identity: identity.epoch < epoch)
 
     def cool(self, missing: int) -> int:

@@ -133,6 +133,7 @@ class Facts:
         self.superseded_by = ""
         self.committing: int | None = None  # the slot
         self.replicates = False  # whether other nodes keep copies
+        self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
         self.replicating: int | None = None  # the slot
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.closed_in_store = False

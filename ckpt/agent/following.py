@@ -257,6 +257,17 @@ class Following:
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
 
+    def declines(self, fields: dict[str, Any], why: str) -> bool:
+        """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a
+        miss, as of any other."""
+        rank, body = int(fields["rank"]), dict(fields["m"])
+        here = self._here.get(rank)
+        if here is None or here.number != fields["number"] or body.get("saved") is not False:
+            return False
+        here.peer.send({"t": "error", "id": int(body["id"]), "kind": "not-staged", "message": why})
+        self._forward(rank, here, Message({"t": "missed", "round": int(body["round"]), "why": why}, [], []))
+        return True
+
     def _pass_on(self, fields: dict[str, Any], blobs: list[bytes]) -> None:
         rank, body = int(fields["rank"]), dict(fields["m"])
         here = self._here.get(rank)

@@ -77,12 +77,14 @@ class Group(Leaving):
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
         self._assemble_staged()
-        self._free_older()
-        self._replicate_newest(now_s)
+        if not self.frozen:
+            self._free_older()
+            self._replicate_newest(now_s)
         self._commit_next(now_s)
-        self._divide_and_make(now_s)
-        self._grant_saves(now_s, steps)
-        self._appoint(now_s, steps, polls)
+        if not self.frozen:
+            self._divide_and_make(now_s)
+            self._grant_saves(now_s, steps)
+            self._appoint(now_s, steps, polls)
         self._tell_outcome(now_s)
         self._let_go()
         out, self._out = self._out, []

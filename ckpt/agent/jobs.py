@@ -174,6 +174,7 @@ class Job(Carrier):
             "committed": str(group.committed_tick) if group.committed_tick else None,
             "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
+            "frozen": group.frozen,
             "memory": self.plan.table() if self.plan is not None else None,
             "peers": self.protection.shown() if self.protection is not None else None,
             "notices": self._notices(),

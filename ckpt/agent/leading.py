@@ -13,6 +13,7 @@ import msgpack
 
 from ckpt.agent.facts import Store
 from ckpt.agent.fanout import FanOut
+from ckpt.agent.fence import HERE
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Gathering
 from ckpt.agent.holdings import Inventory, texts
@@ -48,7 +49,8 @@ class Leading(Starts):
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
-        self._offered: set[str] = set()  # names of the transfers that others may make from here
+        self._offered: dict[str, set[str]] = {}  # transfers that others may make from here, by name: on whose word
+        self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
         self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
         self._services.lenders = self.lenders.there
 
@@ -73,6 +75,31 @@ class Leading(Starts):
         start.silent.update(map(str, start.lenders))
         then = lambda *found: self._guard_start(start, lambda: answered(*found))  # noqa: E731
         self.lenders.begin(start.lenders, start.launch, start.take_over, then)
+
+    def _tend_fence(self, now_s: float) -> float | None:
+        """Whom a start has asked what they hold hears what came of it. When to look again."""
+        start = self._asking
+        if start is not self._start:
+            claim = start.job.claim if start is not None and start.job is not None else None
+            if start is not None:
+                self._tell_outcome(start, claim.epoch if claim is not None else None)
+            self._asking = self._start if self._start is not None and self._start.nodes else None
+        for job in self._jobs():
+            job.group.frozen = bool(job.nodes and self.fence.refusal(HERE, job.epoch, now_s))
+        return self.fence.until_s()
+
+    def _tell_outcome(self, start: Start, epoch: Epoch | None) -> None:
+        if epoch is not None:
+            self.fence.begun(HERE, epoch)
+        elif self._start is None:
+            self.fence.over(HERE)
+        fields = {"t": "outcome", "epoch": str(epoch) if epoch is not None else None}
+        again = {node.name for node in self._start.nodes} if self._start is not None else set()  # a newer one has asked
+        for node in [*start.nodes[1:], *start.former]:
+            if self.network is not None and node.name not in again:
+                self.network.tell(node.name, fields)
+        if epoch is None and self._start is None:  # else it is told by what is borrowed for it
+            self.lenders.say(fields)
 
     def _ask_former(self, start: Start) -> None:
         super()._ask_former(start)
@@ -192,7 +219,7 @@ class Leading(Starts):
             frames = places.frames(rank, manifest)
             for name in names:
                 if not name:
-                    self._serve(places.identity, rank, frames)
+                    self._serve(places.identity, rank, frames, HERE)
                     continue
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
@@ -209,21 +236,27 @@ class Leading(Starts):
         room = lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)  # noqa: E731
         return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event)
 
-    def _serve(self, identity: Identity, rank: int, frames: Frames) -> None:
-        """Whoever takes part in the run may fetch these frames from here. Errors: AgentError."""
+    def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
+        """Whoever takes part in the run may fetch these frames from here, until agent `by` says that nobody does any
+        more. Errors: AgentError."""
         arena, name = self._arenas_of(identity).get(rank), name_of(identity, rank)
         if arena is None or self.network is None:
             raise AgentError(f"rank {rank} of {identity} is not held here")
         if name not in self._offered:
             self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes), urgent=True)
-            self._offered.add(name)
+        self._offered.setdefault(name, set()).add(by)
+
+    def _withdraw_served(self, identity: Identity, by: str) -> None:
+        for name in [name for name in self._offered if name.startswith(f"{identity}/")]:
+            self._offered[name].discard(by)
+            if not self._offered[name] and self.network is not None:
+                self.network.transport.withdraw(name)
+                del self._offered[name]
 
     def _end_serving(self, identity: Identity) -> None:
         if self.network is None:
             return
-        for name in [name for name in self._offered if name.startswith(f"{identity}/")]:
-            self.network.transport.withdraw(name)
-            self._offered.discard(name)
+        self._withdraw_served(identity, HERE)
         job = self.current
         for node in job.nodes[1:] if job is not None else ():
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})

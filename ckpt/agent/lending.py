@@ -91,13 +91,21 @@ class LendingNode(Node):
         match message.kind:
             case "start":
                 busy = self._loan.start(channel.peer, str(fields["launch"])[:200], bool(fields["take_over"]))
+                if not busy:
+                    self._freeze(channel.peer)
                 packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
                 self._answer_loan(channel, int(fields["id"]), busy, [packed])
             case "borrow":
                 self._borrow(channel, message)
+            case "outcome":
+                self._check_sender(channel.peer, fields)
+                if fields["epoch"] is None:
+                    self.fence.over(channel.peer)
+                    self._loan.gone(channel.peer, time.monotonic())
             case "keep":
                 identity = Identity.parse(str(fields["identity"]))
                 self._loan.check(channel.peer, identity)
+                self.fence.check(channel.peer, identity.epoch, time.monotonic())
                 sizes = [each.size for each in decode_described(message.blobs[0])]
                 if not self.copies.fits(sizes):
                     self.copies.forget(self._loan.may_go)
@@ -105,6 +113,7 @@ class LendingNode(Node):
             case "stripe":
                 identity = Identity.parse(str(fields["identity"]))
                 self._loan.check(channel.peer, identity)
+                self.fence.check(channel.peer, identity.epoch, time.monotonic())
                 where = Where.decode(identity, message.blobs[0])
                 if not self.copies.fits([name.striped.length for _, name, _ in where.chunks]):
                     self.copies.forget(self._loan.may_go)
@@ -112,27 +121,26 @@ class LendingNode(Node):
             case "kept":
                 self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))
                 super().peer_message(channel, message)
-            case "forget" | "absent":
-                if channel.peer != self._loan.leader:
-                    raise AgentError("this node does not lend to that job now")
-                super().peer_message(channel, message)
             case "idle":
                 self._loan.gone(channel.peer, time.monotonic())
             case "drop":
                 self._drop(channel, Epoch.parse(str(fields["epoch"])))
-            case "parts" | "serve" | "unserve" | "write" | "publish" | "withdraw" | "lend":
+            case "parts" | "serve" | "unserve" | "write" | "publish" | "withdraw" | "lend" | "forget" | "absent":
                 super().peer_message(channel, message)
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
 
-    def _check_leads(self, channel: Channel, epoch: Epoch) -> None:
-        """It has a part in no epoch, and only its borrower has anything dropped. Errors: AgentError."""
-        if channel.peer != self._loan.leader:
-            raise AgentError(f"this node does not lend to the job of agent {channel.peer}")
+    def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
+        """It has a part in what it lends to."""
+        return name == self._loan.leader and epoch in (self._loan.epoch, None)
 
     def _borrow(self, channel: Channel, message: Message) -> None:
-        terms = Terms.decode(message.blobs[0])
-        busy = self._loan.borrow(channel.peer, terms)
+        fields, terms = message.fields, Terms.decode(message.blobs[0])
+        epoch, now_s = terms.claim.epoch, time.monotonic()
+        waits = not self._loan.connected and self.fence.stands(now_s) and self.fence.refusal(channel.peer, epoch, now_s)
+        busy = self._loan.launch or "another one" if waits else self._loan.borrow(channel.peer, terms)
+        if not busy:
+            self.fence.begun(channel.peer, epoch)
         if (
             not busy
             and self._committing not in (None, terms.claim.parent)

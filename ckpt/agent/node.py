@@ -112,7 +112,8 @@ class Node(Others):
         self._tend_notices()
         self._tend_followings()
         self._tend_lenders()
-        times = [self._tend_orphans(now_s), self.foreseeing.tend(self.current, self.followings)]
+        fence_s = self._tend_fence(now_s)
+        times = [fence_s, self._tend_orphans(now_s), self.foreseeing.tend(self.current, self.followings)]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
         self._see()

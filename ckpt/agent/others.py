@@ -4,6 +4,7 @@ is coordinated here. Nothing of it happens in a job of one node."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import msgpack
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.authority import OF_AN_EPOCH, Who, epoch_of, who_says
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.fanout import FanOut
@@ -55,6 +57,7 @@ class Others(Leading):
         fields = message.fields
         network = self._open_network(str(fields["name"] or self.incarnation)[:100])
         addresses = network.listen(bytes(fields["secret"]), str(fields["at"]))
+        self._awaiting = [each for each in self._awaiting if each.open and each is not peer] + [peer]
         peer.reply(int(fields["id"]), {"name": network.me, "addresses": [str(address) for address in addresses]})
 
     def _open_network(self, name: str) -> Network:
@@ -86,6 +89,7 @@ class Others(Leading):
             found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
         found.join(peer, message)
+        self._awaiting = [each for each in self._awaiting if each is not peer]
         if int(fields["rank"]) == found.lowest:
             self._listening.follow(Sources.parse(fields.get("notices")))
 
@@ -112,13 +116,17 @@ class Others(Leading):
 
     def peer_message(self, channel: Channel, message: Message) -> None:
         fields = message.fields
+        self.fence.heard(channel.peer)
+        self._check_sender(channel.peer, fields)
         match message.kind:
             case "start":
                 self._start_elsewhere(channel, fields)
                 return
             case "look":
-                looked: bytes = msgpack.packb(self._inventory(whole=True).fields())
-                channel.reply(int(fields["id"]), {}, [looked])
+                self._tell_inventory(channel, int(fields["id"]))
+                return
+            case "outcome":
+                self._outcome(channel.peer, fields)
                 return
             case "parts":
                 self._give_parts(channel, fields)
@@ -126,7 +134,8 @@ class Others(Leading):
             case "serve":
                 rank, identity = int(fields["rank"]), Identity.parse(str(fields["identity"]))
                 arena = self._arenas_of(identity).get(rank)
-                self._serve(identity, rank, Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0))
+                frames = Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0)
+                self._serve(identity, rank, frames, channel.peer)
                 return
             case "write":
                 self._write(channel, message)
@@ -135,19 +144,15 @@ class Others(Leading):
                 self._keep(channel, message)
                 return
             case "kept":
-                identity = Identity.parse(str(fields["identity"]))
-                self._check_leads(channel, identity.epoch)
-                self.copies.before(identity)
+                self.copies.before(Identity.parse(str(fields["identity"])))
                 return
             case "publish" | "stripe" | "lend" | "rebuild":
-                if message.kind == "stripe":
-                    self._check_leads(channel, Identity.parse(str(fields["identity"])).epoch)
                 self._asked_of_parity(channel, message)
                 return
             case "withdraw":
                 if self.network is not None:
-                    identity, reader = Identity.parse(str(fields["identity"])), str(fields.get("reader", ""))
-                    self.copies.withdraw(self.network.transport, identity, reader)
+                    identity = Identity.parse(str(fields["identity"]))
+                    self.copies.withdraw(self.network.transport, identity, _reader(channel, fields))
                 return
             case "borrow":
                 raise AgentError("this agent lends no memory; it is that of a job's node")
@@ -155,40 +160,73 @@ class Others(Leading):
                 self._share_reading(channel, message)
                 return
             case "unserve":
-                self._end_serving(Identity.parse(str(fields["identity"])))
+                self._withdraw_served(Identity.parse(str(fields["identity"])), channel.peer)
                 return
             case "forget":
-                epoch = Epoch.parse(str(fields["epoch"]))
-                self._check_leads(channel, epoch)
-                self._forget(epoch)
+                self._forget(Epoch.parse(str(fields["epoch"])))
                 return
             case "absent":
-                self._check_leads(channel, Epoch.parse(str(fields["epoch"])))
                 self._source_gone(str(fields["name"]))
                 return
         epoch = Epoch.parse(str(fields["epoch"]))
-        if message.kind in ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"):
+        if who_says(fields) is Who.MEMBER:
             job = next((each for each in self._jobs() if each.epoch == epoch), None)
             if job is None:
                 raise AgentError(f"{epoch} is not coordinated here")
             self._from_node(job, channel, message)
             return
-        following = self._led_by(channel, epoch)
         if message.kind in ("failed", "pace"):
             self.foreseeing.told(message.kind, fields)
             return
+        following = next(each for each in self.followings if each.epoch == epoch)  # it was looked for before
+        why = self.fence.refusal(channel.peer, epoch, time.monotonic())
+        if why and message.kind == "to" and following.declines(fields, why):
+            return
         following.led(channel, message)
 
-    def _check_leads(self, channel: Channel, epoch: Epoch) -> None:
-        """Only who coordinates an epoch says what may be dropped for it. Errors: AgentError for any other agent."""
-        self._led_by(channel, epoch)
+    # -- who says it, and what a start that asks has to be sure of
 
-    def _led_by(self, channel: Channel, epoch: Epoch) -> Following:
-        """This node's part in that epoch. Errors: AgentError for any agent but its coordinator."""
-        following = next((each for each in self.followings if each.epoch == epoch), None)
-        if following is None or following.leader.name != channel.peer:
-            raise AgentError(f"this node has no part in {epoch}, or agent {channel.peer} does not coordinate it")
-        return following
+    def _check_sender(self, name: str, fields: dict[str, Any]) -> None:
+        """Errors: AgentError where that agent may not say that; whatever a malformed message leads to."""
+        match who_says(fields):
+            case Who.AWAITED if not any(peer.open for peer in self._awaiting):
+                raise AgentError("no rank of this node waits for a start")
+            case Who.ASKED if not self.fence.has_asked(name):
+                raise AgentError(f"no start of agent {name} has asked what lies here")
+            case Who.SERVES if not (self._leads(name) or self.fence.has_asked(name)):
+                raise AgentError(f"agent {name} coordinates nothing that this node has a part in")
+            case Who.LEADS | Who.DROPS as who:
+                epoch = epoch_of(fields)
+                if not self._leads(name, epoch):
+                    raise AgentError(f"this node has no part in {epoch}, or agent {name} does not coordinate it")
+                if fields["t"] in OF_AN_EPOCH:
+                    self.fence.begun(name, epoch)
+                if who is Who.DROPS:
+                    self.fence.check(name, epoch, time.monotonic())
+
+    def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
+        """Whether that agent coordinates that epoch, or any, of those that this node has a part in."""
+        return any(each.leader.name == name and epoch in (each.epoch, None) for each in self.followings)
+
+    def _tell_inventory(self, channel: Channel, request_id: int) -> None:
+        """To a start, until whose outcome what is told stays as it is."""
+        self._freeze(channel.peer)
+        packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
+        channel.reply(request_id, {}, [packed])
+
+    def _freeze(self, by: str) -> None:
+        super()._freeze(by)
+        for each in self.followings:
+            each.ranks.announce(None)
+
+    def _outcome(self, name: str, fields: dict[str, Any]) -> None:
+        """Of a start that has asked: the epoch that has begun, or none has."""
+        if fields["epoch"] is None:
+            self.fence.over(name)
+            return
+        epoch = Epoch.parse(str(fields["epoch"]))
+        if self.fence.begun(name, epoch) and self.current is not None and self.current.epoch < epoch:
+            self.current.supersede(f"{epoch}, begun on other nodes")
 
     def _asked_of_parity(self, channel: Channel, message: Message) -> None:
         request_id = int(message.fields["id"])
@@ -197,16 +235,24 @@ class Others(Leading):
 
         def answer(blobs: list[bytes], error: str) -> None:
             moving.end()
+            if message.kind == "stripe":
+                error = error or self._late_refusal(channel.peer, message.fields)
             if error:
                 channel.refuse(request_id, AgentError(error))
             else:
                 channel.reply(request_id, {}, blobs)
 
         try:
-            self.parities.asked(message.fields, message.blobs, answer)
+            fields = {**message.fields, "reader": _reader(channel, message.fields)}
+            self.parities.asked(fields, message.blobs, answer)
         except BaseException:
             moving.end()  # it is refused
             raise
+
+    def _late_refusal(self, name: str, fields: dict[str, Any]) -> str:
+        """What came while a start asked what lies here was not listed: it must not make anything go elsewhere."""
+        again = bool(fields.get("again"))
+        return "" if again else self.fence.refusal(name, epoch_of(fields), time.monotonic())
 
     def _held(self, identity: Identity, ranks: Sequence[int]) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""
@@ -249,6 +295,7 @@ class Others(Leading):
 
         def kept(error: str) -> None:
             moving.end()
+            error = error or self._late_refusal(channel.peer, fields)
             if error:
                 channel.refuse(request_id, AgentError(error))
             else:
@@ -256,7 +303,6 @@ class Others(Leading):
 
         wanted = decode_described(message.blobs[0])
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
-            self._check_leads(channel, identity.epoch)
             safe = fields["safe"]
             self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
@@ -310,8 +356,7 @@ class Others(Leading):
             self._start = None
         if self.current is not None:
             self._move_aside(self.current, launch)
-        packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
-        channel.reply(request_id, {}, [packed])
+        self._tell_inventory(channel, request_id)
 
     def _give_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
         """What another node needs to know of the snapshots that lie here, but for their bytes."""
@@ -352,6 +397,7 @@ class Others(Leading):
         for following in (each for each in self.followings if each.epoch == epoch):
             fan = following.shared(identity, channel.peer)
         for job in (each for each in self._jobs() if each.epoch == epoch):
+            job.share_of(channel.peer)
             fan = job.restore.fan if job.restore is not None and job.restore.identity == identity else None
         if message.kind == "brought":
             if fan is not None:
@@ -363,6 +409,8 @@ class Others(Leading):
 
     def peer_closed(self, channel: Channel) -> None:
         self.lenders.closed(channel.peer)
+        if self.network is None or self.network.channel(channel.peer) is None:
+            self.fence.lost(channel.peer, time.monotonic())
         self._source_gone(channel.peer)
         for following in self.followings:
             if following.leader.name == channel.peer:
@@ -405,3 +453,8 @@ class Others(Leading):
 
     def died(self, peer: AnyPeer) -> None:
         raise NotImplementedError
+
+
+def _reader(channel: Channel, fields: dict[str, Any]) -> str:
+    """What that agent calls a reader: it ends nobody else's reading."""
+    return f"{channel.peer}/{fields.get('reader', '')}"

@@ -88,7 +88,11 @@ class Replication:
         if holder == self._network.me:
             wanted, addresses = decode_described(blob), self._network.addresses(node)
             then = lambda error: self._ended(source, holder, error)  # noqa: E731
-            self._copies.make_room(self._identity, self._safe)
+            try:
+                self._copies.make_room(self._identity, self._safe)
+            except AgentError as exc:
+                self._ended(source, holder, str(exc))
+                return
             self._copies.keep(self._network.transport, self._identity, source, addresses, wanted, then)
             return
         fields = {
@@ -116,8 +120,12 @@ class Replication:
         for source in self._wanted:
             if source != self._network.me:
                 self._network.tell(source, {"t": "withdraw", "identity": identity})
+        try:
+            if not error:
+                self._copies.before(self._identity)
+        except AgentError as exc:  # a start asks what lies here: it stays, and this is tried again later
+            error = str(exc)
         if not error:
-            self._copies.before(self._identity)
             for name in self._nodes:
                 if name != self._network.me:
                     self._network.tell(name, {"t": "kept", "identity": identity})

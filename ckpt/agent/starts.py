@@ -29,6 +29,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.copies import Copies
 from ckpt.agent.facts import State
+from ckpt.agent.fence import HERE, Fence
 from ckpt.agent.fetch import Restore
 from ckpt.agent.following import Following
 from ckpt.agent.foreseeing import Foreseeing
@@ -87,6 +88,9 @@ class Starts:
         self._server = server
         self._bulk = Bulk(server.post)
         self.copies = Copies(self._bulk, server.post)
+        self.fence = Fence()
+        self.copies.check = lambda epoch: self.fence.check(HERE, epoch, time.monotonic())
+        self._awaiting: list[Peer] = []  # ranks that have this agent listen, and have joined nothing yet
         self.parities = Parities(self._bulk, server.post, self.copies, self._arenas_of, lambda: self.network)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
@@ -172,8 +176,15 @@ class Starts:
         lent_bytes = self.copies.bytes_of(epoch)
         return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes)
 
+    def _freeze(self, by: str) -> None:
+        """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome."""
+        known = [*self._store.begun, *self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
+        self.fence.asked(by, max(known, default=self.fence.floor))
+
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
+        if self.fence.stands(time.monotonic()):
+            return
         newer = self.current is not None and self.current.group.outdoes_former
         if newer and self.current is not None and not self.current.told_newer:
             self.current.told_newer = True
@@ -195,7 +206,7 @@ class Starts:
         missing = relief.missing_bytes(free_bytes, memory.total_bytes())
         freed = self.copies.cool(missing) if missing else 0
         gone: list[Job] = []
-        if freed < missing:
+        if freed < missing and not self.fence.stands(now_s):
             jobs = sorted(self.former, key=lambda job: job.epoch)  # the current one outdoes them all once it can
             held = [relief.Held(job.epoch, job.own.arena_bytes, bool(job.checkpoints), job.is_idle) for job in jobs]
             epochs = relief.which_go(held, missing - freed)
@@ -241,6 +252,8 @@ class Starts:
         if self.current is not None:
             self._move_aside(self.current, launch)
         start = self._start = Start(peer, request_id, launch, world, take_over, nodes, self._lenders_of(message))
+        if nodes:
+            self._freeze(HERE)
         start.inventory = self._inventory(whole=bool(nodes))
         self._call_others(start)
         memory = bool(start.inventory.claims or self._remembered(start))
@@ -589,6 +602,7 @@ class Starts:
             job = self._resume(peer, epoch, message)
         del message.blobs[2:]  # where the nodes are
         job.join(peer, message)
+        self._awaiting = [each for each in self._awaiting if each is not peer]
         if int(fields["rank"]) == 0 and job.claim is not None:  # else it is only about to begin
             self._lead_lenders(job, self._lenders_of(message))
 

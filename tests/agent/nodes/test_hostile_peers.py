@@ -90,7 +90,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "brought": {"identity": WHICH},
     "other": {"id": 1},
 }
-BELIEVED = ("start",)  # it speaks for another start
+BELIEVED = ("look",)  # it asks for a start, until whose outcome nothing that is listed goes
 BLOBS: list[list[bytes]] = [[], [b""], [b"x" * 33], [msgpack.packb([[0, 4096, b"", b""]])], [b"", b"", b""]]
 
 
@@ -167,10 +167,10 @@ def node_of(cluster: Cluster, rank: int) -> NodeAt:
     return NodeAt(told["name"], tuple(Address.parse(text) for text in told["addresses"]), (rank,))
 
 
-def is_whole(start: dict[str, Any]) -> bool:
-    """Whether it says all that a start has to say."""
+def is_whole(look: dict[str, Any]) -> bool:
+    """Whether it says all that a question has to say."""
     with contextlib.suppress(LookupError, OverflowError, ValueError, TypeError):
-        return {"launch", "take_over"} <= start.keys() and int(start["id"]) is not None
+        return int(look["id"]) is not None
     return False
 
 
@@ -204,7 +204,8 @@ def test_whoever_does_not_know_the_secret_gets_no_connection_and_no_answer(
 def test_no_message_of_an_agent_that_has_no_part_in_the_job_ends_an_agent_or_the_job(
     cluster: Cluster, liar: Callable[..., Liar]
 ) -> None:
-    """But for those that speak for another start: they are believed, since their sender knows the secret."""
+    """But for the question of a start on other nodes: it is believed, since its sender knows the secret, and nothing
+    goes until its outcome."""
     cluster.start(0, 1)
     cluster.checkpoint("peer")
     pids = [pid_of(rank) for rank in cluster.job]
@@ -213,7 +214,7 @@ def test_no_message_of_an_agent_that_has_no_part_in_the_job_ends_an_agent_or_the
     for node in (node_of(cluster, 0), node_of(cluster, 1)):
         for kind, fields in right.items():
             for each in [*spoiled(fields), fields, {}]:
-                if (kind in BELIEVED and each == fields) or (kind == "start" and is_whole(each)):
+                if kind in BELIEVED and (each == fields or is_whole(each)):
                     continue
                 if packs(each) and isinstance(each, dict) and all(isinstance(name, str) for name in each):
                     hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])

@@ -1,6 +1,7 @@
 """Copies of snapshots under random schedules: nodes are lost at any moment of a save, one after the other or several at
 once, messages are late, connections end before or after what they were for is done, jobs are started again on whoever
-is left and on new nodes, and placements change. Whatever was said to be safe, and has not lost more nodes since than
+is left and on new nodes, and placements change. A start asks one node after the other what it holds, while a coordinator
+that lives on ends what it has begun. Whatever was said to be safe, and has not lost more nodes since than
 the placement says it may, is there at each start, whole: it, or something newer.
 
 The agents' own code decides: Replication, Copies, the placement, the inventories. Around it one seed decides what
@@ -24,6 +25,7 @@ import pytest
 from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.fence import HERE, Fence
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.sockets import Address
@@ -138,7 +140,8 @@ class Holder:
         self.own: dict[Key, Cell] = {}
         self.offers: dict[str, memoryview] = {}
         self.copies = Copies(cast(Bulk, Late(sim, self)), lambda what: sim.later(self, what))
-        self.steps: dict[Epoch, int] = {}
+        self.fence = Fence()
+        self.copies.check = lambda epoch: self.fence.check(HERE, epoch, sim.now_s)
 
     @property
     def transport(self) -> Any:
@@ -199,7 +202,10 @@ class Holder:
                 answer = None if error else Message({"t": "reply", "id": 1}, [], found)
                 self._sim.after(other, self, lambda: end(answer, error))
 
-            other.asked(fields, blobs, reply)
+            try:
+                other.asked(self.me, fields, blobs, reply)
+            except AgentError as exc:
+                reply([], str(exc))
             self._sim.watch(self, other, lambda: end(None, f"agent {name} is gone"))
 
         if self._sim.breaks():
@@ -210,9 +216,11 @@ class Holder:
     def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         other = self._sim.nodes[name]
         if not self._sim.breaks():
-            self._sim.after(self, other, lambda: other.told(fields))
+            self._sim.after(self, other, lambda: other.told(self.me, fields))
 
-    def asked(self, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[[list[bytes], str], None]) -> None:
+    def asked(
+        self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[[list[bytes], str], None]
+    ) -> None:
         """As Others has it."""
         identity = Identity.parse(fields["identity"])
         if fields["t"] == "publish":
@@ -225,18 +233,26 @@ class Holder:
             self.copies.publish(self.transport, identity, cells, then)
             return
         assert fields["t"] == "keep"
+        self.fence.check(by, identity.epoch, self._sim.now_s)
         safe = fields["safe"]
         self.copies.make_room(identity, Identity.parse(safe) if safe is not None else None)
         wanted = decode_described(blobs[0])
-        self.copies.keep(self.transport, identity, fields["source"], (), wanted, lambda error: reply([], error))
 
-    def told(self, fields: dict[str, Any]) -> None:
-        if fields["t"] == "withdraw":
-            self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
-        elif fields["t"] == "kept":
-            self.copies.before(Identity.parse(fields["identity"]))
-        elif fields["t"] == "forget":
-            self.forget(Epoch.parse(fields["epoch"]))
+        def kept(error: str) -> None:
+            reply([], error or self.fence.refusal(by, identity.epoch, self._sim.now_s))
+
+        self.copies.keep(self.transport, identity, fields["source"], (), wanted, kept)
+
+    def told(self, by: str, fields: dict[str, Any]) -> None:
+        try:
+            if fields["t"] == "withdraw":
+                self.copies.withdraw(self.transport, Identity.parse(fields["identity"]))
+            elif fields["t"] == "kept":
+                self.copies.before(Identity.parse(fields["identity"]))
+            elif fields["t"] == "forget":
+                self.forget(Epoch.parse(fields["epoch"]))
+        except AgentError:
+            self._sim.refused += 1
 
     def forget(self, before: Epoch) -> None:
         self.copies.epochs_before(before)
@@ -302,7 +318,7 @@ class Job:
                 return
             self.safe = identity
             self.sim.safe(identity, placement)
-            lead.forget(self.epoch)
+            lead.told(lead.me, {"t": "forget", "epoch": str(self.epoch)})
             for name in self.names[1:]:
                 lead.tell(name, {"t": "forget", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
@@ -331,9 +347,10 @@ class Sim:
         self.promised: tuple[Identity, Placement] | None = None
         self.gone: set[str] = set()  # since that was promised
         self.job: Job | None = None
+        self.led_by = ""  # the newest
         self.epochs = itertools.count(1)
         self.step = 0  # that the line has come to
-        self.failed = self.starts = self.kept = self.losses = 0
+        self.failed = self.starts = self.kept = self.losses = self.refused = 0
 
     # -- what happens when
 
@@ -389,21 +406,34 @@ class Sim:
 
     def start(self) -> None:
         """On whoever is left, and some new ones: from the newest that the inventories give."""
-        alive = [name for name, node in self.nodes.items() if node.alive]
+        cut_off = (
+            {self.led_by} if self.random.random() < 0.3 else set()
+        )  # a coordinator that lives on, and is not asked
+        alive = [name for name, node in self.nodes.items() if node.alive and name not in cut_off]
+        epoch = Epoch(next(self.epochs), "0" * 16)
         whole = Inventory()
-        for name in alive:
+        for name in self.random.sample(alive, len(alive)):
+            self.nodes[name].fence.asked("start", Epoch(epoch.number - 1, "0" * 16))
             whole.add(self.nodes[name].inventory(), name)
+            self.turns((0, 1, 5, 20))
         found = whole.complete()
+        self.turns((0, 10, 30))
         if self.promised is not None:
             identity, placement = self.promised
-            if not placement.lost(self.gone):
+            if not placement.lost(self.gone | cut_off):
                 assert found, f"{identity} was safe, {self.gone} are gone, and nothing is left"
                 assert found[-1] >= identity, f"{identity} was safe, {self.gone} are gone, and {found[-1]} is left"
                 self.kept += 1
             for rank, names in whole.by_rank(found[-1]).items() if found else ():
-                cell = self.nodes[names[0]].held(found[-1])[rank]
-                assert bytes(cell.view[PAGE:]) == content(found[-1], rank)
+                for name in names:
+                    cell = self.nodes[name].held(found[-1]).get(rank)
+                    assert cell is not None, (
+                        f"{name} has dropped rank {rank} of {found[-1]}, which a start goes on from"
+                    )
+                    assert bytes(cell.view[PAGE:]) == content(found[-1], rank)
             self.promised = None  # what comes back has lost some of its holders: see Reprotecting
+        for name in alive:
+            self.nodes[name].fence.begun("start", epoch)
         self.starts += 1
         self.step = found[-1].tick.step if found else 0
         names = self.random.sample(alive, self.random.randint(min(1, len(alive)), len(alive)))
@@ -412,16 +442,13 @@ class Sim:
         ranks, at = dict[str, list[int]](), itertools.count()
         for name in names:
             ranks[name] = [next(at) for _ in range(self.random.choice((1, 1, 2)))]
-        self.job = Job(self, Epoch(next(self.epochs), "0" * 16), names, ranks)
+        self.job, self.led_by = Job(self, epoch, names, ranks), names[0]
         self.gone = set()
 
     def run(self) -> None:
         for _ in range(GENERATIONS):
             if self.job is None:
-                for _ in range(
-                    self.random.randint(0, 30)
-                ):  # what was under way goes on for a while, or comes to its end
-                    self.turn()
+                self.turns(range(31))  # what was under way goes on for a while, or comes to its end
                 self.start()
             assert self.job is not None
             self.job.snapshot()
@@ -433,6 +460,10 @@ class Sim:
             else:
                 if self.random.random() < 0.15:
                     self.fail()
+
+    def turns(self, among: Sequence[int]) -> None:
+        for _ in range(self.random.choice(among)):
+            self.turn()
 
     def fail(self) -> None:
         """Some of its nodes are lost, or none: the job is over either way, and is started again."""
@@ -455,11 +486,13 @@ def run(seed: int) -> Sim:
 
 @pytest.mark.timeout(900)
 def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
-    losses = kept = failed = 0
+    losses = kept = failed = refused = 0
     for seed in range(SCHEDULES):
         sim = run(seed)
         losses, kept, failed = losses + sim.losses, kept + sim.kept, failed + sim.failed
+        refused += sim.refused
     if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
         assert losses > SCHEDULES
         assert kept > SCHEDULES // 2
         assert failed > SCHEDULES // 20
+        assert refused > SCHEDULES // 20

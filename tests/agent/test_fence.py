@@ -1,0 +1,108 @@
+"""Whose word has something dropped while starts ask what lies here."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt.agent.authority import Who, epoch_of, who_says
+from ckpt.agent.fence import BOUND_S, HERE, Fence
+from ckpt.errors import AgentError
+from ckpt.types import Epoch
+
+ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
+
+
+def asked() -> Fence:
+    """By "y", where "x" coordinates epoch 1."""
+    made = Fence()
+    made.asked("y", ONE)
+    return made
+
+
+def test_until_the_outcome_no_epoch_that_was_known_has_anything_dropped_whoever_says_it() -> None:
+    fence = asked()
+    for by in ("x", "y", HERE):
+        with pytest.raises(AgentError, match="asked what lies here"):
+            fence.check(by, ONE, 0.0)
+    assert fence.refusal("y", TWO, 0.0) == ""
+    assert fence.refusal("x", TWO, 0.0)
+
+
+def test_once_it_has_begun_it_alone_decides_and_older_epochs_never_again() -> None:
+    fence = asked()
+    assert fence.begun("y", TWO)
+    assert not fence.stands(0.0)
+    assert fence.refusal("x", ONE, 1e9)
+    assert fence.refusal("y", TWO, 0.0) == fence.refusal("z", THREE, 0.0) == ""
+
+
+def test_whoever_has_not_asked_or_names_an_epoch_that_was_there_before_has_begun_nothing() -> None:
+    fence = asked()
+    assert not fence.begun("x", TWO)
+    assert not fence.begun("y", ONE)
+    assert fence.stands(0.0)
+    assert fence.refusal("x", ONE, 0.0)
+
+
+def test_a_start_that_comes_to_nothing_leaves_everything_as_it_was() -> None:
+    fence = asked()
+    fence.over("y")
+    assert fence.refusal("x", ONE, 0.0) == ""
+
+
+def test_a_start_whose_coordinator_is_gone_is_over_after_a_bound_and_not_before() -> None:
+    fence = asked()
+    fence.lost("x", 1.0)  # who has asked nothing
+    assert fence.until_s() is None
+    assert fence.stands(1e9)
+    fence.lost("y", 10.0)
+    fence.lost("y", 11.0)
+    assert fence.until_s() == 10.0 + BOUND_S
+    assert fence.refusal("x", ONE, 10.0 + BOUND_S - 0.1)
+    assert fence.refusal("x", ONE, 10.0 + BOUND_S) == ""
+    assert not fence.begun("y", TWO), "its word comes too late"
+
+
+def test_one_that_is_connected_again_is_waited_for() -> None:
+    fence = asked()
+    fence.lost("y", 10.0)
+    fence.heard("y")
+    assert fence.stands(1e9)
+
+
+def test_the_start_that_asked_last_counts_and_ends_those_before_it() -> None:
+    fence = asked()
+    fence.asked("z", ONE)
+    assert fence.refusal("y", TWO, 0.0)
+    assert fence.begun("z", THREE)
+    assert not fence.has_asked("y")
+    assert fence.refusal("y", TWO, 0.0)
+
+
+def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
+    fence = asked()
+    fence.asked("z", ONE)
+    assert fence.begun("y", TWO)
+    assert fence.refusal("y", TWO, 0.0)
+    fence.over("z")
+    assert fence.refusal("y", TWO, 0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "who"),
+    [
+        ({"t": "keep"}, Who.DROPS),
+        ({"t": "keep", "again": True}, Who.SERVES),
+        ({"t": "word", "word": 5}, Who.DROPS),
+        ({"t": "word", "word": 0}, Who.LEADS),
+        ({"t": "start"}, Who.AWAITED),
+        ({"t": "what nobody knows"}, Who.LEADS),
+    ],
+)
+def test_what_is_not_known_to_be_harmless_only_a_coordinator_says(fields: dict[str, object], who: Who) -> None:
+    assert who_says(fields) is who
+
+
+def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
+    assert epoch_of({"epoch": str(TWO), "identity": f"{ONE}-000000000005.0000"}) == TWO
+    assert epoch_of({"identity": f"{ONE}-000000000005.0000"}) == ONE
