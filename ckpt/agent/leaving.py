@@ -92,6 +92,10 @@ class Leaving(Facts):
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
         self._paced: tuple[float, int] | None = None
         self._step_s: float | None = None  # as measured
+        self._moved: tuple[float, int] = (
+            -math.inf,
+            0,
+        )  # when a rank was last seen in a step beyond all before, and that
         self._slow_s = 0.0  # how long the present step takes already
         self._saving_s: float | None = None  # from all staged to committed, as measured
         self._stall_s = 0.0
@@ -227,6 +231,8 @@ class Leaving(Facts):
 
     def _measure(self, now_s: float, steps: Sequence[int]) -> None:
         at = max(steps, default=0)
+        if at != self._moved[1]:
+            self._moved = (now_s, at)
         if self._paced is None or at < self._paced[1]:
             self._paced = (now_s, at) if at else None
         elif at > self._paced[1] and now_s - self._paced[0] >= PACE_S:
@@ -382,11 +388,14 @@ class Leaving(Facts):
 
     def _attempt_ends_s(self, now_s: float) -> tuple[float, float]:
         """Until when a first rank has to hold, and until when the verdict has to be there. One rank alone waits for
-        nobody who might be dead: it has all the time there is."""
+        nobody who might be dead: it has all the time there is. Ranks that come from one step to the next do not hang:
+        they wait for a slot."""
         signals = self._attempts(now_s)
         told_s = min(each.told_s for each in signals)
         last_s = min(each.deadline_s for each in signals) - END_S
-        few_s = told_s + ATTEMPT_STEPS * (STEP_S if self._step_s is None else self._step_s) + ATTEMPT_S
+        few_s = (
+            max(told_s, self._moved[0]) + ATTEMPT_STEPS * (STEP_S if self._step_s is None else self._step_s) + ATTEMPT_S
+        )
         return last_s if self.world == 1 else min(few_s, last_s), last_s
 
     def _somebody_holds(self) -> bool:

@@ -70,7 +70,8 @@ class AwsListener:
                 raise faults[0]
             return POLL_S
 
-        keep_asking(self.name, stop, ask, self._events)
+        with self._service.kept_open():
+            keep_asking(self.name, stop, ask, self._events)
 
     def _get(self, path: str, stop: threading.Event) -> Reply | None:
         """The answer, or None for 404. A token that is refused is dropped, and one new one tried."""

@@ -68,7 +68,8 @@ class AzureListener:
             known.listed(self.name, _events(reply), lambda event: self._notice(event, reply, known))
             return POLL_S
 
-        keep_asking(self.name, stop, ask, self._events)
+        with self._service.kept_open():
+            keep_asking(self.name, stop, ask, self._events)
 
     def acknowledge(self, key: str, stop: threading.Event) -> bool:
         """Tells Azure that the event may begin now; whether it said yes. False may be tried again.

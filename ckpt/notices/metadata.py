@@ -1,6 +1,7 @@
 """Requests to a machine's metadata service: small, bounded in time and bytes, to one address, ended by `stop`.
 
-- One connection a request, to the endpoint that was given: no proxy is used and no redirect followed.
+- One connection a request, to the endpoint that was given: no proxy is used and no redirect followed. Who asks often
+  keeps it open; where the service has closed it meanwhile the request is sent once more, on another one.
 - A request ends when `stop` is set (within a quarter of a second), when its time is up however slowly bytes drip in,
   or when more bytes come than any right answer has.
 - A reply that was cut short is a fault, never an answer.
@@ -8,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import http.client
 import json
@@ -17,7 +19,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -59,6 +61,17 @@ class Reply:
         return parsed("JSON", lambda: json.loads(self.body))
 
 
+class _Connection(http.client.HTTPConnection):
+    """Over a socket whose waits are bounded. `was_used`: a request came before."""
+
+    watched: _Watched | None = None  # the same as `sock`
+    was_used = False
+
+    def close(self) -> None:
+        super().close()
+        self.watched = None
+
+
 class Service:
     """The service at `endpoint`: an http URL, or host and port as some SDKs have it. Thread-safe.
 
@@ -78,6 +91,24 @@ class Service:
                 f"{endpoint!r} is no address of a metadata service; give one such as http://127.0.0.1:1338"
             )
         self._base = url.path.rstrip("/")
+        self._lock = threading.Lock()
+        self._keepers = 0
+        self._idle: _Connection | None = None
+
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Inside the block the connection stays open between requests, if the service lets it: making one each time
+        costs more than asking."""
+        with self._lock:
+            self._keepers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._keepers -= 1
+                idle, self._idle = (None, self._idle) if self._keepers else (self._idle, None)
+            if idle is not None:
+                idle.close()
 
     def request(
         self,
@@ -90,21 +121,62 @@ class Service:
         body: bytes | None = None,
     ) -> Reply:
         """One request and its whole reply, of whatever status. Errors: Fault, also when `stop` was set meanwhile."""
-        connection = http.client.HTTPConnection(self._host, self._port)
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            keep = self._keepers > 0 and method != "POST"  # which is never sent twice
+            kept, self._idle = (self._idle, None) if keep else (None, self._idle)
+        told = headers if keep else {**headers, "Connection": "close"}
         sent_s = self._now_s()
+        made = kept or _Connection(self._host, self._port)
+        connection: _Connection | None = made
         try:
-            connection.sock = _connected(self._host, self._port, stop, time.monotonic() + timeout_s)
-            connection.request(method, self._base + path, body, {**headers, "Connection": "close"})
-            with connection.getresponse() as reply:
+            reply = self._reply(made, method, path, told, stop, until_s, body)
+            with reply:
                 content = reply.read(BODY_BYTES_MAX + 1)
                 if len(content) > BODY_BYTES_MAX or reply.length:
                     raise Fault(f"{method} {self.endpoint}{path}: {len(content)} bytes came, not the whole reply")
                 date_s, etag = _date_s(reply.getheader("Date")), reply.getheader("ETag") or ""
-                return Reply(reply.status, content, etag, sent_s, date_s)
+                ends = reply.will_close
+            if not ends:
+                connection = self._put_back(made)
+            return Reply(reply.status, content, etag, sent_s, date_s)
         except (OSError, http.client.HTTPException, ValueError) as exc:  # ValueError: what does not fit into a request
             raise Fault(f"{method} {self.endpoint}{path}: {exc!r}") from exc
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
+
+    def _reply(
+        self,
+        connection: _Connection,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        stop: threading.Event,
+        until_s: float,
+        body: bytes | None,
+    ) -> http.client.HTTPResponse:
+        while True:
+            if connection.watched is None:
+                connection.watched = connection.sock = _connected(self._host, self._port, stop, until_s)
+            connection.watched.begin(stop, until_s)
+            was_used, connection.was_used = connection.was_used, True
+            try:
+                connection.request(method, self._base + path, body, headers)
+                return connection.getresponse()
+            except (ConnectionError, http.client.HTTPException):  # RemoteDisconnected is both
+                if not was_used:
+                    raise
+                connection.close()  # it was closed while it was idle: what was asked is harmless twice
+                connection.was_used = False
+
+    def _put_back(self, connection: _Connection) -> _Connection | None:
+        """Keeps it for the next request; what is to be closed instead, if anything."""
+        with self._lock:
+            if not self._keepers:
+                return connection
+            other, self._idle = self._idle, connection
+            return other
 
 
 class _Watched(socket.socket):
@@ -112,7 +184,12 @@ class _Watched(socket.socket):
 
     stop: threading.Event
     until_s: float
-    bytes_left = BODY_BYTES_MAX + HEAD_BYTES_MAX
+    bytes_left = 0
+
+    def begin(self, stop: threading.Event, until_s: float) -> None:
+        """The next request: until when, and how much."""
+        self.stop, self.until_s = stop, until_s
+        self.bytes_left = BODY_BYTES_MAX + HEAD_BYTES_MAX
 
     def await_ready(self, mask: int) -> None:
         poll = select.poll()
@@ -139,7 +216,7 @@ def _connected(host: str, port: int, stop: threading.Event, until_s: float) -> _
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = _Watched(family, kind, protocol)
     try:
-        made.stop, made.until_s = stop, until_s
+        made.begin(stop, until_s)
         made.setblocking(False)
         made.connect_ex(address)
         made.await_ready(select.POLLOUT)

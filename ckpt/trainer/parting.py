@@ -53,6 +53,7 @@ class Parting:
         self._exiting = False
         self._told_to_leave = False
         self._closed = False
+        self._leaving = threading.Lock()  # the agent answers one request to leave of each rank
 
     def begin(self) -> None:
         self._link.on_end = self._on_end
@@ -120,7 +121,8 @@ class Parting:
         """Tells the agent, and waits for what is under way. What did not reach the store, if anything."""
         try:
             if outcome == "notice":
-                said = self._leave_saved("", until_s)
+                with self._leaving:  # for ever where the other thread ends the process
+                    said = self._leave_saved("", until_s)
             else:
                 said = self._link.leave(outcome, max(1.0, until_s - time.monotonic())).fields
         except CkptError as exc:
@@ -243,8 +245,11 @@ class Parting:
 
     def _end_here(self, end: End) -> None:
         if end.wait and not self._restart_follows:
-            with contextlib.suppress(CkptError):
+            with self._leaving, contextlib.suppress(CkptError):
+                if self._exiting:
+                    return  # the training thread came to the end of the block meanwhile, and has waited
                 self._leave_saved(end.why, self.leave_by_s - RESERVE_S)
+                _end_process(end.why)
         _end_process(end.why)
 
 

@@ -455,6 +455,23 @@ def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
     assert driver.answers("held")[0]["leave"] is True
 
 
+def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapshot() -> None:
+    driver = Warned(slots=1)
+    driver.train(2.0)
+    driver.save(Tick(driver.steps[0] - 1, 1))
+    answer = driver.answers("save")[0]
+    driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")  # and its commit takes long
+    driver.warn(30.0, source=SIGNAL)
+    for _ in range(10):
+        driver.train(1.0)
+    assert not driver.ends()
+    assert not driver.is_hold()
+    driver.now_s += 3 * 0.1 + ATTEMPT_S
+    driver.decide()
+    assert driver.ends(), "now they hang"
+
+
 def test_they_do_not_while_one_holds_and_the_others_live() -> None:
     driver = Warned()
     driver.save_once()

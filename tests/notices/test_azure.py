@@ -121,6 +121,27 @@ def test_an_event_that_cannot_be_read_hides_no_other_and_withdraws_none(azure: A
     assert [(type(word), word.key) for word in told] == [(Notice, "E1"), (Notice, "E2")]
 
 
+def test_one_connection_does_for_many_questions(azure: Azure, clock: Clock) -> None:
+    heard(AzureListener(azure.endpoint, now_s=clock.now_s), clock, same, same, same)
+    assert len(azure.asked) == 5
+    assert azure.connections == 1
+
+
+def test_a_connection_that_the_service_has_closed_meanwhile_is_no_fault(azure: Azure, clock: Clock) -> None:
+    azure.hangs_up = True
+    turns = Turns(clock, same, same, same)
+    AzureListener(azure.endpoint, now_s=clock.now_s).listen(turns, lambda word: None)
+    assert turns.pauses == [1.0] * 3, "nothing was put off"
+    assert azure.connections == len(azure.asked)
+
+
+def test_a_service_that_dies_and_comes_back_is_heard_again(azure: Azure, clock: Clock) -> None:
+    azure.bad(Bad.NOTHING, 2, "scheduledevents")
+    appears = lambda: setattr(azure, "events", [event()])  # noqa: E731
+    (notice,) = heard(AzureListener(azure.endpoint, now_s=clock.now_s), clock, same, same, appears, same)
+    assert isinstance(notice, Notice)
+
+
 def test_the_first_answer_may_take_two_minutes() -> None:
     assert FIRST_ANSWER_S > 120
     clock = Clock()

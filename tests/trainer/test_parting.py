@@ -1,0 +1,70 @@
+"""How a rank leaves, as its two threads see it: the training thread at the exit, and the one that ends the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.wire import Message
+from ckpt.events import Events
+from ckpt.settings import read
+from ckpt.tasks import Tasks
+from ckpt.trainer.link import End, Link
+from ckpt.trainer.parting import NOTICE_CODE, Parting
+
+SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
+
+
+class Waits:
+    """A link to an agent that answers a request to leave when the test says so. `asked`: by which threads."""
+
+    end: End | None = None
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_asked, self.answer = threading.Event(), threading.Event()
+        self.levels = SimpleNamespace(are_open=False)
+
+    def leave_saved(self, why: str, until_s: float, by_s: float) -> Message:
+        self.asked.append(threading.current_thread().name)
+        self.is_asked.set()
+        assert self.answer.wait(30)
+        return SAID
+
+
+def test_a_rank_asks_to_leave_once_though_it_is_told_to_end_while_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent answers one such request of a rank: whoever waited for another would wait for its death."""
+    ended: list[tuple[int, int]] = []
+    link = Waits()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, len(link.asked))))
+    with Tasks("rank", pool_size=2) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        end = End("no boundary came in time", True, time.monotonic() + 20.0)
+        first = tasks.submit(parting._end_here, end)
+        assert link.is_asked.wait(30)
+        second = tasks.submit(parting.leave, "notice", time.monotonic() + 20.0)
+        link.answer.set()
+        first.result(30), second.result(30)
+    assert ended[0] == (NOTICE_CODE, 1), "it ends where it is, and nobody asked in between"
+
+
+def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    link = Waits()
+    with Tasks("rank", pool_size=2) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._told_to_leave = True
+        first: Any = tasks.submit(parting.finish_early, 20.0)
+        assert link.is_asked.wait(30)
+        second = tasks.submit(parting._end_here, End("", True, time.monotonic() + 20.0))
+        link.answer.set()
+        first.result(30), second.result(30)
+    assert not ended
+    assert len(link.asked) == 1
