@@ -25,4 +25,13 @@ def test_who_goes_back_begins_anew() -> None:
     paces = Paces()
     paces.observed(0.0, {"a": 100, "b": 100, "c": 100})
     assert paces.observed(1.0, {"a": 0, "b": 0, "c": 0}) == {}
-    assert paces.observed(2.0, {"a": 10, "b": 10, "c": 10})["a"] == 1.0
+    assert paces.observed(10.0, {"a": 20, "b": 20, "c": 90})["a"] == pytest.approx(0.45 / 0.275)
+
+
+@pytest.mark.parametrize("steps_per_s", [0.1, 1.0, 30.0])
+def test_of_nodes_that_keep_step_nothing_is_said_however_old_what_is_known_of_the_others_is(steps_per_s: float) -> None:
+    paces = Paces()
+    for look in range(1, 50):
+        now_s = 5.0 * look
+        ages_s = {"here": 0.0, "there": 1.9 * (look % 3) / 2, "far": 1.9 * (look % 2)}
+        assert paces.observed(now_s, {node: int((now_s - age) * steps_per_s) for node, age in ages_s.items()}) == {}

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.predict.model import save
-from tests.agent.nodes.cluster import Cluster, train
+from tests.agent.nodes.cluster import Cluster, pid_of, train
 from tests.agent.test_agent import wait_for
 from tests.predict.models import certain
 
@@ -67,7 +67,7 @@ def test_a_lost_node_makes_its_own_alarm_come_true_and_no_others(cluster: Cluste
 def test_each_node_is_told_its_pace_against_its_peers(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes that keep step with each other have the same."""
+    """The last one takes half as many steps as the others, which do not wait for it."""
     path = tmp_path / "signals.jsonl"
     monkeypatch.setenv("CKPT_SIGNALS_LOG", str(path))
     begin(cluster, 0, 1, 2)
@@ -76,8 +76,13 @@ def test_each_node_is_told_its_pace_against_its_peers(
         read = [json.loads(line) for line in path.read_text().splitlines()]
         return {line["pid"]: line["values"]["step.ratio"] for line in read if "step.ratio" in line.get("values", {})}
 
+    *quick, slow = cluster.job
     while len(paces()) < 3:  # the coordinator looks every 5 s
-        train(cluster.job, cluster.job[0].step + 1)
+        train(quick, quick[0].step + 2)
+        train([slow], slow.step + 1)
         threading.Event().wait(0.02)
-    assert all(0.2 < each < 5 for each in paces().values())
+    found = paces()
+    assert 1.2 < found[pid_of(slow)] < 4
+    assert found[pid_of(slow)] == max(found.values())
+    train([slow], quick[0].step)
     cluster.finish()
