@@ -320,6 +320,26 @@ def test_a_torchrun_that_is_pid_1_ends_after_its_workers_and_so_after_the_commit
 
 
 @needs_container
+@pytest.mark.torchrun
+def test_it_does_so_too_where_no_rank_comes_to_a_boundary(tmp_path: Path, store: Proxy) -> None:
+    """Then a thread of each rank ends it, and with the last one torchrun and the agent: after the commit."""
+    words = training(URL, "--every", "20", "--stuck-at", "150", "--pace", "0.03", "--mib", "8")[1:]
+    torchrun_1 = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    store.limit(2e6)  # 4 s for the commit; within less than two the ranks are told that there is no boundary to be had
+    pod = Container(tmp_path / "log", *torchrun_1, "--max-restarts", "0", *words)
+    at_step(pod.script, 150)
+    assert pod.stop(60) not in (0, -signal.SIGKILL)
+    found = outcome(tmp_path)
+    assert (found["how"], found["why"]) == ("ended", "no boundary came in time")
+    assert (found["level"], found["committed_step"]) == ("store", found["step"])
+    assert found["step"] >= 20
+    assert "leaving at once: no boundary came in time" in pod.script.log.read_text()
+    store.limit(float("inf"))
+    again = train(tmp_path / "again", URL, found["step"] + 2, "--mib", "8", **LAUNCH)
+    assert [line["restored"] for line in again.end() if "restored" in line] == [found["step"]]
+
+
+@needs_container
 @row("Kubernetes, PID 1 passes the signal on and waits")
 def test_a_shell_that_passes_the_signal_on_and_waits_is_as_good(tmp_path: Path) -> None:
     shell = 'trap \'kill -TERM "$child"\' TERM; "$@" & child=$!; wait "$child"; wait "$child"'
