@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,10 @@ class Checkpoint:
 
 class Reader:
     """Reads what ranks have staged, one round at a time. Remembers the declarations, which only change with the
-    division. Thread-safe."""
+    division. Thread-safe. `moved`: told of each rank's that is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Callable[[], None] = lambda: None) -> None:
+        self._moved = moved
         self._lock = threading.Lock()
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
@@ -89,6 +90,7 @@ class Reader:
         arena.write_hashes(header, hashes)
         shared, own = _blob(arena, header.shared), _blob(arena, header.own)
         at = header.shared[0], header.own[0]
+        self._moved()
         return Part(declaration, hashes, shared, own, at, _metrics(arena, header))
 
     def _declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:

@@ -29,6 +29,7 @@ from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
+from ckpt.agent.moving import Moving
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodelist import NODES_MAX
 from ckpt.agent.peerframes import PeerFrames
@@ -293,22 +294,27 @@ class Following:
         self.ranks.measure(self._sizes(fields), int(limit) if limit is not None else None, measured)
 
     def _make(self, channel: Channel, fields: dict[str, Any]) -> None:
-        request_id = int(fields["id"])
+        request_id, slot, sizes = int(fields["id"]), int(fields["slot"]), self._sizes(fields)
+        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)
 
         def made(sizes: dict[int, int], error: str) -> None:
+            moving.end()
             _answer(channel, request_id, {"sizes": list(sizes.items())}, error)
 
-        self.ranks.make(int(fields["slot"]), self._sizes(fields), made)
+        self.ranks.make(slot, sizes, made)
 
     def _read(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id = int(fields["id"])
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
+        slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
+        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)
 
         def read(parts: list[Part], error: str) -> None:
+            moving.end()
             blobs = [] if error else [encode_parts(parts, known, self.ranks.reader.declared())]
             _answer(channel, request_id, {}, error, blobs)
 
-        self.ranks.read(int(fields["slot"]), Identity.parse(str(fields["identity"])), read)
+        self.ranks.read(slot, identity, read)
 
     def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in fields["sizes"]}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.wire import Message
 
-ANSWER_S = 600.0  # more than any piece of work takes that says nothing: memory being made, snapshots being hashed
+ANSWER_S = 600.0  # more than any piece of work takes that says nothing
 SAY_S = 20.0
 LOOK_S = 20.0  # how often who has asked looks at the time
 

@@ -16,6 +16,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
 from ckpt.agent.control import ControlPage, Word
+from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
 from ckpt.types import Identity
 
@@ -34,7 +35,8 @@ class Ranks:
         self.peers: dict[int, Peer] = {}
         self.arenas: dict[int, dict[int, Arena]] = {}
         self.dropped = False
-        self.reader = Reader()
+        self.progress = Progress()  # of memory that is made, and of snapshots that are hashed
+        self.reader = Reader(self.progress.moved)
         self._bulk = bulk
         self._taken = taken
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
@@ -122,7 +124,7 @@ class Ranks:
                 self.arenas[slot] = done.result()
                 then({rank: arena.bytes for rank, arena in done.result().items()}, "")
 
-        self._bulk.run(Lane.MEMORY, lambda: _make(sizes), made)
+        self._bulk.run(Lane.MEMORY, lambda: _make(sizes, self.progress.moved), made)
 
     def offer(self, slot: int, division: str) -> None:
         """Grants each rank its arena of the slot, for that division."""
@@ -185,12 +187,12 @@ class Ranks:
         return arena is not None and os.path.samestat(os.fstat(fd), os.fstat(arena.fd))
 
 
-def _make(sizes: Mapping[int, int]) -> dict[int, Arena]:
+def _make(sizes: Mapping[int, int], moved: Callable[[], None]) -> dict[int, Arena]:
     made: dict[int, Arena] = {}
     try:
         for rank, size in sizes.items():
             made[rank] = Arena.create(size)
-            made[rank].warm()
+            made[rank].warm(moved)
     except BaseException:
         _close(made.values())
         raise

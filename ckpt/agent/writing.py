@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.overdue import overdue_s
@@ -100,10 +101,7 @@ class Parts:
         found: list[tuple[Indices, Future[Written]]] = []
         self._began_s = self._clock.now_s()
         self._own_bytes = int(made.manifest.frames["length"][todo].sum())
-        for name, ranks in self._ranks.items():
-            numbers = todo[np.isin(made.ranks[todo], list(ranks))]
-            if not len(numbers):
-                continue
+        for name, numbers in _by_node(self._ranks, made.ranks, todo).items():
             frames, at = made.manifest.frames[numbers], (made.ranks[numbers], made.offsets[numbers])
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
             wanted = Wanted(made.identity, frames, *at, codec, bandwidth)
@@ -169,3 +167,19 @@ class Parts:
             return
         slow = f"the node of agent {part.name} takes longer than {due_s:.1f} s for its part"
         self._have_another_write(part, slow)
+
+
+def _by_node(
+    ranks: Mapping[str, frozenset[int]], of_frames: npt.NDArray[np.int64], todo: Indices
+) -> dict[str, Indices]:
+    """Which of the frames `todo` lie on each of these nodes, in that order; without those on which none do. `ranks`: of
+    each node. In one pass over the frames, however many nodes there are."""
+    names, world = list(ranks), 1 + max(int(of_frames.max(initial=0)), *map(max, ranks.values()), 0)
+    node_of = np.full(world, len(names))
+    for number, name in enumerate(names):
+        node_of[list(ranks[name])] = number
+    nodes = node_of[of_frames[todo]]
+    order = np.argsort(nodes, kind="stable")
+    bounds = np.searchsorted(nodes[order], np.arange(len(names) + 1))
+    found = {name: todo[order[bounds[number] : bounds[number + 1]]] for number, name in enumerate(names)}
+    return {name: numbers for name, numbers in found.items() if len(numbers)}

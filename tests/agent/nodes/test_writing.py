@@ -19,7 +19,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.overdue import SLOWER, overdue_s
 from ckpt.agent.remote import Wanted
 from ckpt.agent.storeside import Options
-from ckpt.agent.writing import Parts
+from ckpt.agent.writing import Parts, _by_node
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
@@ -37,6 +37,23 @@ def test_a_part_is_late_by_comparison_with_those_that_are_written_and_never_befo
     assert overdue_s([(2.0, 100), (4.0, 100)], 100, 5.0) == SLOWER * 4 + 5, "the slowest counts"
     assert overdue_s([(2.0, 100)], 300, 5.0) == SLOWER * 6 + 5, "what has more bytes may take longer"
     assert overdue_s([(2.0, 300)], 100, 5.0) == SLOWER * 2 + 5
+
+
+def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_node(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        world = int(rng.integers(1, 40))
+        homes = rng.integers(0, 6, world)  # 0: the coordinator's
+        ranks = {f"n{node}": frozenset(np.flatnonzero(homes == node).tolist()) for node in range(1, 6)}
+        ranks = {name: each for name, each in ranks.items() if each}
+        of_frames = rng.integers(0, world, int(rng.integers(0, 200)))
+        todo = np.flatnonzero(rng.random(len(of_frames)) < 0.7)
+        found = _by_node(ranks, of_frames, todo)
+        for name, each in ranks.items():
+            wanted = [int(frame) for frame in todo if int(of_frames[frame]) in each]
+            assert found.get(name, np.zeros(0)).tolist() == wanted
+        assert found.keys() <= ranks.keys()
+        assert all(len(each) for each in found.values())
 
 
 class Writers:

@@ -1,0 +1,29 @@
+"""One node's share of a job: what takes long there is seen to move."""
+
+from __future__ import annotations
+
+from ckpt.agent.arena import WARM_BYTES
+from ckpt.agent.memory import Taken
+from ckpt.agent.ranks import Ranks
+from tests.agent.nodes.staged import Turned, identity, staged
+
+
+def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() -> None:
+    """Else who has asked for them would give up what takes long (agent.moving)."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    heard: list[object] = []
+    try:
+        ranks.make(0, {0: WARM_BYTES + 1, 1: 4096}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert heard == [""]
+        assert ranks.progress.count >= 3, "a piece of memory each"
+        before = ranks.progress.count
+        ranks.arenas[1] = staged(identity(5), 2)
+        ranks.read(1, identity(5), lambda parts, error: heard.append(error))
+        turned.until(lambda: len(heard) == 2)
+        assert heard == ["", ""]
+        assert ranks.progress.count == before + 2, "each rank's"
+    finally:
+        ranks.drop()
+        turned.close()
