@@ -123,6 +123,7 @@ class Carrier:
         self.world = world
         self.launch = launch
         self.failed = ""
+        self.taken_over = False  # from an agent that has died
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.protection: Protection | None = None  # where there are several nodes
         self.claim: Claim | None = None
@@ -273,6 +274,7 @@ class Carrier:
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
         slots = protection.place(sizes, nodes.plans_by_name(), fixed)
         self.group.replicates = protection.protects
+        self.group.unsure = self.group.unsure and protection.protects
         if self.learning is not None and self.learning.peers != protection.protects:
             self.learning.peers = protection.protects
             self.follow_learning()
@@ -308,9 +310,19 @@ class Carrier:
                 "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
             )
 
+        if self.group.unsure:
+            held = [made.identity for made in self.checkpoints.values()]
+            guard = self._guard
+            then = lambda found: guard(lambda: self._found_safe(found, slot, identity))  # noqa: E731
+            protection.find_safe(self.epoch, held, self.world, then)
+            return
         own = dict(self.own.arenas.get(slot, {}))
         safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
         protection.replicate(identity, safe, own, lambda error: self._guard(lambda: ended(error)))
+
+    def _found_safe(self, found: Identity | None, slot: int, identity: Identity) -> None:
+        self.group.found_safe(found.tick if found is not None else None)
+        self._replicate(slot, identity)
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:

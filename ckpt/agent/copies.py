@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.chunks import Chunks
-from ckpt.agent.holdings import Key, sealed
+from ckpt.agent.holdings import Inventory, Key, sealed
 from ckpt.agent.moving import Progress
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
@@ -122,7 +122,7 @@ class Copies:
         self._room: Callable[[], int] | None = None
         self._leases: Counter[Identity] = Counter()
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
-        self._told_safe: Identity | None = None  # the newest of which that was said
+        self.told_safe: Identity | None = None  # the newest of which that was said
         self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
         self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
 
@@ -301,7 +301,7 @@ class Copies:
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
             failed = {each for each, _ in self._failed}
-            others.discard(self._told_safe or identity)
+            others.discard(self.told_safe or identity)
             others -= set(sorted(others - failed)[-FAILED_MAX:])
         self.forget(others.__contains__)
 
@@ -341,7 +341,7 @@ class Copies:
         `check`."""
         self.check(newer.epoch)
         self.chunks.replaced(newer)
-        self._told_safe = max(newer, self._told_safe or newer)
+        self.told_safe = max(newer, self.told_safe or newer)
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:
@@ -382,6 +382,12 @@ class Copies:
 
     def arenas(self) -> Iterable[Arena]:
         return self.kept.values()
+
+    def inventory(self) -> Inventory:
+        """Of what is kept as copies."""
+        found = Inventory()
+        found.add_arenas(self.kept.values())
+        return found
 
     def _arena(self, size: int) -> Arena:
         """Of exactly that size: one whose pages are warm, if there is one. Errors: AgentError, OSError."""

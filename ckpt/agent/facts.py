@@ -135,6 +135,7 @@ class Facts:
         self.replicates = False  # whether other nodes keep copies
         self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
         self.replicating: int | None = None  # the slot
+        self.unsure = False  # which is safe there, since another agent led until now: nothing goes before that is found
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
@@ -378,6 +379,14 @@ class Facts:
             self._tell_level(entry.round.tick, "peer", not error, error)
         if entry.round is not None and not error:
             self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
+
+    def found_safe(self, tick: Tick | None) -> None:
+        """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out."""
+        self.unsure = False
+        self.safe_tick = tick
+        for slot in self.slots:
+            if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
+                slot.round.peer = Store.DONE if slot.round.peer is Store.NEW else slot.round.peer
 
     def copies_lost(self) -> None:
         """An agent of another node is not connected any more: what it kept for others may have gone with it."""

@@ -77,8 +77,9 @@ class Group(Leaving):
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
         self._assemble_staged()
-        if not self.frozen:
+        if not (self.frozen or self.unsure):
             self._free_older()
+        if not self.frozen:
             self._replicate_newest(now_s)
         self._commit_next(now_s)
         if not self.frozen:

@@ -77,6 +77,11 @@ class Inventory:
                 sizes = {rank: other.sizes[identity, rank] for rank in striped.ranks}
                 self._add_parity(identity, other.worlds[identity], striped, rows, sizes, node)
 
+    def hold(self, identity: Identity, world: int, ranks: Iterable[int]) -> None:
+        """This node has their snapshots."""
+        for rank in ranks:
+            self._add((identity, rank), world, "")
+
     def _add(self, key: Key, world: int, node: str) -> None:
         if world > WORLD_MAX:
             return  # no job has so many: whoever says so has it wrong

@@ -337,6 +337,7 @@ class Job(Carrier):
             return
         if self.protection is None or self.protection.option != option:
             self.protection = Protection(network, copies, parities, self.nodes, option, self._services.lenders)
+            self.group.unsure = self.taken_over
 
     def _limit_copies(self, rank: int) -> None:
         """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""
@@ -452,6 +453,7 @@ class Job(Carrier):
 
     def recover_from_trainers(self) -> None:
         """This agent takes over a running job: the trainers bring the arenas."""
+        self.taken_over = True
         self._recovery = Recovery(self.world, len(self.group.slots))
         self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
 

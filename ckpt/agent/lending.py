@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+# What it does as any other node, once its sender is known to lead the job that is lent to.
+PASSED_ON = ("parts", "serve", "unserve", "write", "publish", "withdraw", "lend", "forget", "absent", "keeps")
+
 
 @dataclass(frozen=True, slots=True)
 class Lend:
@@ -125,7 +128,7 @@ class LendingNode(Node):
                 self._loan.gone(channel.peer, time.monotonic())
             case "drop":
                 self._drop(channel, Epoch.parse(str(fields["epoch"])))
-            case "parts" | "serve" | "unserve" | "write" | "publish" | "withdraw" | "lend" | "forget" | "absent":
+            case _ if message.kind in PASSED_ON:
                 super().peer_message(channel, message)
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")

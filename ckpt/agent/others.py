@@ -17,6 +17,7 @@ from ckpt.agent.authority import OF_AN_EPOCH, Who, epoch_of, who_says
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.fanout import FanOut
+from ckpt.agent.finding import Keeps
 from ckpt.agent.following import Following
 from ckpt.agent.gathering import encoded_parts
 from ckpt.agent.jobs import Job
@@ -124,6 +125,10 @@ class Others(Leading):
                 return
             case "look":
                 self._tell_inventory(channel, int(fields["id"]))
+                return
+            case "keeps":
+                keeps = Keeps.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
+                channel.reply(int(fields["id"]), keeps.fields())
                 return
             case "outcome":
                 self._outcome(channel.peer, fields)

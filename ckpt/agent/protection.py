@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
+from ckpt.agent.finding import Keeps, find_safe
 from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.parities import Parities
@@ -14,7 +15,7 @@ from ckpt.agent.replicating import Replication
 from ckpt.agent.striping import Striping
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place
-from ckpt.types import Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
@@ -198,6 +199,23 @@ class Protection:
         ranks = {node.name: node.ranks for node in self._nodes}
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
         Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
+
+    def find_safe(
+        self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Identity | None], None]
+    ) -> None:
+        """What is safe of that epoch, of which this agent, started again, does not know; None where that cannot be
+        found out, as with parity. `held`: the checkpoints in this node's slots."""
+        if not isinstance(self.option, Replicas):
+            then(None)
+            return
+        own = self._copies.inventory()
+        mine = next((node.ranks for node in self._nodes if node.name == self._network.me), ())
+        for identity in held:
+            own.hold(identity, world, mine)
+        names = [*(node.name for node in self._nodes), *(each.node.name for each in self._lenders())]
+        copies = min(self.option.n, len(set(names)) - 1)
+        keeps = Keeps.of(own, self._copies.told_safe, epoch)
+        find_safe(self._network, names, keeps, epoch, world, copies, then)
 
     def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str, str], None]) -> None:
         """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:

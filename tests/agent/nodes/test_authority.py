@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -20,12 +20,12 @@ __all__ = ["liar"]
 
 
 @pytest.fixture
-def at_work(cluster: Cluster) -> Iterator[Cluster]:
+def at_work(cluster: Cluster) -> Cluster:
     """Two nodes that have a checkpoint in each other's memory, and nowhere else."""
     cluster.forbid_commits()
     cluster.start(0, 1)
     cluster.checkpoint("peer")
-    yield cluster
+    return cluster
 
 
 def ask(who: Liar, node: NodeAt, fields: dict[str, Any]) -> tuple[Message | None, str]:
@@ -75,7 +75,7 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
     starting, node = liar("starting"), node_of(at_work, 1)
     (newest,) = [each for each in held(starting, node).complete() if each.epoch.number == 1][-1:]
     train(at_work.job, at_work.job[0].step + 1)
-    with pytest.raises(CkptError, match="asked what lies here|given up"):
+    with pytest.raises(CkptError, match=r"asked what lies here|given up"):
         at_work.save()
     parts = {"t": "parts", "identity": str(newest), "ranks": [0, 1], "world": 2}
     assert ask(starting, node, parts)[1] == ""

@@ -1,7 +1,7 @@
 """Copies of snapshots under random schedules: nodes are lost at any moment of a save, one after the other or several at
 once, messages are late, connections end before or after what they were for is done, jobs are started again on whoever
-is left and on new nodes, and placements change. A start asks one node after the other what it holds, while a coordinator
-that lives on ends what it has begun. Whatever was said to be safe, and has not lost more nodes since than
+is left and on new nodes, and placements change. A start asks one node after the other what it holds, while a
+coordinator that lives on ends what it has begun. Whatever was said to be safe, and has not lost more nodes since than
 the placement says it may, is there at each start, whole: it, or something newer.
 
 The agents' own code decides: Replication, Copies, the placement, the inventories. Around it one seed decides what
@@ -26,6 +26,7 @@ from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
 from ckpt.agent.fence import HERE, Fence
+from ckpt.agent.finding import Keeps, find_safe
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.sockets import Address
@@ -198,8 +199,8 @@ class Holder:
             if lost:
                 self._sim.later(self, lambda: end(None, f"the connection to agent {name} has ended"))
 
-            def reply(found: list[bytes], error: str) -> None:
-                answer = None if error else Message({"t": "reply", "id": 1}, [], found)
+            def reply(found: list[bytes], error: str, body: dict[str, Any] | None = None) -> None:
+                answer = None if error else Message({"t": "reply", "id": 1, **(body or {})}, [], found)
                 self._sim.after(other, self, lambda: end(answer, error))
 
             try:
@@ -218,10 +219,11 @@ class Holder:
         if not self._sim.breaks():
             self._sim.after(self, other, lambda: other.told(self.me, fields))
 
-    def asked(
-        self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[[list[bytes], str], None]
-    ) -> None:
+    def asked(self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[..., None]) -> None:
         """As Others has it."""
+        if fields["t"] == "keeps":
+            reply([], "", self.keeps(Epoch.parse(fields["epoch"])).fields())
+            return
         identity = Identity.parse(fields["identity"])
         if fields["t"] == "publish":
             held = self.held(identity)
@@ -258,6 +260,9 @@ class Holder:
         self.copies.epochs_before(before)
         self.own = {key: cell for key, cell in self.own.items() if key[0].epoch >= before}
 
+    def keeps(self, epoch: Epoch) -> Keeps:
+        return Keeps.of(self.inventory(), self.copies.told_safe, epoch)
+
     def inventory(self) -> Inventory:
         found = Inventory()
         found.add_arenas(cast(Any, [*self.own.values(), *self.copies.arenas()]))
@@ -274,6 +279,7 @@ class Job:
         self.at = [NodeAt(name, ADDRESS, tuple(ranks[name])) for name in nodes]
         self.safe: Identity | None = None
         self.under_way: Identity | None = None
+        self.unsure = False  # what is safe is being found out: no slot is used again
         self.step = sim.step
         self.placement = self.placed(None)
 
@@ -300,7 +306,7 @@ class Job:
         """Into a slot that nobody needs: one is kept for what is safe, one for what is on its way."""
         own = [key for key in holder.own if key[1] == rank and key[0].epoch == self.epoch]
         spare = [key for key in own if key[0] not in (self.safe, self.under_way)]
-        cell = holder.own.pop(spare[0]) if len(own) >= 3 and spare else Cell()
+        cell = holder.own.pop(spare[0]) if len(own) >= 3 and spare and not self.unsure else Cell()
         cell.begin_fill()
         cell.fill(identity, rank, self.world)
         holder.own[identity, rank] = cell
@@ -326,8 +332,18 @@ class Job:
 
         network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
-        known = None if forgot else self.safe
-        Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
+
+        def begin(known: Identity | None) -> None:
+            self.unsure = False
+            self.safe = max(filter(None, (known, self.safe)), default=None)
+            Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
+
+        if forgot:
+            self.unsure = True
+            copies = min(self.sim.copies, len(self.names) - 1)
+            find_safe(network, self.names, lead.keeps(self.epoch), self.epoch, self.world, copies, begin)
+        else:
+            begin(self.safe)
 
 
 class Sim:
