@@ -3,7 +3,10 @@
 Groups (plan/groups.py) say what is best; then room decides. At the end, for `place_copies`:
 - no copy is left out while a node that does not keep that state yet has room for it (it may exist all the same: packing
   states of different sizes at best is hard, and only one other copy is moved out of the way at a time);
-- all copies of a state lie in its owner's domain, at any level, only where no node outside has room.
+- all copies of a state lie in its owner's domain, at any level, only where no node outside has room;
+- a memory-only node that has room for the states of all keeps a copy of each, as many such nodes as there are copies:
+  when every node that trains is lost it can bring all back, and commit it, where parts here and there could not. But
+  one in a domain of a node that trains does so only where nobody outside that domain lends.
 """
 
 from __future__ import annotations
@@ -23,18 +26,20 @@ def place_copies(
     taken from it.
     """
     wanted = min(further, len(nodes) - 1)
-    copies = wanted + 1
-    count = len(nodes) // copies
-    sizes = [copies] * (count - 1) + [len(nodes) - copies * (count - 1)]
     plan = _Copies(nodes, room, wanted)
-    groups = [plan.ring(group) for group in grouped(list(nodes.values()), sizes, wanted, before)]
+    whole = plan.keep_whole()
+    rest = [node for id, node in nodes.items() if id not in whole]
+    copies = min(wanted - len(whole), len(rest) - 1) + 1
+    count = len(rest) // copies
+    sizes = [copies] * (count - 1) + [len(rest) - copies * (count - 1)]
+    groups = [plan.ring(group, copies) for group in grouped(rest, sizes, copies - 1, before)]
     for group in groups:
         for i, owner in enumerate(group):
             if owner in plan.holders:
                 for j in range(1, copies):
                     plan.keep_if_room(owner, group[(i + j) % len(group)])
     plan.settle()
-    return groups, plan.holders
+    return [*groups, *((id,) for id in whole)], plan.holders
 
 
 class _Copies:
@@ -45,15 +50,36 @@ class _Copies:
         self.depth = levels(nodes.values())
         self.usual = statistics.fmean([n.risk for n in nodes.values() if n.risk is not None] or [0.0])
         self.holders: dict[str, list[str]] = {node.id: [] for node in nodes.values() if node.trains}
+        self.whole: list[str] = []  # memory-only nodes that keep a copy of each state
 
-    def ring(self, group: Ids) -> Ids:
+    def keep_whole(self) -> list[str]:
+        """Those that do: the least likely to be lost first."""
+        needed = sum(self.nodes[owner].bytes for owner in self.holders)
+        stable = [node for node in self.nodes.values() if not node.trains and self.room[node.id] >= needed > 0]
+        for node in sorted(stable, key=lambda node: (self.usual if node.risk is None else node.risk, node.id)):
+            if len(self.whole) < self.wanted and self._is_apart(node):
+                self.whole.append(node.id)
+                for owner in self.holders:
+                    self.keep_if_room(owner, node.id)
+        return self.whole
+
+    def _is_apart(self, node: Node) -> bool:
+        """Whether it lies outside the domains of all that train, at each level, as far as anybody who lends does."""
+        return all(
+            node.domain(level) != self.nodes[owner].domain(level)
+            or not any(self.nodes[id].domain(level) != node.domain(level) and self.room[id] for id in self.nodes)
+            for level in range(self.depth)
+            for owner in self.holders
+        )
+
+    def ring(self, group: Ids, copies: int) -> Ids:
         """The members in an order in which neighbours, as many as one state lies on, share few domains."""
-        if len(group) <= self.wanted + 1:
+        if len(group) <= copies:
             return group
         left, ring = list(group), list[str]()
         while left:
-            closing = ring[: max(self.wanted + 1 - len(left), 0)]  # the ring's beginning, as its end comes near
-            near = [self.nodes[id] for id in (*ring[-self.wanted :], *closing)]
+            closing = ring[: max(copies - len(left), 0)]  # the ring's beginning, as its end comes near
+            near = [self.nodes[id] for id in (*(ring[1 - copies :] if copies > 1 else ()), *closing)]
             tops = [self.nodes[id].domain(0) for id in left]
             costs = [
                 (shared([*near, self.nodes[id]], self.depth), -tops.count(top), id)
@@ -94,6 +120,8 @@ class _Copies:
         for other, held in self.holders.items():
             instead = self._with_room(other)
             for holder in held if instead else ():
+                if holder in self.whole:
+                    continue
                 fits = self.room[holder] + self.nodes[other].bytes >= size
                 if fits and holder != owner and holder not in self.holders[owner]:
                     self._drop(other, holder)

@@ -6,6 +6,7 @@ Guarantees of `place`, for any number of nodes:
 - nobody keeps its own state for others, or more than it lends (in all generations at once);
 - no copy is left out while some node has room for it; parity is left out only where its group, widened by every node
   with room, cannot keep it;
+- with copies, a memory-only node that lends enough keeps one of each state; where none does a note says so;
 - what is lost together is apart as far as can be (plan/groups.py); with copies, one lies outside the owner's domain,
   at each level, wherever a node outside has room;
 - deterministic, whatever the order of the nodes; with `before`, stable: a group whose nodes are all still there stays
@@ -13,8 +14,9 @@ Guarantees of `place`, for any number of nodes:
 
 Copies: groups of m = n + 1 nodes in which everyone keeps everyone's state; where m does not divide the number of
 nodes, the last group takes in the rest and is a ring, each state on its owner and the next n (the mixed strategy of
-Gemini, Wang et al. 2023, SOSP). Parity: groups of data + parity nodes that keep parity of each other's states
-(plan/parities.py, plan/stripes.py). Memory-only nodes are members that have nothing to lose.
+Gemini, Wang et al. 2023, SOSP). Memory-only nodes that keep a copy of everything are no part of these groups, and each
+makes them smaller by one. Parity: groups of data + parity nodes that keep parity of each other's states
+(plan/parities.py, plan/stripes.py). Other memory-only nodes are members that have nothing to lose.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ def place(
         tuple(_loads(by_id, {id: lends[id] - left for id, left in room.items()}, generations, kept, groups)),
         tuple(_shortfalls(by_id, kept, asked)),
         tuple(_exposed(by_id, kept, groups)),
-        tuple(_notes(option, groups)),
+        (*_notes(option, groups), *(_partial(by_id, kept) if isinstance(option, Replicas) else ())),
     )
 
 
@@ -189,6 +191,17 @@ def _notes(option: Replicas | Parity, groups: Sequence[Group]) -> Iterator[str]:
             elif len(group.members) != option.data + option.parity:
                 what = f"{len(group.members) - group.parity} + {group.parity}"
                 yield f"a group of {what} nodes, not {option.data} + {option.parity}: {names}"
+
+
+def _partial(nodes: Mapping[str, Node], kept: Sequence[Kept]) -> Iterator[str]:
+    """Memory-only nodes are there, and none of them keeps all."""
+    stable = [node for node in nodes.values() if not node.trains]
+    if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
+        needed, most = sum(nodes[state.node].bytes for state in kept), max(node.lend_bytes for node in stable)
+        yield (
+            f"no memory-only node keeps all {needed} bytes of state, so none can bring it back or commit it alone: one "
+            f"has to lend {GENERATIONS} times that (at most {most} are lent), and lie in no domain of the others"
+        )
 
 
 def _loads(

@@ -235,7 +235,8 @@ def test_whole_domains_stay_paired_though_mixing_them_would_suit_the_risks_of_no
 
 
 def test_memory_only_nodes_are_in_different_groups():
-    nodes = [trainer("a"), memory_only("b"), trainer("c"), memory_only("d")]
+    lend = GENERATIONS * STATE  # not enough for both
+    nodes = [trainer("a"), memory_only("b", lend=lend), trainer("c"), memory_only("d", lend=lend)]
     assert all({"a", "c"} & set(group) and {"b", "d"} & set(group) for group in members(place(nodes, Replicas(1))))
 
 
@@ -255,6 +256,43 @@ def test_the_largest_state_is_kept_by_the_fastest_link():
 
 
 # -- any number of nodes, little room
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("stable", [1, 2, 3])
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("enough", [True, False])
+def test_memory_only_nodes_that_lend_enough_keep_everything_and_survive_all_that_train(count, stable, n, enough):
+    lend = GENERATIONS * STATE * count - (0 if enough else 1)
+    nodes = [*many(count), *(memory_only(f"s{i}", lend=lend) for i in range(stable))]
+    placement = place(nodes, Replicas(n))
+    is_sound(nodes, placement, Replicas(n))
+    found = holders(placement).values()
+    whole = [f"s{i}" for i in range(stable) if all(f"s{i}" in each for each in found)]
+    assert len(whole) == (min(stable, n) if enough else 0)
+    assert all(len(each) == min(n, len(nodes) - 1) for each in found if enough)
+    if enough:
+        assert not placement.lost([node.id for node in nodes if node.trains])
+    said = [note for note in placement.notes if "no memory-only node keeps all" in note]
+    assert len(said) == (not enough and count > 1)
+    assert place(nodes, Replicas(n), placement) == placement
+
+
+def test_the_safest_of_those_that_lend_enough_keeps_everything_and_one_beside_a_trainer_does_not():
+    nodes = [*many(2, "spot"), memory_only("a", "spot"), memory_only("b", risk=0.2), memory_only("c", risk=0.1)]
+    assert set(holders(place(nodes, Replicas(1))).values()) == {("c",)}
+    assert set(holders(place(nodes[:3], Replicas(1))).values()) <= {("a",), ("n00",), ("n01",)}
+    beside = [trainer("t", "x"), trainer("u", "y"), memory_only("m", "x")]
+    placement = place(beside, Replicas(1))
+    assert holders(placement)["t"] == ("u",)
+    assert "no memory-only node keeps all" in placement.notes[-1]
+
+
+def test_a_memory_only_node_that_joins_takes_everything_from_the_next_checkpoint_on():
+    before = place(many(4), Replicas(1))
+    nodes = [*many(4), memory_only("m")]
+    assert set(holders(place(nodes, Replicas(1), before)).values()) == {("m",)}
+    assert place(many(4), Replicas(1), place(nodes, Replicas(1), before)) == before
 
 
 def test_a_memory_only_node_may_be_the_only_peer():

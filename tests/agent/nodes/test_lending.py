@@ -80,6 +80,26 @@ def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_
     assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
 
 
+@pytest.mark.parametrize("commits", [False, True])
+def test_when_all_of_several_trainers_nodes_are_lost_it_has_everything_and_gives_it_back_or_commits_it(
+    commits: bool, cluster: Cluster, url: str
+) -> None:
+    cluster.peers = cluster.lend("1GiB", "--commit-after-s", "0.5" if commits else "3600")["listen"]
+    cluster.forbid_commits()
+    cluster.start(0, 1, 1)
+    step = cluster.checkpoint("peer")
+    assert len(cluster.lending_status()["whole"]) == 1
+    cluster.kill(0, 1)
+    if commits:
+        cluster.await_lending(lambda status: status["error"] is not None)
+        cluster.allow_commits()
+        assert cluster.end_lending() == 0  # it tries once more
+        assert committed(cluster) == [step]
+    else:
+        assert cluster.start(2).fields["candidate"]["step"] == step == cluster.job[0].step
+        assert set(cluster.fetched()) == {"peer"}
+
+
 def slowly(cluster: Cluster, bandwidth: float | None = SLOW) -> None:
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": bandwidth}}
 
