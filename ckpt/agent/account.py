@@ -159,6 +159,12 @@ class Account:
         """Other nodes keep it, too. `count_bytes`: once, however many copies there are."""
         self._reached("peer", epoch, tick, count_bytes)
 
+    def unprotected(self) -> Tick | None:
+        """What other nodes kept may be gone: the newest that was safe there is not, until that is said again. Which it
+        was; None: there was none."""
+        found = self.safe.pop("peer", None)
+        return found[0] if found is not None else None
+
     def abandoned(self) -> None:
         self.given_up += 1
 

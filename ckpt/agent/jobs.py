@@ -316,6 +316,18 @@ class Job(Carrier):
             self.group.died(rank)
             self._give_up_recovery(f"rank {rank} died")
 
+    def copies_lost(self, name: str) -> None:
+        """The agent of that name is not connected any more: what it kept for this job may be gone with it. It is copied
+        again as soon as that can be, and until then no step is said to be safe by it."""
+        tick = self.group.safe_tick
+        if self.protection is None or tick is None or not self.protection.involves(name, Identity(self.epoch, tick)):
+            return
+        self.group.copies_lost()
+        if self._services.account.unprotected() is not None:
+            text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone"
+            facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
+            self.emit("peers.lost", f"{text}, and its copies may be; they are made again when that can be", True, facts)
+
     def _follow(self, policy: Every | Adaptive) -> None:
         now_s = time.monotonic()
         if isinstance(policy, Every):

@@ -115,14 +115,15 @@ class Lenders:
             if network is not None:
                 network.tell(lent.node.name, fields)
 
-    def closed(self, name: str) -> None:
-        """The connection to that agent is gone."""
+    def closed(self, name: str) -> bool:
+        """The connection to that agent is gone. Whether it was one of them."""
         network = self._network()
         if network is not None and network.channel(name) is not None:
-            return  # it was made anew
-        for address, lent in list(self._there.items()):
-            if lent.node.name == name:
-                self._lose(address, "the connection has ended")
+            return False  # it was made anew
+        found = [address for address, lent in self._there.items() if lent.node.name == name]
+        for address in found:
+            self._lose(address, "the connection has ended")
+        return bool(found)
 
     # -- inside
 

@@ -413,7 +413,8 @@ class Others(Leading):
             fan.bring(channel, message)
 
     def peer_closed(self, channel: Channel) -> None:
-        self.lenders.closed(channel.peer)
+        if self.lenders.closed(channel.peer) and self.current is not None:
+            self.current.copies_lost(channel.peer)
         if self.network is None or self.network.channel(channel.peer) is None:
             self.fence.lost(channel.peer, time.monotonic())
         self._source_gone(channel.peer)
@@ -425,7 +426,7 @@ class Others(Leading):
             if share is not None:
                 for peer in share.close():
                     self.ended(peer)
-                job.group.copies_lost()
+                job.copies_lost(channel.peer)
         if self.current is not None:
             self._tell_of_absence(self.current, channel.peer)
         self._server.later(CALL_AGAIN_S, lambda: self._call_again(channel.peer))

@@ -105,6 +105,14 @@ class Protection:
                 return wanted  # no more memory would make it any safer
         return slots if not self.protects else SLOTS_MIN
 
+    def involves(self, name: str, identity: Identity) -> bool:
+        """Whether that checkpoint is less safe without that agent's memory, as far as is known."""
+        placement = self._used.get(identity)
+        if placement is None:
+            return True
+        kept = any(name in (each.node, *each.holders) for each in placement.kept)
+        return kept or any(group.parity and name in group.members for group in placement.groups)
+
     def holders(self, identity: Identity) -> dict[str, list[str]]:
         """By node: who keeps copies of what it staged of that checkpoint. With parity, for nodes that are gone: who can
         make them again, which is any node with ranks, those first that keep some of it. "" is this one."""

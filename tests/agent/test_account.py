@@ -204,6 +204,19 @@ def test_an_agent_that_comes_to_a_running_job_counts_from_then() -> None:
     assert run.facts()["productive_s"] == pytest.approx(5, abs=0.3)
 
 
+def test_what_other_nodes_have_lost_is_not_safe_there_until_they_have_it_again() -> None:
+    run = Run()
+    run.start()
+    run.train(10)
+    run.snapshot(commit=True)
+    run.account.replicated(FIRST, Tick(10), 100)
+    assert run.account.unprotected() == Tick(10)
+    assert run.account.unprotected() is None
+    assert set(run.facts()["safe"]) == {"local", "store"}
+    run.account.replicated(FIRST, Tick(10), 100)
+    assert run.facts()["safe"]["peer"]["step"] == 10
+
+
 def test_the_safe_step_of_each_level_is_the_newest_on_the_line_and_says_its_age() -> None:
     run = Run()
     run.start()

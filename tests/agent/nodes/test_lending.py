@@ -80,6 +80,41 @@ def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_
     assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
 
 
+def newest_safe(cluster: Cluster) -> int | None:
+    """In other nodes' memory, as it is shown."""
+    found = cluster.status(0)["account"]["safe"].get("peer")
+    return found["step"] if found is not None else None
+
+
+def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and_rises_when_another_has_it(
+    lent: Cluster,
+) -> None:
+    lent.start(0, 0)
+    step = lent.checkpoint("peer")
+    assert newest_safe(lent) == step
+    at = lent.peers[0]
+    lent.end_lending(with_=signal.SIGKILL)
+    assert lent.await_event("peers.lost")["identity"].endswith(str(Tick(step)))
+    assert newest_safe(lent) is None
+    assert lent.job[0].levels[str(Tick(step)), "peer"], "it was so when it was said"
+    lent.lend(at=at)
+    lent.await_event("peers.done", 2)  # the same step, without another snapshot
+    assert newest_safe(lent) == step
+
+
+def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it_has_it_again(cluster: Cluster) -> None:
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    cluster.kill_agent(1)
+    cluster.await_event("peers.lost")
+    assert newest_safe(cluster) is None
+    assert cluster.job[1].lost.wait(60)
+    cluster.come_back(1)
+    cluster.await_event("peers.done", 2)
+    assert newest_safe(cluster) == step
+
+
 @pytest.mark.parametrize("commits", [False, True])
 def test_when_all_of_several_trainers_nodes_are_lost_it_has_everything_and_gives_it_back_or_commits_it(
     commits: bool, cluster: Cluster, url: str
