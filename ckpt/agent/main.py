@@ -83,6 +83,7 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
             f"{free >> 20:,} MiB left; lend less, or free some"
         )
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    _have_room()
     place = places(url, settings)
     lock = _lock(place.run_lock)
     if lock is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,8 @@ def test_an_agent_takes_a_start_of_a_thousand_nodes(tmp_path: Path) -> None:
         with pytest.raises(AgentError, match="cannot be reached from the node of rank 0"):
             rank.begin()
         assert rank.connection is not None
+        soft, hard = resource.prlimit(rank.connection.agent_pid, resource.RLIMIT_NOFILE)
+        assert soft == hard, "it may have a connection to each"
         assert rank.connection.status()["job"] is None
     finally:
         rank.close()
