@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
+from ckpt.agent.members import Members, Presence
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -44,22 +45,6 @@ class Store(enum.Enum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
-
-
-class Presence(enum.Enum):
-    HERE = "here"
-    LEFT = "left"
-    DEAD = "dead"
-
-
-@dataclass(slots=True)
-class Member:
-    rank: int
-    presence: Presence = Presence.HERE
-    joined: bool = False
-    lost_s: float | None = None  # since when its connection is gone though its process lives
-    leave: Request = None
-    broke: bool = False  # it left by an exception: the others wait for it in vain
 
 
 @dataclass(slots=True)
@@ -126,7 +111,7 @@ class Facts:
     def __init__(self, world: int, policy: Every, first_round: int = 1) -> None:
         self.world = world
         self.policy = policy
-        self.members = [Member(rank) for rank in range(world)]
+        self.members = Members(world)
         self.slots = [Slot(n) for n in range(4)]
         self.slots_in_use = 0  # how many of them memory allows; 0 until the first division
         self.division = ""
@@ -452,13 +437,12 @@ class Facts:
     @property
     def all_gone(self) -> bool:
         """Whether every trainer that ever came has left or died."""
-        came = [m for m in self.members if m.joined or m.presence is not Presence.HERE]
-        return bool(came) and all(m.presence is not Presence.HERE for m in came)
+        return self.members.seen.all_gone
 
     @property
     def is_lost_cause(self) -> bool:
         """Whether training cannot go on as it is: a rank is dead, or the run is another's."""
-        return bool(self.superseded_by) or any(m.presence is Presence.DEAD for m in self.members)
+        return bool(self.superseded_by) or self.members.seen.any_dead
 
     @property
     def at_work(self) -> bool:
@@ -470,7 +454,8 @@ class Facts:
         """When `decide` has to look again though no fact came; None: not before one comes."""
         times = [now_s + LOST_S for _ in self._open()]
         times += [now_s + 1.0] if self._saves or self._resumed else []
-        times += [m.lost_s + REJOIN_S for m in self.members if m.lost_s is not None and m.presence is Presence.HERE]
+        lost = [m.lost_s for m in self.members.seen.lost if m.presence is Presence.HERE]
+        times += [lost_s + REJOIN_S for lost_s in lost if lost_s is not None]
         if self._may_appoint() and self._due_s > now_s:
             times.append(self._due_s)
         if self._is_stuck and self._retry_commit_s > now_s:
@@ -503,7 +488,7 @@ class Facts:
 
     def _broken(self) -> bool:
         """A rank is gone: no new round can become complete."""
-        return any(member.presence is not Presence.HERE for member in self.members)
+        return self.members.seen.any_gone
 
     def _plan_is_current(self) -> bool:
         return bool(self.division) and self._planned_version == self._layouts_version
@@ -514,7 +499,7 @@ class Facts:
             return False
         if self._ended:
             return False
-        if any(member.lost_s is not None for member in self.members):
+        if self.members.seen.lost:
             return False  # it could not answer
         rounds = [slot.round for slot in self.slots if slot.round is not None]
         holding = any(round_.unjudged for round_ in rounds)

@@ -18,6 +18,7 @@ list of actions. The agent carries the actions out and feeds their outcomes back
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,20 +38,9 @@ from ckpt.agent.actions import (
     SetWord,
 )
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
-from ckpt.agent.facts import (
-    LATENCY_S,
-    LOST_S,
-    REJOIN_S,
-    RETRY_S_MAX,
-    Presence,
-    Round,
-    Settled,
-    Slot,
-    State,
-    Store,
-    Why,
-)
+from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.leaving import Course, Leaving
+from ckpt.agent.members import Presence
 from ckpt.types import Tick
 
 LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
@@ -92,13 +82,14 @@ class Group(Leaving):
         return out
 
     def _abandon_hopeless(self, now_s: float, steps: Sequence[int]) -> None:
-        for member in self.members:
+        for member in self.members.seen.lost:
             lost_s = member.lost_s
             if lost_s is not None and (now_s >= lost_s + REJOIN_S or self.superseded_by):  # then it cannot join again
                 member.presence = Presence.LEFT if member.presence is Presence.HERE else member.presence
         for slot, round_ in self._open():
             waiting = [r for r in range(self.world) if r not in round_.staged]
-            gone = next((r for r in waiting if self.members[r].presence is not Presence.HERE), None)
+            away = waiting if self.members.seen.any_gone else ()
+            gone = next((r for r in away if self.members[r].presence is not Presence.HERE), None)
             if round_.missed:
                 self._abandon(slot, round_, round_.missed, now_s)
             elif self.superseded_by:
@@ -162,7 +153,7 @@ class Group(Leaving):
         if newest is None or newest.round is None:
             return
         peer = newest.round.peer
-        lost = self._copies_lost and all(member.lost_s is None for member in self.members)
+        lost = self._copies_lost and not self.members.seen.lost
         waits = self._copy_failures > 0 and now_s < self._retry_copy_s
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
@@ -208,7 +199,7 @@ class Group(Leaving):
         return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 
     def _divide_and_make(self, now_s: float) -> None:
-        if self._broken() or self.superseded_by or not all(m.joined for m in self.members):
+        if self._broken() or self.superseded_by or not self.members.seen.all_joined:
             return
         if self._planned_version != self._layouts_version:
             if not self._dividing:
@@ -404,8 +395,8 @@ class Group(Leaving):
             self._closing = True
             dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
             self._out.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
-        for member in self.members:
-            if member.leave is not None and (self.closed_in_store or unsaved or not self.all_gone):
+        for member in self.members.seen.leaving:
+            if self.closed_in_store or unsaved or not self.all_gone:
                 error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
                 committed = str(self.committed_tick) if self.committed_tick else None
                 self._out.append(Answer(member.leave, {"committed": committed, "error": error or None}))
@@ -422,16 +413,14 @@ class Group(Leaving):
         return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
 
     def _fits(self, slot: Slot) -> bool:
-        return len(slot.bytes) == self.world and all(
-            have >= need for have, need in zip(slot.bytes, self._need, strict=True)
-        )
+        return len(slot.bytes) == self.world and all(map(operator.ge, slot.bytes, self._need))
 
     def _grantable(self) -> Slot | None:
         """A slot that is free and warm on all ranks; with one slot in all, a committed round gives way."""
         for slot in self.slots[: self.slots_in_use]:
             if slot.making or slot.leases or not self._fits(slot):
                 continue
-            if any(slot.warm.get(rank) != self.division for rank in range(self.world)):
+            if len(slot.warm) < self.world or set(slot.warm.values()) != {self.division}:
                 continue
             if slot.state is State.FREE:
                 return slot

@@ -17,13 +17,14 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.carrier import Carrier, Member, Services
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.divide import Held, hashes_from, layout_from
-from ckpt.agent.facts import Presence, State, Store, Why
+from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Gathered, Gathering
 from ckpt.agent.holdings import sealed
 from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
+from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.agent.actions import Answer, Emit, Outcome, Request, SetVerdict, Tell
-from ckpt.agent.facts import Facts, Presence, Round, State, Store, Why
+from ckpt.agent.facts import Facts, Round, State, Store, Why
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
@@ -294,11 +294,11 @@ class Leaving(Facts):
         signals = self._attempts(now_s)
         if not signals or self._ended or self._all_leave or self.superseded_by:
             return
-        gone = next((m for m in self.members if m.presence is Presence.DEAD or m.broke), None)
+        gone = self.members.seen.gone
         boundary_s, last_s = self._attempt_ends_s(now_s)
         if gone is not None:
             self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
-        elif any(m.presence is Presence.LEFT for m in self.members):
+        elif self.members.seen.any_left:
             return  # it has come to its end in order: the others do, too
         elif now_s >= last_s or (now_s >= boundary_s and not self._somebody_holds()):
             self._end("no boundary came in time", True, signals)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.account import Account, Phase
-from ckpt.agent.facts import Presence, State, Store, Why
+from ckpt.agent.facts import State, Store, Why
+from ckpt.agent.members import Presence
 from ckpt.agent.wire import Message
 from ckpt.events import Event, JsonLines
 from ckpt.policy.failures import Failure

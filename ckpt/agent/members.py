@@ -1,0 +1,88 @@
+"""The ranks of a job as its state machine knows them, and what is asked of all of them at once: pure.
+
+That is asked whenever anything happens, and a job may have thousands of ranks: so the answer is kept until one of them
+has changed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class Presence(enum.Enum):
+    HERE = "here"
+    LEFT = "left"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class Member:
+    rank: int
+    presence: Presence = Presence.HERE
+    joined: bool = False
+    lost_s: float | None = None  # since when its connection is gone though its process lives
+    leave: Any = None  # a request that waits for what is under way
+    broke: bool = False  # it left by an exception: the others wait for it in vain
+    members: Members | None = None  # of which it is one
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name != "members" and (members := getattr(self, "members", None)) is not None:
+            members.changed()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `came`: whether any ever
+    joined, or is not here any more."""
+
+    lost: tuple[Member, ...]
+    leaving: tuple[Member, ...]
+    all_joined: bool
+    any_gone: bool
+    any_left: bool
+    gone: Member | None  # the first that is dead, or left by an exception
+    any_dead: bool
+    all_gone: bool
+
+
+class Members(Sequence[Member]):
+    """By rank."""
+
+    def __init__(self, world: int) -> None:
+        self._each = [Member(rank, members=self) for rank in range(world)]
+        self._seen: Seen | None = None
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._each[rank]
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def changed(self) -> None:
+        self._seen = None
+
+    @property
+    def seen(self) -> Seen:
+        """As they are now."""
+        if self._seen is None:
+            self._seen = _seen(self._each)
+        return self._seen
+
+
+def _seen(members: Sequence[Member]) -> Seen:
+    away = [m for m in members if m.presence is not Presence.HERE]
+    came = [m for m in members if m.joined or m.presence is not Presence.HERE]
+    return Seen(
+        lost=tuple(m for m in members if m.lost_s is not None),
+        leaving=tuple(m for m in members if m.leave is not None),
+        all_joined=all(m.joined for m in members),
+        any_gone=bool(away),
+        any_left=any(m.presence is Presence.LEFT for m in away),
+        gone=next((m for m in members if m.presence is Presence.DEAD or m.broke), None),
+        any_dead=any(m.presence is Presence.DEAD for m in away),
+        all_gone=bool(came) and len(came) == len(away),
+    )
