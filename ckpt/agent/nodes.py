@@ -50,6 +50,7 @@ class Nodes:
         self._names = {"": me, **{each.name: each.name for each in others}}
         self._shares: dict[str, Share] = {"": own, **self.others}
         self._remote = {rank: each for each in others for rank in each.ranks}
+        self._here = [rank for rank in range(self.world) if rank not in self._remote]
 
     @property
     def count(self) -> int:
@@ -81,16 +82,28 @@ class Nodes:
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
-        own = self.own.steps()
-        return [self._remote[r].step(r) if r in self._remote else own[r] for r in range(self.world)]
+        found = [0] * self.world
+        for rank in self._here:
+            found[rank] = self.own.page.entered(rank)
+        for each in self.others.values():
+            for rank, (step, _) in each.published.items():
+                found[rank] = step
+        return found
 
     def polls(self) -> list[int]:
-        own = self.own.polls()
-        return [self._remote[r].polls(r) if r in self._remote else own[r] for r in range(self.world)]
+        found = [0] * self.world
+        for rank in self._here:
+            found[rank] = self.own.page.polled(rank)
+        for each in self.others.values():
+            for rank, (_, polls) in each.published.items():
+                found[rank] = polls
+        return found
 
     def since_s(self) -> list[float | None]:
-        own = self.own.since_s()
-        return [None if r in self._remote else own[r] for r in range(self.world)]
+        found: list[float | None] = [None] * self.world
+        for rank in self._here:
+            found[rank] = self.own.page.since_s(rank)
+        return found
 
     def hindmost(self) -> int:
         """Of this node's ranks: what others are in is known a little later, and they keep step."""

@@ -121,6 +121,11 @@ class RemoteRanks:
             raise AgentError(f"agent {self.name} says of its ranks' steps what cannot be: {dict(ranks)!s:.300}")
         self._entered.update({rank: at for rank, at in ranks.items() if rank in self.ranks})
 
+    @property
+    def published(self) -> Mapping[int, tuple[int, int]]:
+        """By rank, of those of which it is known: the step that it is in, and its polls since the last ended one."""
+        return self._entered
+
     def step(self, rank: int) -> int:
         return self._entered.get(rank, (0, 0))[0]
 

@@ -12,16 +12,17 @@ import msgpack
 import pytest
 
 from ckpt.agent import memory, wire
-from ckpt.agent.control import WORLD_MAX
+from ckpt.agent.control import WORLD_MAX, ControlPage
 from ckpt.agent.following import _givers
 from ckpt.agent.leading import Leading
 from ckpt.agent.loan import Terms
-from ckpt.agent.network import ADDRESSES_MAX, DOMAINS_MAX, NodeAt, nodes_from
+from ckpt.agent.network import ADDRESSES_MAX, DOMAINS_MAX, Network, NodeAt, nodes_from
 from ckpt.agent.nodelist import BLOB_BYTES_MAX, NODES_MAX, encode_nodes, leader_of
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.peers.messages import payloads
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
+from ckpt.agent.remote import RemoteRanks
 from ckpt.agent.start import Start
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import read
@@ -175,3 +176,24 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
     assert [error for _, error in heard] == ["", ""]
     assert sizes.times == 3
     assert [each.given for each in (own, *shares)] == [[{rank: 100 + rank}] * 2 for rank in range(COUNT)]
+
+
+def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_ranks_here_on_the_page() -> None:
+    world = COUNT
+    page = ControlPage.create(world)
+    try:
+        others = [RemoteRanks(cast(Network, None), f"n{rank}", EPOCH, world, [rank]) for rank in range(2, world)]
+        own = SimpleNamespace(world=world, page=page)
+        nodes = Nodes(cast(Ranks, own), others, "n0")
+        assert nodes.steps() == nodes.polls() == [0] * world
+        for rank in (0, 1):
+            page.enter(rank, 5 + rank)
+        page.enter(1, 6, 1)
+        for rank in range(2, world, 2):
+            others[rank - 2].entered({rank: (100 + rank, rank % 7), 0: (9, 9)})
+        told = [100 + rank if rank % 2 == 0 else 0 for rank in range(world)]
+        assert nodes.steps() == [5, 6, *told[2:]]
+        assert nodes.polls() == [0, 1, *(rank % 7 if rank % 2 == 0 else 0 for rank in range(2, world))]
+        assert [each is not None for each in nodes.since_s()] == [True, True] + [False] * (world - 2)
+    finally:
+        page.close()
