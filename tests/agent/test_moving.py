@@ -3,13 +3,17 @@ the test moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ckpt.agent.bulk import Bulk
+from ckpt.agent.copies import encode_described
 from ckpt.agent.moving import ANSWER_S, LOOK_S, SAY_S, Moving, Progress
 from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.others import Others
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
@@ -133,3 +137,41 @@ def test_only_who_was_asked_is_believed_that_it_moves(pair: Pair) -> None:
         assert heard == ["agent working has not answered in time"]
     finally:
         stranger.close()
+
+
+def test_who_asks_for_copies_or_parity_hears_that_they_move_until_they_are_answered() -> None:
+    progress, timers, ended = Progress(), list[Callable[[], None]](), list[Callable[..., None]]()
+    said: list[Any] = []
+    others = SimpleNamespace(
+        copies=SimpleNamespace(progress=progress, keep=lambda *given: ended.append(given[-1])),
+        parities=SimpleNamespace(asked=lambda fields, blobs, answer: ended.append(answer)),
+        network=SimpleNamespace(transport=None, addresses=lambda node: []),
+        _server=SimpleNamespace(later=lambda delay_s, what: timers.append(what)),
+        _late_refusal=lambda name, fields: "",
+    )
+    channel = SimpleNamespace(
+        open=True, peer="x", send=said.append, reply=lambda *given: said.append("done"), refuse=said.append
+    )
+    about = {"identity": "00000001-0000000000000000-000000000005.0000", "source": "s", "addresses": [], "again": True}
+    kept = Message({"t": "keep", "id": 7, **about}, [], [encode_described([])])
+    Others._keep(cast(Others, others), cast(Channel, channel), kept)
+    striped = Message({"t": "stripe", "id": 8, **about}, [], [])
+    Others._asked_of_parity(cast(Others, others), cast(Channel, channel), striped)
+
+    def look() -> list[Any]:
+        due, found = list(timers), len(said)
+        timers.clear()
+        for each in due:
+            each()
+        return said[found:]
+
+    assert look() == []
+    progress.moved()
+    assert look() == [{"t": "moving", "id": 7}, {"t": "moving", "id": 8}]
+    assert look() == [], "it stands still"
+    ended[0]("")
+    ended[1]([], "")
+    assert said[-2:] == ["done", "done"]
+    progress.moved()
+    assert look() == []
+    assert timers == []
