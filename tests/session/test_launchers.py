@@ -226,7 +226,7 @@ def test_the_end_of_a_slurm_allocation_is_left_by_before_it_comes(tmp_path: Path
 def test_the_usr1_that_slurm_was_asked_for_has_the_time_that_it_was_asked_for(tmp_path: Path) -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 7200), "CKPT_SIGUSR1_S": "90"}
     script = train(tmp_path / "log", tmp_path / "run", ENDLESS, *SELDOM, **env)
-    at_step(script)
+    script.wait_for(lambda line: line.get("event") == "notice")  # of the end of the allocation
     os.kill(script.process.pid, signal.SIGUSR1)
     assert code_of(script) == CODE
     found = left_in_the_store(tmp_path)
