@@ -18,6 +18,7 @@ from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
 from tests.agent.nodes.staged import EPOCH, Net
+from tests.agent.test_hostile import OPTIONS
 
 HERE_S, THERE_S = 50_000.0, 90.0  # how long each host has been up
 NODES = (NodeAt("a", (), (0,)), NodeAt("b", (), (1,)))
@@ -65,7 +66,8 @@ def there(rank: Rank) -> Iterator[Following]:
         *(EPOCH, 2, NODES, net, server, cast(Bulk, nothing), cast(StoreSide, nothing)),
         *(lambda epoch: Taken(), lambda identity: {}),
     )
-    made.join(cast(Peer, rank), Message({"t": "join", "rank": 1, "resume": False, "arenas": [], "id": 1}, [], []))
+    said = {"t": "join", "rank": 1, "resume": False, "arenas": [], "options": OPTIONS, "id": 1}
+    made.join(cast(Peer, rank), Message(said, [], []))
     yield made
     made.drop()
 
