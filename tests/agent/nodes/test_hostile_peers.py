@@ -91,6 +91,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "other": {"id": 1},
 }
 BELIEVED = ("look",)  # it asks for a start, until whose outcome nothing that is listed goes
+CALLS_MAX = 10
 BLOBS: list[list[bytes]] = [[], [b""], [b"x" * 33], [msgpack.packb([[0, 4096, b"", b""]])], [b"", b"", b""]]
 
 
@@ -129,14 +130,23 @@ class Liar:
                 channel.send(fields, blobs)
                 self.loop.turn(0)
                 return
-            assert self.connect(node) == ""
+            self.connected(node)
+
+    def connected(self, node: NodeAt) -> None:
+        """An agent that is busy on a busy machine may not greet within the time that a handshake has."""
+        errors = []
+        for _ in range(CALLS_MAX):
+            if not (error := self.connect(node)):
+                return
+            errors.append(error)
+        raise AssertionError(errors)
 
     def alive(self, node: NodeAt) -> None:
         """The agent still answers whoever connects."""
         answers: list[str] = []
         while not answers:
             if self.network.channel(node.name) is None:
-                assert self.connect(node) == ""
+                self.connected(node)
             fields = {"t": "parts", "identity": WHICH, "ranks": [0], "world": 1}
             heard: list[str] = []
             self.network.ask(node.name, fields, [], lambda answer, error, heard=heard: heard.append(error))  # type: ignore[misc]
