@@ -28,7 +28,7 @@ class Who(enum.Enum):
 
 
 _SAID = {
-    Who.ANYONE: ("look", "parts"),
+    Who.ANYONE: ("look", "parts", "borrow"),  # the latter is refused, unless to a memory-only node
     Who.AWAITED: ("start",),
     Who.ASKED: ("outcome",),
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
