@@ -17,8 +17,8 @@ from ckpt.agent.remote import RemotePeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide
 from ckpt.agent.wire import Message
+from tests.agent.fake import OPTIONS
 from tests.agent.nodes.staged import EPOCH, Net
-from tests.agent.test_hostile import OPTIONS
 
 HERE_S, THERE_S = 50_000.0, 90.0  # how long each host has been up
 NODES = (NodeAt("a", (), (0,)), NodeAt("b", (), (1,)))
