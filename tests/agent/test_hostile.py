@@ -18,7 +18,7 @@ import pytest
 from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import SUB_MAX
-from ckpt.agent.starts import owner_of
+from ckpt.agent.keeper import owner_of
 from ckpt.errors import AgentError, CkptError, DamagedData, UsageError
 from ckpt.format import values
 from ckpt.format.declaration import encode, encode_layout

@@ -14,8 +14,9 @@ import pytest
 from ckpt.agent import memory
 from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
+from ckpt.agent.fence import Fence
+from ckpt.agent.keeper import Keeper
 from ckpt.agent.relief import PERIOD_S, Held, missing_bytes, which_go
-from ckpt.agent.starts import Starts
 from ckpt.events import Event
 from ckpt.types import Epoch
 
@@ -75,6 +76,7 @@ class Agent:
     def __init__(self, former: list[Former]) -> None:
         self.former = former
         self.copies = Copies(cast(Any, None), lambda what: what())
+        self.fence = Fence()
         self.told: list[Event] = []
         self._relieved_s = -math.inf
 
@@ -85,7 +87,7 @@ class Agent:
         self.told.append(event)
 
     def look(self, now_s: float) -> float | None:
-        return Starts._tend_memory(cast(Any, self), now_s)
+        return Keeper._tend_memory(cast(Any, self), now_s)
 
 
 def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and_says_so(

@@ -1,0 +1,206 @@
+"""What this agent has: the jobs, all that lies in this node's memory, and when it goes.
+
+One job is current; those before it are kept as long as they have something to finish or to hand on. A former job goes
+when a newer checkpoint is complete, or where memory runs out and it is not the only one that is left.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from ckpt.agent import memory, relief
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Bulk
+from ckpt.agent.candidates import Remembered
+from ckpt.agent.carrier import Services, tell
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.copies import Copies
+from ckpt.agent.fence import HERE, Fence
+from ckpt.agent.following import Following
+from ckpt.agent.foreseeing import Foreseeing
+from ckpt.agent.holdings import Inventory, sealed
+from ckpt.agent.jobs import Job
+from ckpt.agent.listening import Listening
+from ckpt.agent.memory import Taken
+from ckpt.agent.parities import Parities
+from ckpt.agent.server import Server
+from ckpt.agent.showing import Showing
+from ckpt.agent.start import Start
+from ckpt.agent.storeside import StoreSide
+from ckpt.events import Event, Events
+from ckpt.notices.notice import Word
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import Network
+
+
+class Keeper:
+    """The jobs, copies and parities of one node. Everything runs on the agent's main thread."""
+
+    def __init__(self, url: str, settings: Settings, server: Server) -> None:
+        self.url = url
+        self.incarnation = secrets.token_hex(8)
+        self.current: Job | None = None
+        self.former: list[Job] = []
+        self._relieved_s = -math.inf
+        self.followings: list[Following] = []
+        self.network: Network | None = None  # in a job of several nodes
+        self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
+        self._settings = settings
+        self._server = server
+        self._bulk = Bulk(server.post)
+        self.copies = Copies(self._bulk, server.post)
+        self.fence = Fence()
+        self.copies.check = lambda epoch: self.fence.check(HERE, epoch, time.monotonic())
+        self.parities = Parities(self._bulk, server.post, self.copies, self._arenas_of, lambda: self.network)
+        self._events = Events(lambda event: server.post(lambda: self._event(event)))
+        self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
+        self._listening = Listening(server.post, self._heard, self._events)
+        self.showing = Showing(url, settings, server, self.status, self._event)
+        self.foreseeing = Foreseeing(settings, url, server, self._events)
+        self._services = Services(
+            server,
+            self._bulk,
+            self._store,
+            settings.heartbeat_s,
+            self._taken,
+            self._listening,
+            server.path.with_suffix(".outcome.json"),
+            self.copies,
+            lambda: self.network,
+            self.showing.account,
+            self.showing.told,
+            self.foreseeing.numbers,
+            self.parities,
+        )
+        self._start: Start | None = None
+
+    def status(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _jobs(self) -> list[Job]:
+        return [*self.former, *([self.current] if self.current is not None else [])]
+
+    def _remembered(self, start: Start) -> list[Remembered]:
+        """Epochs that got beyond their start, here or on the nodes that take part in this one."""
+        alone = [] if start.nodes else [job for job in self.former if not job.nodes]
+        whole = [Remembered(job.claim, job.held()) for job in alone if job.claim is not None]
+        return whole + start.inventory.remembered()
+
+    def _inventory(self, whole: bool) -> Inventory:
+        """What this node's memory holds. whole=False: but for the checkpoints that lie here as a whole anyway."""
+        found = Inventory()
+        for job in self._jobs():
+            if whole or job.nodes:
+                found.add_epoch(job.claim, job.epoch, job.newest_step)
+                found.add_arenas(job.own.all_arenas())
+        for each in self.followings:
+            found.add_epoch(each.claim, each.epoch, each.newest_step)
+            found.add_arenas(each.ranks.all_arenas())
+        found.add_arenas(self.copies.arenas())
+        found.add_chunks(self.copies.chunks.kept.values())
+        for identity in self.copies.identities:
+            found.add_epoch(None, identity.epoch, identity.tick.step)
+        for epoch in self._store.begun:
+            found.add_epoch(None, epoch, 0)
+        return found
+
+    def _arenas_of(self, identity: Identity) -> dict[int, Arena]:
+        """Those on this node in which a rank's snapshot of it lies, by rank."""
+        found: dict[int, Arena] = {}
+        shares = [*(job.own for job in self._jobs()), *(each.ranks for each in self.followings)]
+        arenas = [arena for share in shares for arena in share.all_arenas()]
+        for arena in [*arenas, *self.copies.arenas()]:
+            held = sealed(arena)
+            if held is not None and held[0][0] == identity:
+                found.setdefault(held[0][1], arena)
+        return found
+
+    def _slot_of(self, identity: Identity) -> tuple[Job, int, Checkpoint] | None:
+        for job in self.former:
+            found = job.checkpoint(identity) if not job.nodes else None
+            if found is not None:
+                return job, found[0], found[1]
+        return None
+
+    def _in_memory(self, identity: Identity) -> Checkpoint | None:
+        found = self._slot_of(identity)
+        return found[2] if found is not None else None
+
+    def _taken(self, epoch: Epoch) -> Taken:
+        """By all that is not in the slots of that epoch's job."""
+        others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
+        others += [each.ranks.arena_bytes for each in self.followings if each.epoch != epoch]
+        lent_bytes = self.copies.bytes_of(epoch)
+        return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes)
+
+    def _freeze(self, by: str) -> None:
+        """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome."""
+        known = [*self._store.begun, *self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
+        self.fence.asked(by, max(known, default=self.fence.floor))
+
+    def _drop_former(self) -> None:
+        """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""
+        if self.fence.stands(time.monotonic()):
+            return
+        newer = self.current is not None and self.current.group.outdoes_former
+        if newer and self.current is not None and not self.current.told_newer:
+            self.current.told_newer = True
+            self._tell_others_to_forget(self.current)
+        for job in list(self.former):
+            outdone = newer or job.epoch < self.newest_elsewhere
+            if job.is_idle and (outdone or (not job.checkpoints and job.group.closed_in_store)):
+                self.former.remove(job)
+                job.drop()
+
+    def _tend_memory(self, now_s: float) -> float | None:
+        """Gives back what can be, where the machine runs out of it. When to look again; None: nothing is held."""
+        if not self._jobs() and not self.copies.bytes:
+            return None
+        if now_s < self._relieved_s + relief.PERIOD_S:
+            return self._relieved_s + relief.PERIOD_S
+        self._relieved_s = now_s
+        free_bytes = memory.free_bytes()
+        missing = relief.missing_bytes(free_bytes, memory.total_bytes())
+        freed = self.copies.cool(missing) if missing else 0
+        gone: list[Job] = []
+        if freed < missing and not self.fence.stands(now_s):
+            jobs = sorted(self.former, key=lambda job: job.epoch)  # the current one outdoes them all once it can
+            held = [relief.Held(job.epoch, job.own.arena_bytes, bool(job.checkpoints), job.is_idle) for job in jobs]
+            epochs = relief.which_go(held, missing - freed)
+            gone = [job for job in jobs if job.epoch in epochs]
+        for job in gone:
+            freed += job.own.arena_bytes
+            self.former.remove(job)
+            job.drop()
+        if freed:
+            what = f", {len(gone)} older checkpoints among them" if gone else ""
+            text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
+            self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
+        return now_s + relief.PERIOD_S
+
+    def _event(self, event: Event) -> None:
+        if self.current is not None:
+            self.current.emit(event.name, event.message, event.loud, event.data)
+        elif self._start is not None:
+            tell(self._start.peer, event)
+
+    def _heard(self, word: Word, at_once: bool = False) -> None:
+        if self.current is not None:
+            self.current.hear(word, at_once)
+
+    def _tell_others_to_forget(self, job: Job) -> None:
+        """A checkpoint of it is complete: they need not keep those of former epochs."""
+        raise NotImplementedError
+
+
+def owner_of(host: str) -> str:
+    """The host's name as it may stand in a key (types.PATH_NAME)."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", host)[:40].lstrip(".") or "node"
