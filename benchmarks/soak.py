@@ -6,7 +6,8 @@ One job of several nodes, each a network namespace with torchrun, one rank and i
 killed, everything in it at once, at a random moment of training or saving, and another takes its place, or none does
 for a while. Each time: where the job went on from (never older than what was known to be safe), what that was read from
 (memory only), and how long it took; in the end every loss against those of an uninterrupted run, bit for bit. The seed
-is printed, and gives the same victims and delays.
+is printed, and gives the same victims and delays. Now and then torch's rendezvous store leaves one torchrun without an
+answer for a minute, and that torchrun ends: its node is lost too, another takes its place, and it is counted.
 
 As root only: it makes network namespaces. --kills 100 is the campaign; it takes about an hour.
 """
@@ -17,13 +18,17 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.report import Row, parser, report
 from ckpt.agent.peers.secret import make
-from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.jobs import Elastic, Ended, check_losses, check_memory
 from tests.nodes.lan import lan, why_not
 from tests.nodes.train import losses
+
+T = TypeVar("T")
 
 EVERY = 20
 
@@ -50,12 +55,13 @@ def main() -> int:
         secret.touch(mode=0o600)
         secret.write_text(make().hex())
         job.env["CKPT_SECRET_FILE"] = str(secret)
+        patience = Patience(job)
         try:
             job.start(nodes)
             since, world = 0.0, nodes
             print("kill  node rank  of replaced   safe   from  back s  read")
             for number in range(1, kills + 1):
-                job.safe_after(since, world)
+                patience.wait(lambda at, world=world: job.safe_after(at, world), since)
                 # where two are left, another has to come: one alone has nobody to keep its state
                 rank, replaced = dice.randrange(world), world < nodes or world == 2 or dice.random() < 0.7
                 victim = job.node_of(rank)
@@ -64,10 +70,10 @@ def main() -> int:
                 killed = job.kill(victim)
                 if replaced:
                     job.start(nodes - world + 1)
-                came = job.restored_by_any(killed)
+                came = patience.wait(lambda _, killed=killed: job.restored_by_any(killed), killed)
                 check_memory(came, at_least=safe)
                 of, world = world, nodes if replaced else world - 1
-                since = job.restored(world, killed)[0]["at"]
+                since = patience.wait(lambda at, world=world: job.restored(world, at), killed)[0]["at"]
                 back_s.append(came[-1]["at"] - killed)
                 lost.append(max((line["lost"] or 0) for line in came))
                 levels = {level for line in came for level in line["bytes"]}
@@ -79,7 +85,7 @@ def main() -> int:
                     f"{back_s[-1]:7.1f}  {shown}",
                     flush=True,
                 )
-            job.safe_after(since, world)
+            patience.wait(lambda at: job.safe_after(at, world), since)
             end.touch()
             lines = job.end()
             check_losses(lines, losses(job.last_step()))
@@ -90,11 +96,32 @@ def main() -> int:
             net.clear()
     rows = [
         Row("kills", len(back_s), "", "printed", None),
+        Row("torchruns that ended without an answer of torch's store", patience.replaced, "", "printed", None),
         Row("read from the store", far / 2**20, "MiB", "nothing", not far),
         Row("back after, the median", sorted(back_s)[len(back_s) // 2], "s", "printed", None),
         Row("steps done again, at most", max(lost), "steps", "printed", None),
     ]
     return report("soak", rows, args)
+
+
+class Patience:
+    """Waits, and where a torchrun has ended meanwhile because torch's store gave it no answer, puts another in its
+    place and waits for what comes after that. `replaced`: how many."""
+
+    def __init__(self, job: Elastic) -> None:
+        self.job, self.replaced = job, 0
+
+    def wait(self, what: Callable[[float], T], since: float) -> T:
+        while True:
+            try:
+                return what(since)
+            except Ended as exc:
+                if not all(map(self.job.lost_its_store, exc.names)):
+                    raise
+                for name in exc.names:
+                    since = self.job.kill(name)
+                self.job.start(len(exc.names))
+                self.replaced += len(exc.names)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ LINGER_S = 60  # of an agent whose ranks are gone
 AGENTS_S = 30.0  # in which the agents of a job that came to its end are gone: they do not linger
 
 
+class Ended(AssertionError):
+    """What was waited for did not come, and the torchrun of these nodes has ended by itself."""
+
+    def __init__(self, text: str, names: list[str]) -> None:
+        super().__init__(text)
+        self.names = names
+
+
 class Elastic:
     """One torchrun a node, of the same job. `folder`: for the store and the logs."""
 
@@ -68,6 +76,10 @@ class Elastic:
         """The whole node. When that was, Unix time."""
         return self.places.pop(name).kill()
 
+    def lost_its_store(self, name: str) -> bool:
+        """Whether torchrun ended there because torch's own rendezvous store did not answer it."""
+        return "RendezvousConnectionError" in self._logs[name].read_text(errors="replace")
+
     def lines(self) -> list[Line]:
         """Of all nodes, in the order of time."""
         return sorted((line for log in self._logs.values() for line in lines_of(log)), key=lambda line: line["at"])
@@ -87,8 +99,9 @@ class Elastic:
             if None not in found:
                 return [line for line in found if line is not None]
             ended = [name for name, node in self.places.items() if node.started[-1].poll() is not None]
-            if ended or time.monotonic() > deadline:
-                raise AssertionError(f"not seen{f'; ended: {ended}' if ended else ''}:\n{self.tail()}")
+            if ended:
+                raise Ended(f"not seen; ended: {ended}:\n{self.tail()}", ended)
+            assert time.monotonic() < deadline, f"not seen:\n{self.tail()}"
             time.sleep(0.02)
 
     def restored(self, world: int, since: float, timeout_s: float = 150.0) -> list[Line]:
