@@ -158,7 +158,7 @@ def test_a_start_that_fails_leaves_the_account_as_it_was(url: str, ranks: Ranks,
     start([second])
     assert status_of(url)["account"]["phase"] == "training"
     second.leave("exception")
-    wait_for(lambda: events_in(measured)[-1]["phase"] == "down")
+    wait_for(lambda: events_in(measured)[-1].get("phase") == "down")
 
 
 def test_an_agent_whose_port_is_taken_says_so_and_saves_all_the_same(
