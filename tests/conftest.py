@@ -127,7 +127,7 @@ def nothing_left_behind(runtime_dir: Path) -> Iterator[None]:
     left = [
         *_threads_left(threads, deadline),
         *_processes_left(children, runtime_dir, deadline),
-        *_descriptors_left(descriptors),
+        *_descriptors_left(descriptors, deadline),
     ]
     assert not left, "the test left behind: " + "; ".join(left)
 
@@ -182,7 +182,7 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
-def _descriptors_left(before: dict[str, str]) -> list[str]:
+def _descriptors_left(before: dict[str, str], deadline: float) -> list[str]:
     def leaked() -> list[str]:
         return [
             f"descriptor {number} -> {target}"
@@ -190,6 +190,10 @@ def _descriptors_left(before: dict[str, str]) -> list[str]:
             if before.get(number) != target and target.startswith(OURS) and not target.startswith(NOT_OURS)
         ]
 
-    if leaked():
+    left = leaked()
+    while left:
         gc.collect()  # only then: it takes long
-    return leaked()
+        left = leaked()
+        if time.monotonic() >= deadline:
+            break
+    return left
