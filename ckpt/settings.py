@@ -19,6 +19,7 @@ HEARTBEAT_S_MIN = 0.01  # each beat is a put
 # "given": only sources that somebody named (addresses, Slurm, a file, signals); the firmware is not asked for a cloud.
 NOTICES = ("auto", "given", "off")
 SIGNALS = ("on", "off")
+ACKNOWLEDGE = ("off", "on")
 SIGNALS_S_MIN = 0.01
 NO_RUN = "none"  # torchrun's run id where --rdzv-id is not given
 
@@ -37,6 +38,8 @@ class Settings:
     `notices`: whose word that this machine goes away is listened to; see NOTICES.
     `notice_file`: a path whose appearance is such a word. `outcome_file`: where it is written what was saved when the
     job left; None: a file in runtime_dir. Both are absolute.
+    `acknowledge`: whether a cloud may be told, once a job has left and is in the store, that what it plans for this
+    machine may begin at once; see ACKNOWLEDGE.
     `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
     `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
     `events`: a file to which events are appended, one JSON object a line; absolute; None: none.
@@ -61,6 +64,7 @@ class Settings:
     notices: str = "auto"
     notice_file: Path | None = None
     outcome_file: Path | None = None
+    acknowledge: str = "off"
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
     domain: str = ""
@@ -211,6 +215,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         notices=_one_of(env, "CKPT_NOTICES", NOTICES),
         notice_file=_absolute(notice_file) if notice_file else None,
         outcome_file=_absolute(outcome_file) if outcome_file else None,
+        acknowledge=_one_of(env, "CKPT_ACKNOWLEDGE", ACKNOWLEDGE),
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
         domain=env.get("CKPT_DOMAIN", "")[:1000],

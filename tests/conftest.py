@@ -107,6 +107,7 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "CKPT_LAUNCH",
         "CKPT_NOTICE_FILE",
         "CKPT_OUTCOME_FILE",
+        "CKPT_ACKNOWLEDGE",
         "CKPT_EVENTS",
         "CKPT_METRICS",
     )

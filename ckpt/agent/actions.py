@@ -116,6 +116,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Have that node ("": this one) tell the source that the event may begin now; then `acknowledged`."""
+
+    source: str
+    key: str  # as the source has it
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The epoch has ended: say so in the store; then `closed`."""
 
@@ -123,4 +132,7 @@ class Close:
 
 
 Said = Answer | Refuse | Tell | Emit | Outcome
-Action = SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Replicate | Commit | Recycle | Close | Said
+Acts = (
+    SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Replicate | Commit | Recycle | Acknowledge | Close
+)
+Action = Acts | Said

@@ -209,6 +209,8 @@ class Carrier:
                 self.emit(name, message, loud, data)
             case do.Outcome(body):
                 self._write_outcome(body)
+            case do.Acknowledge(source, key, node):
+                self._acknowledge(source, key, node)
             case do.Close(reason):
                 self._close(reason)
 
@@ -542,6 +544,22 @@ class Carrier:
             outcome.write(self.outcome_path, self.epoch, self.launch, body)
         except OSError as exc:
             self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
+
+    def _acknowledge(self, source: str, key: str, node: str) -> None:
+        def ended(error: str) -> None:
+            self.group.acknowledged()
+            what = f"{source} was told that {key} may begin: the job has left, and is in the store"
+            text = f"{source} was not told that {key} may begin: {error}" if error else what
+            facts = {"source": source, "key": key, "error": error}
+            self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
+
+        then = lambda error: self._guard(lambda: ended(error))  # noqa: E731
+        if node and isinstance(self.ranks, Nodes):
+            self.ranks.others[node].acknowledge(source, key, then)
+        elif self._services.listening is not None:
+            self._services.listening.acknowledge(source, key, then)
+        else:
+            ended("nothing is listened to")
 
     def _close(self, reason: str) -> None:
         """Not beside the claim: one that lands after it would leave an epoch that nobody closes."""

@@ -78,6 +78,7 @@ class Group(Leaving):
             self._appoint(now_s, steps, polls)
         self._tell_outcome(now_s)
         self._let_go()
+        self._acknowledge(now_s)
         out, self._out = self._out, []
         return out
 

@@ -84,7 +84,8 @@ class Job(Carrier):
             return False
         if self.group.superseded_by:
             return self.group.at_work
-        return not self.group.all_gone or self.group.at_work or not self.group.closed_in_store
+        group = self.group
+        return not group.all_gone or group.at_work or not group.closed_in_store or group.acknowledging
 
     @property
     def is_orphan(self) -> bool:
@@ -222,6 +223,7 @@ class Job(Carrier):
         if rank == 0:
             if self._services.listening is not None:
                 self._services.listening.follow(sources)
+            self.group.may_acknowledge = sources.acknowledge
             self.outcome_path = Path(sources.outcome) if sources.outcome else self.outcome_path
             self.options = options
             self._protect(options.peers)
@@ -273,7 +275,8 @@ class Job(Carrier):
                 group.leave(rank, (peer, int(fields["id"])), in_order)
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
-                self.hear(Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}"), at_once=True)
+                told = Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}")
+                self.hear(told, at_once=True, node=self.ranks.node_of(rank))
                 peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:
                 self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
@@ -387,8 +390,9 @@ class Job(Carrier):
 
     # -- notices
 
-    def hear(self, word: Word, at_once: bool = False) -> None:
-        """What follows from it is the group's affair; here it is told to people. `at_once`: a request to go now."""
+    def hear(self, word: Word, at_once: bool = False, node: str = "") -> None:
+        """What follows from it is the group's affair; here it is told to people. `at_once`: a request to go now.
+        `node`: whose machine it is about; "" is this one."""
         name = (word.source, word.key)
         known = name in self.group.notices
         if isinstance(word, Withdrawn):
@@ -398,7 +402,7 @@ class Job(Carrier):
             return
         now_s = time.monotonic()
         left_s = word.deadline_s - time.time()
-        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, at_once))
+        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, at_once, frozenset({node})))
         if known and word.source == SIGNAL:
             return  # another rank got it too
         what = "this machine goes away" if word.certain else "this machine may go away"

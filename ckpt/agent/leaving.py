@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.agent.actions import Answer, Emit, Outcome, Request, SetVerdict, Tell
+from ckpt.agent import acknowledging
+from ckpt.agent.acknowledging import Planned
+from ckpt.agent.actions import Acknowledge, Answer, Emit, Outcome, Request, SetVerdict, Tell
 from ckpt.agent.facts import Facts, Round, State, Store, Why
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
@@ -54,7 +56,7 @@ class Course(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Standing:
     """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. `at_once`: leave now, whatever time there
-    is. (source, key) names it: told again it replaces the former."""
+    is. (source, key) names it: told again it replaces the former. `nodes`: those that it is about; "" is this one."""
 
     source: str
     key: str
@@ -62,6 +64,7 @@ class Standing:
     told_s: float
     certain: bool = True
     at_once: bool = False
+    nodes: frozenset[str] = frozenset({""})
 
 
 Saved = tuple[
@@ -105,6 +108,11 @@ class Leaving(Facts):
         self._extra_alone = False  # no notice asks for it
         self._away: Tick | None = None  # the first complete one from that tick on is committed, whoever's turn it is
         self._report: Report | None = None
+        self.may_acknowledge = False  # whether the user lets planned events begin at once when all is safe
+        self.acknowledging = False  # one is being told so
+        self._acknowledged: set[Planned] = set()  # or tried in vain
+        self._all_said = False  # nothing is left to be acknowledged
+        self._left_saved = False  # all ranks left by a notice, and what they staged last is in the store
         self._former_told = False  # ranks go since a former agent told them to, and that is reported
 
     # -- facts
@@ -117,7 +125,8 @@ class Leaving(Facts):
             told = replace(told, deadline_s=told.told_s + PAST_S)
         if before is not None:
             first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
-            told = replace(told, told_s=before.told_s, deadline_s=first_s)
+            nodes = told.nodes | before.nodes if told.source == SIGNAL else told.nodes
+            told = replace(told, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
             if told.deadline_s > before.deadline_s or not told.certain:
                 self._due.discard(name)
                 self._over.discard(name)
@@ -132,6 +141,10 @@ class Leaving(Facts):
         self.notices.pop((source, key), None)
         self._due.discard((source, key))
         self._over.discard((source, key))
+
+    def acknowledged(self) -> None:
+        """What `Acknowledge` asked for has ended, whatever came of it: it is not tried again."""
+        self.acknowledging = False
 
     def sent_away(self, why: str, deadline_s: float, committed: Tick | None) -> None:
         """A rank goes since it was told to: to leave, or to end by `why`. Where an agent said so that has died since,
@@ -173,6 +186,11 @@ class Leaving(Facts):
     def need_s(self) -> float:
         """How long before a deadline the last appointment has to be made."""
         return self._least_s() * SLACK + RESERVE_S
+
+    @property
+    def heeds_notices(self) -> bool:
+        """Whether it matters still what is told of its machines."""
+        return not self.all_gone or (self.may_acknowledge and not self._all_said)
 
     @property
     def wants_extra(self) -> bool:
@@ -360,6 +378,7 @@ class Leaving(Facts):
         level = "none" if round_ is None else "store" if store is Store.DONE else "local"
         tick = round_.tick if round_ is not None else None
         saved = level, tick, self.committed_tick, self.last_error
+        self._left_saved = report.how == "left" and level == "store"
         self._report = replace(report, told=saved) if may_change else None
         if saved == report.told:
             return
@@ -377,6 +396,20 @@ class Leaving(Facts):
         }
         self._out.append(Outcome(body))
         self._out.append(Emit("notice.outcome", text_of(body), True, body))
+
+    def _acknowledge(self, now_s: float) -> None:
+        """The last of all: see `acknowledging`."""
+        answered = self.closed_in_store and not self.members.seen.leaving
+        if self.acknowledging or not (answered or self.superseded_by):
+            return
+        may = self.may_acknowledge and self._left_saved and not self.superseded_by
+        found = acknowledging.next_of(self.notices.values(), self._acknowledged, now_s) if may else None
+        self._all_said = found is None
+        if found is not None:
+            planned, node = found
+            self._acknowledged.add(planned)
+            self.acknowledging = True
+            self._out.append(Acknowledge(planned.source, planned.key, node))
 
     # -- small steps
 

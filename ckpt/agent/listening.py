@@ -19,18 +19,21 @@ from ckpt.settings import NOTICES, Settings, variables
 from ckpt.tasks import Tasks
 
 if TYPE_CHECKING:
+    from ckpt.notices.azure import AzureListener
     from ckpt.notices.notice import Listener, Notice, Word
 
 Post = Callable[[Callable[[], None]], None]
 
 TEXT_MAX = 4096  # of a path or an address
+ACKNOWLEDGE_TRIES = 3
+ACKNOWLEDGE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
     """What a job wants to be listened to. `mode`: of settings.NOTICES. `named`: (variable, value) pairs that say where
     metadata services are. `file`: "" for none. `outcome`: where to write what a notice came to; "" beside the socket.
-    """
+    `acknowledge`: whether a cloud may be told that what it plans may begin, once everything is safe."""
 
     mode: str = "off"
     named: tuple[tuple[str, str], ...] = ()
@@ -38,6 +41,7 @@ class Sources:
     slurm_end_s: float | None = None
     file: str = ""
     outcome: str = ""
+    acknowledge: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Sources:
@@ -54,6 +58,7 @@ class Sources:
             settings.slurm_end_s,
             str(settings.notice_file or ""),
             outcome,
+            settings.acknowledge == "on",
         )
 
     def fields(self) -> dict[str, Any]:
@@ -76,7 +81,8 @@ class Sources:
             raise UsageError("notices: a path or an address that cannot be one")
         if end_s is not None and not (isinstance(end_s, int | float) and math.isfinite(end_s)):
             raise UsageError("notices: slurm_end_s is no time")
-        return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, **texts)
+        allowed = fields.get("acknowledge") is True
+        return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, acknowledge=allowed, **texts)
 
 
 class Listening:
@@ -93,6 +99,7 @@ class Listening:
         self._events = events
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
+        self._azure: AzureListener | None = None  # set by the thread that begins
 
     def follow(self, sources: Sources) -> None:
         """Listens to these from now on. What listens to them already goes on."""
@@ -112,6 +119,22 @@ class Listening:
             self._tasks.stopping.set()
             self._ending.append(self._tasks)
             self._tasks = None
+
+    def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
+        """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
+        yes. `then` hears "" when it has, or why not; later than this call."""
+        azure, tasks = self._azure, self._tasks
+        if not self.sources.acknowledge:
+            error = "this node's user does not let it (CKPT_ACKNOWLEDGE)"
+        elif azure is None or tasks is None or source != azure.name or (source, key) not in self.standing:
+            error = "it does not stand here"
+        else:
+            try:
+                tasks.start("acknowledge", lambda: self._tell_it_may_begin(azure, tasks, key, then))
+                return
+            except CkptError as exc:
+                error = str(exc)
+        self._post(lambda: then(error))
 
     def close(self) -> None:
         """Waits for the threads. Errors: CkptError where one does not end."""
@@ -137,6 +160,9 @@ class Listening:
         except CkptError as exc:
             self._events.emit("notices.failed", f"notices are not listened to: {exc}", loud=True)
             return
+        from ckpt.notices.azure import AzureListener
+
+        self._azure = next((each for each in found if isinstance(each, AzureListener)), None)
         for listener in found:
             try:
                 tasks.start(listener.name, lambda each=listener: self._listen(tasks, each))  # type: ignore[misc]
@@ -149,6 +175,18 @@ class Listening:
         except Exception as exc:
             text = f"{listener.name} is not listened to any more: {type(exc).__name__}: {exc}"
             self._events.emit("notices.failed", text, loud=True, source=listener.name)
+
+    def _tell_it_may_begin(self, azure: AzureListener, tasks: Tasks, key: str, then: Callable[[str], None]) -> None:
+        error = ""
+        for _ in range(ACKNOWLEDGE_TRIES):
+            try:
+                error = "" if azure.acknowledge(key, tasks.stopping) else "the service did not say yes"
+            except UsageError as exc:
+                error = str(exc)  # it was withdrawn
+                break
+            if not error or tasks.stopping.wait(ACKNOWLEDGE_AGAIN_S):
+                break
+        self._post(lambda: then(error))
 
     # -- on the main thread
 

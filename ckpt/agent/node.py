@@ -222,7 +222,7 @@ class Node(Others):
             self._told_of_end = True
             told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
             self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
-        if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
+        if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
 
     # -- the end

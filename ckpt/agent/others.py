@@ -187,7 +187,24 @@ class Others(Leading):
         why = self.fence.refusal(channel.peer, epoch, time.monotonic())
         if why and message.kind == "to" and following.declines(fields, why):
             return
+        if message.kind == "acknowledge":
+            self._acknowledge(channel, fields, why)
+            return
         following.led(channel, message)
+
+    def _acknowledge(self, channel: Channel, fields: dict[str, Any], why_not: str) -> None:
+        """The job has left, and is safe: what is planned for this machine may begin."""
+        request_id = int(fields["id"])
+        if why_not:
+            raise AgentError(why_not)
+
+        def ended(error: str) -> None:
+            if error:
+                channel.refuse(request_id, AgentError(error))
+            else:
+                channel.reply(request_id, {})
+
+        self._listening.acknowledge(str(fields["source"]), str(fields["key"]), ended)
 
     # -- who says it, and what a start that asks has to be sure of
 
@@ -322,7 +339,7 @@ class Others(Leading):
             self.foreseeing.said(job, channel.peer, fields)
         elif message.kind == "notices":
             for word, at_once in words(channel.peer, fields["standing"], job.notices_left()):
-                job.hear(word, at_once)
+                job.hear(word, at_once, channel.peer)
         elif message.kind == "lacks":
             job.group.lacks(int(fields["slot"]))
         elif message.kind == "steps":

@@ -46,6 +46,15 @@ class Standing:
         ]
 
 
+def _end(node: str) -> str:
+    return f" on node {node}"
+
+
+def bare(key: str, node: str) -> str:
+    """The key as that node's source gave it; "" is the coordinator's."""
+    return key.removesuffix(_end(node)) if node else key
+
+
 def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, bool]]:
     """What is new for the coordinator in what a node says stands there, each with whether it is a request to go now.
     `known`: what stands, of all nodes, and how many seconds each has left. Errors: AgentError, ValueError, TypeError,
@@ -53,7 +62,7 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
         raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
-    end = f" on node {node}"
+    end = _end(node)
     found: list[tuple[Word, bool]] = []
     stand: set[Name] = set()
     for each in told:

@@ -152,6 +152,10 @@ class RemoteRanks:
         """What copies may take of that node's network, each way."""
         self._tell({"t": "limit", "bandwidth": bytes_per_s})
 
+    def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
+        """Their agent tells that source that what it plans may begin: "" when it said yes."""
+        self._ask({"t": "acknowledge", "source": source, "key": key}, (), lambda _: None, None, lambda _, e: then(e))
+
     def drop(self) -> None:
         if not self.dropped:
             self.dropped = True
