@@ -275,7 +275,7 @@ class Carrier:
             return slots
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
         slots = protection.place(sizes, nodes.plans_by_name(), fixed)
-        self.group.replicates = protection.protects
+        self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.unsure = self.group.unsure and protection.protects
         if self.learning is not None and self.learning.peers != protection.protects:
             self.learning.peers = protection.protects
@@ -411,7 +411,9 @@ class Carrier:
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = self._have_written
-        return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, ask, server.post, server.later, margin_s)
+        spared = self.group.left_to_others
+        services = ask, server.post, server.later, margin_s
+        return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, *services, spared=spared)
 
     def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
 from ckpt.agent.members import Members, Presence
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -66,6 +67,8 @@ class Round:
     all_staged_s: float | None = None  # when
     hashed_s: float | None = None  # how long that took
     commit_began_s: float | None = None
+    copy_began_s: float | None = None
+    kept: tuple[Kept, ...] = ()  # who was to keep copies of it
 
     @property
     def explicit(self) -> bool:
@@ -118,6 +121,7 @@ class Facts:
         self.superseded_by = ""
         self.committing: int | None = None  # the slot
         self.replicates = False  # whether other nodes keep copies
+        self.kept: tuple[Kept, ...] = ()  # who keeps those of which node; "" is this one
         self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
         self.replicating: int | None = None  # the slot
         self.unsure = False  # which is safe there, since another agent led until now: nothing goes before that is found

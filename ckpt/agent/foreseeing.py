@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt.agent.choosing import Course
 from ckpt.agent.facts import REJOIN_S
-from ckpt.agent.leaving import Course
 from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.reading import Reading

@@ -37,9 +37,10 @@ from ckpt.agent.actions import (
     Replicate,
     SetWord,
 )
+from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
-from ckpt.agent.leaving import Course, Leaving
+from ckpt.agent.leaving import Leaving
 from ckpt.agent.members import Presence
 from ckpt.types import Tick
 
@@ -149,7 +150,9 @@ class Group(Leaving):
         """One at a time, and again after it failed, or a node that may have lost its copies is back; what is overtaken
         meanwhile skips the level."""
         newest = self.newest
-        if not self.replicates or self.replicating is not None or self.superseded_by or self.all_gone:
+        if not self.replicates or self.replicating is not None or self.superseded_by:
+            return
+        if self.all_gone and not self._copies_first(now_s):
             return
         if newest is None or newest.round is None:
             return
@@ -162,6 +165,7 @@ class Group(Leaving):
         self._copies_lost = False
         if peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
             newest.round.peer = Store.RUNNING
+        newest.round.copy_began_s, newest.round.kept = now_s, self.kept
         newest.leases += 1
         self.replicating = newest.number
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
@@ -180,6 +184,8 @@ class Group(Leaving):
             again = round_.store is Store.FAILED and (last or stuck)
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
+        if chosen is newest and self._copies_first(now_s):
+            return
         if chosen is not None and chosen.round is not None:
             if self._broken():
                 chosen.round.last_try = True
@@ -193,7 +199,11 @@ class Group(Leaving):
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
         """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
         otherwise, or under a notice, each is."""
-        if not self._commit_every_s or self._is_stuck or self.notices or round_.explicit:
+        if self._is_stuck or round_.explicit:
+            return True
+        if self._would_delay_the_last(now_s):
+            return False
+        if not self._commit_every_s or self.notices:
             return True
         if self._away is not None and round_.tick >= self._away:
             return True
@@ -324,7 +334,7 @@ class Group(Leaving):
         self._answer_saves(self._is_saved(round_))
 
     def _appoint(self, now_s: float, steps: Sequence[int], polls: Sequence[int]) -> None:
-        hold, extra = self.course is Course.HOLD, self._wants_extra()
+        hold, extra = self.course in (Course.HOLD, Course.COPY), self._wants_extra()
         self._resumed = self._resumed and not all(steps)
         if hold or self.course is Course.PUSH:
             self._withdraw("the last snapshot before the machine goes away", now_s)

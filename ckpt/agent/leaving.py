@@ -3,7 +3,8 @@
 - A certain notice makes the job leave, no earlier than it has to: one appointment of kind HOLD, so long before the
   deadline that the steps up to it, the copy and the commit fit, by what was measured, with a reserve. A signal or an
   operator's word is a request to go now: then it is made at once. Of several, the earliest deadline counts.
-- Where another snapshot cannot reach the store any more but a complete one still may, nothing newer is taken.
+- Where a last snapshot cannot reach the store any more but can reach the memory of nodes that stay, it goes there
+  first, and those nodes commit it. Where it can reach neither and a complete one still may, nothing newer is taken.
 - An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
   appointment. Nobody leaves by either.
 - A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
@@ -13,7 +14,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from typing import Any
 from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Answer, Emit, Outcome, Request, SetVerdict, Tell
+from ckpt.agent.choosing import SLACK, Course, choose, outlasts
 from ckpt.agent.facts import Facts, Round, State, Store, Why
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
 RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
-SLACK = 1.5  # times the seconds that saving took so far
 SAVING_S = 60.0  # hashing and commit, before one was measured: leave early rather than late
 STEP_S = 1.0  # a step, before one was measured
 STEPS_TO_HOLD = 3  # the two that an appointment is made ahead, and the one under way
@@ -46,13 +46,6 @@ SIGNAL = "signal"  # the source of a notice that a rank's signal made
 FORMER = "a notice to an agent that has died"
 
 
-class Course(enum.Enum):
-    STAY = "stay"  # nothing stands, or there is time
-    HOLD = "hold"  # the last appointment is due: to be made, or kept
-    PUSH = "push"  # what is complete is committed, nothing newer is taken
-    OVER = "over"  # the deadline has passed, and the machine is still here: training goes on
-
-
 @dataclass(frozen=True, slots=True)
 class Standing:
     """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. `at_once`: leave now, whatever time there
@@ -67,15 +60,15 @@ class Standing:
     nodes: frozenset[str] = frozenset({""})
 
 
-Saved = tuple[
-    str, Tick | None, Tick | None, str
-]  # the level of the newest one, its tick, the newest committed, an error
+# The level of the newest one, its tick, the newest committed, the newest in other nodes' memory, an error.
+Saved = tuple[str, Tick | None, Tick | None, Tick | None, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What is to be reported once it is settled. `how`: "left"; "ended" (the ranks were told to end where they are);
-    "stayed" (the deadline has passed and nobody left). `why`: of an end."""
+    "pushed" (there was no time for more than what was complete, and nobody left); "stayed" (the deadline has passed and
+    nobody left). `why`: of an end."""
 
     how: str
     why: str
@@ -101,6 +94,8 @@ class Leaving(Facts):
         )  # when a rank was last seen in a step beyond all before, and that
         self._slow_s = 0.0  # how long the present step takes already
         self._saving_s: float | None = None  # from all staged to committed, as measured
+        self._copying_s: float | None = None  # from all staged to copied, as measured
+        self._copy_by_s: float | None = None  # the last one goes to nodes that stay first, and until then
         self._stall_s = 0.0
         self._extra_asked = False
         self._extra: Tick | None = None  # a checkpoint of that tick or a later one is wanted once
@@ -170,6 +165,14 @@ class Leaving(Facts):
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
 
+    def replicated(self, slot: int, error: str, now_s: float) -> None:
+        """The same of copies."""
+        super().replicated(slot, error, now_s)
+        round_ = self.slots[slot].round
+        if round_ is not None and round_.copy_began_s is not None and not error:
+            took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
+            self._copying_s = max(took_s, 0.5 * (took_s + (self._copying_s or 0.0)))
+
     def joined(self, rank: int) -> None:
         super().joined(rank)
         if self._ended:  # it may have been lost with the former connection
@@ -186,6 +189,18 @@ class Leaving(Facts):
     def need_s(self) -> float:
         """How long before a deadline the last appointment has to be made."""
         return self._least_s() * SLACK + RESERVE_S
+
+    @property
+    def doomed(self) -> frozenset[str]:
+        """The nodes that go away, as far as notices are certain; "" is this one."""
+        return frozenset(node for each in self.notices.values() if each.certain for node in each.nodes)
+
+    @property
+    def left_to_others(self) -> frozenset[str]:
+        """The nodes whose part of the last commit is written by those that keep copies of it."""
+        newest = self.newest
+        copied = newest is not None and newest.round is not None and newest.round.peer is Store.DONE
+        return self.doomed if copied and self._copy_by_s is not None else frozenset()
 
     @property
     def heeds_notices(self) -> bool:
@@ -226,8 +241,12 @@ class Leaving(Facts):
                 times.append(each.deadline_s)
                 if name not in self._due:
                     times.append(max(now_s, each.deadline_s - self.need_s))
+                last_s = each.deadline_s - self._last_within_s()
+                times += [last_s] if last_s > now_s else []
         if self._attempts(now_s) and not self._ended and not self._all_leave:
             times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
+        if self._copy_by_s is not None and self._copy_by_s > now_s:
+            times.append(self._copy_by_s)
         if self._report is not None:
             ends_s = self._report.deadline_s
             times += [at_s for at_s in (ends_s - OUTCOME_S, ends_s) if at_s > now_s]
@@ -240,12 +259,23 @@ class Leaving(Facts):
         self._measure(now_s, steps)
         self._tend_extra(steps)
         self.course = self._choose(now_s)
+        self._tend_push(now_s)
         passed = [n for n, each in self.notices.items() if each.certain and each.deadline_s <= now_s]
         new = [name for name in passed if name not in self._over]
         self._over.update(new)
         if new and not (self._leave_round or self._ended or self.all_gone or self.superseded_by):
             deadline_s = max(self.notices[name].deadline_s for name in new)
             self._report = Report("stayed", "", deadline_s, self._texts(new))
+
+    def _tend_push(self, now_s: float) -> None:
+        """Where there is time for nothing else, what came of it is said shortly before the deadline; else a hold
+        follows, and what comes of that is said."""
+        pushed = self._report is not None and self._report.how == "pushed"
+        deadline_s = self.deadline_s(now_s)
+        if self.course is Course.PUSH and self._report is None and deadline_s is not None:
+            self._report = Report("pushed", "", deadline_s, self._certain())
+        elif pushed and self.course in (Course.HOLD, Course.COPY, Course.STAY):
+            self._report = None
 
     def _measure(self, now_s: float, steps: Sequence[int]) -> None:
         at = max(steps, default=0)
@@ -298,14 +328,44 @@ class Leaving(Facts):
         if not any((each.source, each.key) in self._due for each in live):
             return Course.STAY
         if any(s.round is not None and s.round.unjudged for s in self.slots):
-            return Course.HOLD
+            return Course.COPY if self.course is Course.COPY else Course.HOLD
         newest = self.newest
         may_reach = newest is not None and newest.round is not None and newest.round.store in (Store.NEW, Store.RUNNING)
         goes_away = not any(each.at_once for each in live)  # else this host's memory may well outlive the job
         left_s = min(each.deadline_s for each in live) - now_s
-        if may_reach and goes_away and self._saving_s is not None and left_s < self._least_s():
-            return Course.PUSH
-        return Course.HOLD
+        pushes = may_reach and goes_away and self._saving_s is not None
+        return choose(left_s, self._least_s(), self._copied_within_s(), pushes)
+
+    def _copied_within_s(self) -> float | None:
+        """From making an appointment until nodes that stay have what it brings, by what was measured; None: nobody
+        will, or nothing was measured."""
+        if self._copying_s is None or not (self.replicates and outlasts(self.kept, self.doomed)):
+            return None
+        before_s = self._copying_s if self.replicating is not None else 0.0  # one at a time
+        return before_s + self._least_s(self._copying_s)
+
+    def _would_delay_the_last(self, now_s: float) -> bool:
+        """Whether the commit of what is complete would keep a last snapshot, which still fits, from being saved before
+        the deadline."""
+        deadline_s = self.deadline_s(now_s)
+        if deadline_s is None or self._saving_s is None or self.course is Course.PUSH:
+            return False
+        left_s = deadline_s - now_s
+        return self._last_within_s() <= left_s < self._least_s() + self._saving_s
+
+    def _last_within_s(self) -> float:
+        """So long before a deadline a last snapshot still fits, the way it is to be saved."""
+        copied_s = self._copied_within_s() if self.course is Course.COPY else None
+        return self._least_s() if copied_s is None else copied_s
+
+    def _copies_first(self, now_s: float) -> bool:
+        """Whether the last snapshot, which is complete, goes to nodes that stay before it is committed."""
+        round_ = self.newest.round if self.newest is not None else None
+        by_s = self._copy_by_s
+        wanted = self.course is Course.COPY or (by_s is not None and now_s < by_s)
+        if not wanted or not self.replicates or round_ is None or round_.why is not Why.HOLD:
+            return False
+        return round_.peer in (Store.NEW, Store.RUNNING) and outlasts(self.kept, self.doomed)
 
     def _end_attempts(self, now_s: float) -> None:
         """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
@@ -339,6 +399,7 @@ class Leaving(Facts):
             self._out.append(SetVerdict(round_.number))
             sources = self._certain()
             by_s = self.deadline_s(now_s)
+            self._copy_by_s = by_s if self.course is Course.COPY else None
             if not (self._ended or self.is_lost_cause):
                 self._leave_by_s = by_s
             if sources and not self._ended:
@@ -375,9 +436,11 @@ class Leaving(Facts):
         may_change = under_way and now_s < report.deadline_s and not self.superseded_by
         if may_change and now_s < report.deadline_s - OUTCOME_S:
             return
-        level = "none" if round_ is None else "store" if store is Store.DONE else "local"
+        level = "none" if round_ is None else "store" if store is Store.DONE else self._level_in_memory(round_)
         tick = round_.tick if round_ is not None else None
-        saved = level, tick, self.committed_tick, self.last_error
+        safe = self.safe.round if self.safe is not None else None
+        peer_tick = safe.tick if safe is not None and self._level_in_memory(safe) == "peer" else None
+        saved = level, tick, self.committed_tick, peer_tick, self.last_error
         self._left_saved = report.how == "left" and level == "store"
         self._report = replace(report, told=saved) if may_change else None
         if saved == report.told:
@@ -391,11 +454,16 @@ class Leaving(Facts):
             "tick": str(tick) if tick is not None else None,
             "step": tick.step if tick is not None else None,
             "committed_step": self.committed_tick.step if self.committed_tick is not None else None,
+            "peer_step": peer_tick.step if peer_tick is not None else None,
             "left_s": round(left_s, 3),
             "error": self.last_error,
         }
         self._out.append(Outcome(body))
         self._out.append(Emit("notice.outcome", text_of(body), True, body))
+
+    def _level_in_memory(self, round_: Round) -> str:
+        copied = round_.peer is Store.DONE and outlasts(round_.kept or self.kept, self.doomed)
+        return "peer" if copied else "local"
 
     def _acknowledge(self, now_s: float) -> None:
         """The last of all: see `acknowledging`."""

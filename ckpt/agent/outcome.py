@@ -14,12 +14,20 @@ from ckpt.types import Epoch
 
 def text_of(body: dict[str, Any]) -> str:
     """One line for people. `body`: what `write` is given."""
-    what = {"left": "the job leaves", "ended": "the job was ended where it was", "stayed": "the deadline has passed"}
+    what = {
+        "left": "the job leaves",
+        "ended": "the job was ended where it was",
+        "pushed": "there is no time for another snapshot",
+        "stayed": "the deadline has passed",
+    }
     committed = body["committed_step"]
+    in_store = f"step {committed}" if committed is not None else "nothing of this start"
+    peer = body["peer_step"]
+    also = f", in the memory of nodes that stay step {peer}" if peer is not None else ""
     saved = {
         "store": f"step {body['step']} is in the store",
-        "local": f"step {body['step']} is in this host's memory only; in the store is "
-        + (f"step {committed}" if committed is not None else "nothing of this start"),
+        "peer": f"step {body['step']} is in the memory of nodes that stay; in the store is {in_store}",
+        "local": f"step {body['step']} is in this host's memory only; in the store is {in_store}{also}",
         "none": "nothing is saved",
     }
     why = f" ({body['why']})" if body["why"] else ""

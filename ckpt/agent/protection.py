@@ -14,7 +14,7 @@ from ckpt.agent.rebuilding import Rebuilding
 from ckpt.agent.replicating import Replication
 from ckpt.agent.striping import Striping
 from ckpt.plan.groups import Node
-from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place
+from ckpt.plan.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -69,6 +69,16 @@ class Protection:
         if self.option is None:
             return 0
         return self.option.parity if isinstance(self.option, Parity) else self.option.n
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Who keeps whose; "" is this node."""
+
+        def name(node: str) -> str:
+            return "" if node == self._network.me else node
+
+        every = self.placement.kept if self.placement is not None else ()
+        return tuple(Kept(name(each.node), each.losses, tuple(map(name, each.holders))) for each in every)
 
     def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], fixed: int | None = None) -> int:
         """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies.

@@ -85,7 +85,10 @@ class Parts:
         later: Callable[[float, Callable[[], None]], None],
         margin_s: float,
         clock: Clock | None = None,
+        spared: frozenset[str] = frozenset(),
     ) -> None:
+        """`spared`: nodes that may be gone before they have written anything: who has copies is asked first."""
+        self._spared = spared
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._holders, self._ask, self._post = ranks, holders, ask, post
         self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
@@ -111,7 +114,7 @@ class Parts:
             self._own_bytes -= part.nbytes
             found.append((numbers, future))
         for part in self._parts:
-            self._post(functools.partial(self._have_written, part, part.name))
+            self._post(functools.partial(self._begin, part))
         return found
 
     def own_written(self) -> None:
@@ -124,6 +127,14 @@ class Parts:
 
     def _end(self) -> None:
         self._over = True
+
+    def _begin(self, part: _Part) -> None:
+        others = [n for n in self._holders().get(part.name, ()) if n not in self._spared] if self._spared else []
+        if part.name in self._spared and others:
+            part.names = [*others[1:], part.name]
+            self._have_written(part, others[0])
+        else:
+            self._have_written(part, part.name)
 
     def _have_written(self, part: _Part, name: str) -> None:
         def answered(result: Written | None, error: str) -> None:

@@ -153,6 +153,7 @@ class Parting:
             "tick": str(newest) if newest is not None else None,
             "step": step,
             "committed_step": step,
+            "peer_step": None,
             "left_s": round(left_s, 3),
             "error": str(error),
         }

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.choosing import Course
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import Why
-from ckpt.agent.leaving import ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Course, Standing
+from ckpt.agent.leaving import ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver

@@ -19,12 +19,14 @@ from ckpt.agent import actions as do
 from ckpt.agent.facts import Store
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.plan.placement import Kept
 from ckpt.types import Tick
 from tests.agent import test_group_sim as base
 from tests.agent.test_group_sim import Rank, Sim
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
 DAY_S = 86400.0
+RING = (Kept("", 1, ("b",)), Kept("b", 1, ("",)))  # of two nodes, each keeps what the other has
 LEAD_S = 30.0
 RESTART_S = 12.0  # signalled ranks with a dead one among them are gone so soon: late and repeated words included
 
@@ -32,6 +34,8 @@ RESTART_S = 12.0  # signalled ranks with a dead one among them are gone so soon:
 class Noticed(Sim):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
+        self.group.kept = RING if self.random.random() < 0.7 else ()
+        self.copied_first = False
         self.standing: dict[tuple[str, str], Standing] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
         self.restarts = 0
@@ -60,7 +64,9 @@ class Noticed(Sim):
     def notice(self, key: str) -> None:
         rng = self.random
         lead_s = rng.choice((-5.0, 0.3, 2.0, 10.0, 40.0, 2 * DAY_S))
-        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, rng.random() < 0.7, rng.random() < 0.3))
+        node = frozenset({rng.choice(("", "b"))})
+        certain, at_once = rng.random() < 0.7, rng.random() < 0.3
+        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, certain, at_once, node))
         what = rng.random()
         if what < 0.25:
             self.after(rng.uniform(0, 5), self.move, key)
@@ -218,6 +224,10 @@ class Noticed(Sim):
         self.end_told = self.end_told or action.body["t"] == "end"
         super().do_Tell(action)
 
+    def do_Commit(self, action: do.Commit) -> None:
+        self.copied_first = self.copied_first or bool(self.group.left_to_others)
+        super().do_Commit(action)
+
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         super().do_SetVerdict(action)
         live = [n for n in self.group.notices.values() if n.certain and n.deadline_s > self.now_s]
@@ -268,7 +278,10 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int) -> No
         reached["left"] += bool(sim.verdict)
         reached["ended"] += sim.end_told
         reached["agents"] += bool(sim.restarts)
+        reached["copied"] += sim.copied_first
         reached["restarted"] += bool(sim.restarts and sim.completed)
         reached.update(each["how"] for each in sim.outcomes)
     if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
-        assert all(reached[what] for what in ("left", "ended", "agents", "restarted", "stayed")), reached
+        assert all(reached[what] for what in ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed")), (
+            reached
+        )

@@ -1,0 +1,94 @@
+"""How much time a notice leaves to one of two nodes decides what becomes of the last step: real agents, whose links to
+the store and to each other are limited. A commit takes seconds, copies take less unless they are held back."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent.listening import Sources
+from ckpt.errors import AgentError
+from ckpt.policy.every import PEER_BANDWIDTH_MIN
+from ckpt.tasks import Tasks
+from ckpt.types import Tick
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
+from tests.agent.nodes.test_relayed_notices import one_step
+
+STORE = 2e5  # bytes a second of each agent's
+
+
+def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None) -> int:
+    """Two nodes, of which the second looks for that file; a first checkpoint shows what saving takes. Its step."""
+    limits = {"memory": None, "bandwidth": STORE, "peer_bandwidth": peer_bandwidth}
+    policy = {"steps": 100_000, "seconds": None}
+    cluster.options = {**cluster.options, "policy": policy, "limits": limits, "codec": "raw"}
+    _, second = cluster.connect(0, 1)
+    second.notices = Sources("given", file=str(word)).fields()
+    cluster.enter()
+    train(cluster.job, 1)
+    return cluster.save("peer", "store").step
+
+
+def warn(cluster: Cluster, word: Path, lead_s: float) -> int:
+    """The second node goes away so soon; the job trains until all ranks are told to leave. The step of that."""
+    part = word.with_suffix(".part")
+    for rounds in range(10_000):
+        if rounds == 50:  # the pace is known by then
+            part.write_text(f"+{lead_s:g}")
+            os.rename(part, word)
+        left = together(cluster.job, one_step)
+        if any(left):
+            assert all(left)
+            return cluster.job[0].step
+        threading.Event().wait(0.05)
+    raise AssertionError("they were never told to leave")
+
+
+def outcome(cluster: Cluster) -> dict[str, Any]:
+    told = cluster.await_event("notice.outcome")
+    (path,) = (cluster.folder / "n0").glob("*.outcome.json")
+    found = json.loads(path.read_text())
+    assert found["how"] == told["how"] == "left"
+    return dict(found)
+
+
+def test_where_a_commit_takes_too_long_the_node_that_stays_has_the_last_step_and_commits_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    first = start(cluster, tmp_path / "word")
+    step = warn(cluster, tmp_path / "word", 6.0)
+    with Tasks("leave", pool_size=2) as tasks:
+        here, gone = (tasks.submit(rank.leave, "notice") for rank in cluster.job)
+        assert cluster.job[0].wait_level(Tick(step), "peer")
+        cluster.kill_agent(1)  # its machine, as soon as it is not needed any more
+        with pytest.raises(AgentError):
+            gone.result(BOUND_S)
+        told = outcome(cluster)
+        assert (told["level"], told["step"], told["peer_step"]) == ("peer", step, step)
+        assert told["committed_step"] == first
+        assert told["left_s"] > 0
+        assert here.result(BOUND_S)["committed"] == str(Tick(step))
+    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "peer_bandwidth", "level"), [(30.0, None, "store"), (5.0, float(PEER_BANDWIDTH_MIN), "local")]
+)
+def test_with_more_time_it_is_committed_and_with_less_that_is_said(
+    cluster: Cluster, tmp_path: Path, lead_s: float, peer_bandwidth: float | None, level: str
+) -> None:
+    first = start(cluster, tmp_path / "word", peer_bandwidth)
+    step = warn(cluster, tmp_path / "word", lead_s)
+    with Tasks("leave", pool_size=2) as tasks:
+        answers = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
+        told = outcome(cluster)
+        assert (told["level"], told["step"]) == (level, step)
+        assert told["committed_step"] == (step if level == "store" else first)
+        assert told["left_s"] >= 0
+        for answer in answers:  # the machine stays: it is committed all the same
+            assert answer.result(BOUND_S)["committed"] == str(Tick(step))
