@@ -87,6 +87,8 @@ class Reader:
         before = None if keep_hashes else arena.hashes()
         if before is not None and not np.array_equal(before, hashes):
             raise DamagedData(f"the arena of rank {rank} has changed since {header.identity} was staged in it")
+        if arena.header() != header:
+            raise DamagedData(f"the arena of rank {rank} is filled anew")
         arena.write_hashes(header, hashes)
         shared, own = _blob(arena, header.shared), _blob(arena, header.own)
         at = header.shared[0], header.own[0]

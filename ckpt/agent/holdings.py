@@ -30,13 +30,20 @@ EPOCHS_MAX = 64
 Key = tuple[Identity, int]  # whose snapshot: the checkpoint, and the rank
 
 
-def sealed(arena: Arena) -> tuple[Key, int] | None:
-    """Whose snapshot lies in it, whole, and the world that it is of; None: nothing that is certain."""
+def whose(arena: Arena) -> tuple[Key, int] | None:
+    """Whose snapshot lies in it, whole, and the world that it is of; None: there is none. Whether the other ranks have
+    staged the same is not known by it."""
     try:
         header = arena.header()
     except DamagedData:
         return None
-    return ((header.identity, header.rank), header.world) if arena.hashes() is not None else None
+    return (header.identity, header.rank), header.world
+
+
+def sealed(arena: Arena) -> tuple[Key, int] | None:
+    """The same, of a checkpoint that all ranks were seen to stage."""
+    found = whose(arena)
+    return found if found is not None and arena.hashes() is not None else None
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Gathered, Gathering
-from ckpt.agent.holdings import sealed
+from ckpt.agent.holdings import whose
 from ckpt.agent.learning import Learning
 from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.listening import Sources
@@ -528,8 +528,8 @@ class Job(Carrier):
         if not whole:
             looked()
         for slot, by_rank in whole.items():
-            held = {sealed(arena) for arena in by_rank.values()}
-            keys = {each[0][0] for each in held if each is not None}
+            held = {whose(arena) for arena in by_rank.values()}
+            keys = {each[0][0] for each in held if each is not None}  # hashes that are missing are made anew
             if None in held or len(keys) != 1 or next(iter(keys)).epoch != self.epoch:
                 gathered(slot, None, "not every rank has staged the same there")
                 continue

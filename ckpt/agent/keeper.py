@@ -23,7 +23,7 @@ from ckpt.agent.copies import Copies
 from ckpt.agent.fence import HERE, Fence
 from ckpt.agent.following import Following
 from ckpt.agent.foreseeing import Foreseeing
-from ckpt.agent.holdings import Inventory, sealed
+from ckpt.agent.holdings import Inventory, sealed, whose
 from ckpt.agent.jobs import Job
 from ckpt.agent.listening import Listening
 from ckpt.agent.memory import Taken
@@ -112,13 +112,14 @@ class Keeper:
             found.add_epoch(None, epoch, 0)
         return found
 
-    def _arenas_of(self, identity: Identity) -> dict[int, Arena]:
-        """Those on this node in which a rank's snapshot of it lies, by rank."""
+    def _arenas_of(self, identity: Identity, hashed: bool = True) -> dict[int, Arena]:
+        """Those on this node in which a rank's snapshot of it lies, by rank. `hashed`: only where its coordinator was
+        seen to have all of it."""
         found: dict[int, Arena] = {}
         shares = [*(job.own for job in self._jobs()), *(each.ranks for each in self.followings)]
         arenas = [arena for share in shares for arena in share.all_arenas()]
         for arena in [*arenas, *self.copies.arenas()]:
-            held = sealed(arena)
+            held = sealed(arena) if hashed else whose(arena)
             if held is not None and held[0][0] == identity:
                 found.setdefault(held[0][1], arena)
         return found

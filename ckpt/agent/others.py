@@ -276,9 +276,9 @@ class Others(Leading):
         again = bool(fields.get("again"))
         return "" if again else self.fence.refusal(name, epoch_of(fields), time.monotonic())
 
-    def _held(self, identity: Identity, ranks: Sequence[int]) -> dict[int, Arena]:
+    def _held(self, identity: Identity, ranks: Sequence[int], hashed: bool = True) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""
-        found = self._arenas_of(identity)
+        found = self._arenas_of(identity, hashed)
         if not set(ranks) <= found.keys():
             raise AgentError(f"not all of the ranks {list(ranks)[:8]} of {identity} are held here")
         return {rank: found[rank] for rank in ranks}
@@ -384,7 +384,8 @@ class Others(Leading):
         """What another node needs to know of the snapshots that lie here, but for their bytes."""
         request_id, world = int(fields["id"]), int(fields["world"])
         identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
-        arenas = self._held(identity, ranks)
+        # Its coordinator's agent may have died before it asked for hashes; whoever follows it appoints nothing yet.
+        arenas = self._held(identity, ranks, hashed=not self._leads(channel.peer, identity.epoch))
 
         def read(done: Future[bytes]) -> None:
             if error := failure(done):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.agent import client, wire
+from ckpt.agent.arena import PAGE
 from ckpt.agent.peers import secret
 from ckpt.errors import AgentError, CkptError
 from ckpt.settings import Settings, read
@@ -32,6 +33,7 @@ from tests.agent.fake import OPTIONS, FakeRank
 COPIED = {**OPTIONS, "peers": {"replicas": 1}}
 LEVELS = ("local", "peer", "store")
 BOUND_S = 60.0
+HASHES_AT = 2048  # in an arena's header page, where it is said what they are
 
 # What of a node's address the others are told: where they find it.
 Route = Callable[[int, str], str]
@@ -234,6 +236,12 @@ class Cluster:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         await_end(pid)
+
+    def forget_hashes(self) -> None:
+        """What is staged is as it was before any agent had looked at it."""
+        for rank in self.job:
+            for arena in rank.slots.values():
+                arena.view[HASHES_AT:PAGE] = bytes(PAGE - HASHES_AT)
 
     def kill(self, *nodes: int) -> None:
         """These nodes are lost: agent and ranks."""

@@ -128,16 +128,19 @@ def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Clu
     await_standing(job, ["gcp-preempted"])
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("node", "hashed"), [(0, True), (0, False), (1, True)])
 def test_an_agent_that_dies_after_the_verdict_is_followed_by_one_that_saves_it_and_says_so(
-    job: Cluster, gce: Gce, node: int
+    job: Cluster, gce: Gce, node: int, hashed: bool
 ) -> None:
+    """Also where it dies before anybody has hashed what all have staged."""
     gce.preempted = True
     job.forbid_commits()
     leave(job)
     step = Tick(job.job[0].step)
     assert job.job[0].wait_level(step, "local")
     job.kill_agent(node)
+    if not hashed:
+        job.forget_hashes()
     away = [rank for rank in job.job if node == 0 or job.at[rank.rank] == node]
     for rank in away:
         assert rank.lost.wait(60)
