@@ -173,6 +173,8 @@ class Facts:
         """A trainer is there, for the first time or again. What it may have said on a lost connection is missed."""
         member = self.members[rank]
         if member.presence is not Presence.HERE:
+            member.lost_s = None  # it waits to leave, and its node's agent is there again
+            self.retry_commit()  # of what began without that
             return
         self.lost(rank, None)
         member.joined = True
@@ -394,7 +396,7 @@ class Facts:
             self._out.append(Tell({"t": "superseded", "by": by}))
 
     def retry_commit(self) -> None:
-        """All trainers are gone and the last commit failed: try once more."""
+        """All trainers are gone, and the last commit failed or may yet: try once more."""
         if self.newest and self.newest.round:
             self.newest.round.last_try = False
 

@@ -78,7 +78,7 @@ class Group(Leaving):
             self._grant_saves(now_s, steps)
             self._appoint(now_s, steps, polls)
         self._tell_outcome(now_s)
-        self._let_go()
+        self._let_go(now_s)
         self._acknowledge(now_s)
         out, self._out = self._out, []
         return out
@@ -179,7 +179,7 @@ class Group(Leaving):
         if chosen is None and newest is not None and newest.round is not None:
             round_ = newest.round
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
-            last = no_more and not round_.last_try and not self._given_up
+            last = no_more and not round_.last_try and not self._given_up and not self._waits_for_agent(now_s)
             stuck = self._is_stuck and now_s >= self._retry_commit_s
             again = round_.store is Store.FAILED and (last or stuck)
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
@@ -397,11 +397,13 @@ class Group(Leaving):
     def _lead(self, per_s: float) -> int:
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
-    def _let_go(self) -> None:
+    def _let_go(self, now_s: float) -> None:
         if self.at_work or self._open():
             return
         newest = self.newest.round if self.newest else None
         unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
+        if unsaved and self._waits_for_agent(now_s):
+            return  # it is tried again
         if self.all_gone and not self._closing and not unsaved:
             self._closing = True
             dead = [m.rank for m in self.members if m.presence is Presence.DEAD]

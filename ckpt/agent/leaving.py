@@ -23,7 +23,7 @@ from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Answer, Emit, Outcome, Request, SetVerdict, Tell
 from ckpt.agent.choosing import SLACK, Course, choose, outlasts
-from ckpt.agent.facts import Facts, Round, State, Store, Why
+from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
@@ -159,6 +159,8 @@ class Leaving(Facts):
         """How long it took is remembered, a slow one for longer than a quick one."""
         super().committed(slot, error, now_s)
         round_ = self.slots[slot].round
+        if round_ is not None and error and self._waits_for_agent(now_s):
+            round_.last_try = False  # that node could not do its part
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
             self._saving_s = max(took_s, 0.5 * (took_s + (self._saving_s or 0.0)))
@@ -245,6 +247,8 @@ class Leaving(Facts):
                 times += [last_s] if last_s > now_s else []
         if self._attempts(now_s) and not self._ended and not self._all_leave:
             times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
+        if self._waits_for_agent(now_s):
+            times.append(self._agent_awaited_s())
         if self._copy_by_s is not None and self._copy_by_s > now_s:
             times.append(self._copy_by_s)
         if self._report is not None:
@@ -357,6 +361,20 @@ class Leaving(Facts):
         """So long before a deadline a last snapshot still fits, the way it is to be saved."""
         copied_s = self._copied_within_s() if self.course is Course.COPY else None
         return self._least_s() if copied_s is None else copied_s
+
+    def _waits_for_agent(self, now_s: float) -> bool:
+        """Whether the agent of a rank that waits to leave is gone, and with it what that node was to write of the last
+        commit. Another one comes soon, if any does; nobody needs it where other nodes keep copies."""
+        return now_s < self._agent_awaited_s()
+
+    def _agent_awaited_s(self) -> float:
+        """Until when; -math.inf: nobody is waited for."""
+        round_ = self.newest.round if self.newest is not None else None
+        if round_ is None or round_.peer is Store.DONE or self.superseded_by or self._given_up:
+            return -math.inf
+        lost = [m.lost_s for m in self.members.seen.lost if m.leave is not None and m.lost_s is not None]
+        by_s = math.inf if self._leave_by_s is None else self._leave_by_s - END_S
+        return min(max(lost) + REJOIN_S, by_s) if lost else -math.inf
 
     def _copies_first(self, now_s: float) -> bool:
         """Whether the last snapshot, which is complete, goes to nodes that stay before it is committed."""

@@ -9,7 +9,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ControlPage, Kind, Word
-from ckpt.agent.facts import Why
+from ckpt.agent.facts import Store, Why
 from ckpt.agent.leaving import ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -545,3 +545,59 @@ def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -
     assert page.word() == Word(9, 1, Kind.HOLD, 40)
     assert [(page.entered(rank), page.polled(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
     page.close()
+
+
+def leaves_while_the_agent_of_rank_1_dies() -> Warned:
+    driver, _ = leaving_in_20_s()
+    for rank in range(driver.world):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    driver.group.lost(1, driver.now_s)
+    driver.commit("its part was not written")
+    return driver
+
+
+def test_the_last_commit_is_tried_again_once_the_agent_that_was_missing_is_back() -> None:
+    driver = leaves_while_the_agent_of_rank_1_dies()
+    assert driver.group.committing is None
+    assert not driver.answers("leave"), "it is not given up yet"
+    driver.group.joined(1)
+    driver.decide()
+    driver.commit()
+    driver.group.closed()
+    driver.decide()
+    assert {body["error"] for body in driver.answers("leave").values()} == {None}
+
+
+def test_also_where_it_is_back_before_the_commit_that_began_without_it_has_failed() -> None:
+    driver, _ = leaving_in_20_s()
+    driver.group.slots[driver.group.committing or 0].round.last_try = True  # type: ignore[union-attr]
+    for rank in range(driver.world):
+        driver.group.leave(rank, ("leave", rank))
+    driver.group.lost(1, driver.now_s)
+    driver.decide()
+    driver.group.joined(1)
+    driver.commit("its part was not written")
+    driver.commit()
+    assert driver.group.committed_tick is not None
+
+
+def test_but_not_longer_than_until_the_deadline() -> None:
+    driver = leaves_while_the_agent_of_rank_1_dies()
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    driver.now_s += 20.0 - END_S
+    assert wake_s <= driver.now_s
+    driver.decide()
+    driver.commit("its part was not written")
+    assert driver.group.committing is None
+    assert set(driver.answers("leave")) == {0, 1}, "they are told that it failed"
+
+
+def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
+    driver, word = leaving_in_20_s()
+    driver.group.slots[word.slot].round.peer = Store.DONE  # type: ignore[union-attr]
+    driver.group.leave(1, ("leave", 1))
+    driver.group.lost(1, driver.now_s)
+    driver.commit("its part was not written")
+    assert driver.group.committing is not None

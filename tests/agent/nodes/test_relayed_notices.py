@@ -153,10 +153,16 @@ def test_an_agent_that_dies_after_the_verdict_is_followed_by_one_that_saves_it_a
     assert (found["how"], found["level"], found["step"]) == ("left", "store", step.step)
 
 
-def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_dies(cluster: Cluster) -> None:
-    """The coordinator has heard that they leave, and does not refuse them. The commit takes seconds here."""
+@pytest.mark.parametrize("copies", [True, False])
+def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_dies(
+    cluster: Cluster, copies: bool
+) -> None:
+    """The coordinator has heard that they leave, and does not refuse them. The commit takes seconds here. Where nobody
+    else has what that node was to write it is waited for."""
     limits = {"memory": None, "bandwidth": 3e5}
     cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}, "limits": limits}
+    if not copies:
+        cluster.options["peers"] = None
     job = cluster
     job.start(0, 1)
     preempt(job, 0)
@@ -170,7 +176,7 @@ def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_di
             second.result(BOUND_S)
         job.come_back(1)
         answers = [job.job[1].leave("notice"), first.result(BOUND_S)]
-    assert answers[0]["committed"] == answers[1]["committed"], "each is told the same"
+    assert answers[0]["committed"] == answers[1]["committed"] == str(Tick(job.job[0].step)), "each is told the same"
 
 
 def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:
