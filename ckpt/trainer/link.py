@@ -127,6 +127,7 @@ class Link:
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
+    _entered: tuple[int, int] = (0, 0)
     _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
     _offer: Offer | None = None
     _plan: Plan | None = None
@@ -203,13 +204,23 @@ class Link:
             if old is not None:
                 self._left_by = old.leaves()
                 old.close()
+        self._publish()
 
     # -- what the step path needs
 
     def enter(self, step: int, sub: int = 0) -> None:
+        self._entered = step, sub
         page = self._page
         if page is not None and self.terms is not None:
             page.enter(self.terms.rank, step, sub)
+
+    def _publish(self) -> None:
+        """On the page of an agent that was started again: this rank may not come to another step, where the others wait
+        for that agent. The training thread may enter one meanwhile."""
+        page, terms, told = self._page, self.terms, (0, 0)
+        while page is not None and terms is not None and told != self._entered:
+            told = self._entered
+            page.enter(terms.rank, *told)
 
     def offer(self, offer: Offer) -> None:
         """A new walk: nothing is warm for it until the agent has divided it."""

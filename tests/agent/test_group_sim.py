@@ -46,6 +46,7 @@ class Rank:
         self.warm: dict[int, str] = {}
         self.seen = 0  # the last round it answered
         self.waits_for: Callable[[], None] | None = None  # its request, to be sent again after a lost connection
+        self.asks = ""  # which one
         self.blocked = False
         self.filling = False
         self.heard_s = 0.0  # when its last message arrives
@@ -147,6 +148,7 @@ class Sim:
     def rejoin(self, rank: Rank) -> None:
         if rank.alive and not rank.left:
             rank.connection += 1
+            rank.shows = True
             self.group.joined(rank.number)
             self.layouts[rank.number] = rank.layout
             self.group.layout(rank.number)
@@ -525,7 +527,7 @@ class Sim:
             self.unanswered[request] = what
             self.after(self.delay_s(rank), self.deliver, rank, request, what, arg)
 
-        rank.waits_for = again
+        rank.waits_for, rank.asks = again, what
         again()
 
     def deliver(self, rank: Rank, request: Any, what: str, arg: Any) -> None:

@@ -246,7 +246,7 @@ def _rejoin(w: World, number: int) -> None:
     newest = len(w.pages) - 1
     if rank.page != newest:
         rank.left_by, rank.page, rank.seen = w.pages[rank.page], newest, 0
-    rank.connected = True
+    rank.connected = rank.shows = True
     w.group.joined(number)
     w.group.layout(number)
     if rank.phase == "holds":

@@ -152,7 +152,7 @@ class Noticed(Sim):
         self.wake_s = None
         for rank in self.ranks:
             rank.connection += 1
-            holds = any(key[0] == "held" and key[1] == rank.number for key in self.unanswered)
+            holds = rank.blocked and rank.waits_for is not None and rank.asks == "held"  # the answer may be on its way
             if verdict and rank.seen == verdict and holds and rank.alive:  # it reads on the page what it was to be told
                 self.verdicts.setdefault(verdict, set()).add(True)
                 self.told.add(rank.number)
