@@ -232,6 +232,23 @@ def test_an_agent_that_is_killed_is_started_again_and_training_goes_on(tmp_path:
     assert again.restored.step == step
 
 
+def test_an_agent_that_is_started_again_sees_the_step_of_a_rank_that_waits_in_it(tmp_path: Path) -> None:
+    job = make()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=5)) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+        ck.poll()
+        link = ck._parts.saver.link
+        before, pid = link._page, agent_pid(str(tmp_path))
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (page := link._page) in (None, before) or not page.entered(0):
+            assert time.monotonic() < deadline, "the new agent does not know which step it is"
+            time.sleep(0.01)
+        assert (page.entered(0), page.polled(0)) == (4, 1)
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     job = make()
     with ckpt.Checkpointer(tmp_path / "run", job.state) as ck:
