@@ -1,7 +1,7 @@
 """One end of plain sockets between network namespaces, for `benchmarks.recover`: what the kernel and this machine need
 for the same bytes, without anything of ours.
 
-    python -m benchmarks.plain OWN GIVE COPY ADDRESS=BYTES ...
+    python -c 'from benchmarks.plain import main; main()' OWN GIVE COPY ADDRESS=BYTES ...
 
 Listens at OWN, has GIVE bytes for whoever connects, and says "ready". Once a line has come on standard input it gets
 that many BYTES from each ADDRESS, over two connections each, into new memory, and at the same time copies COPY bytes
@@ -93,7 +93,3 @@ def _give(sock: socket.socket, given: memoryview) -> None:
         count = int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "big")
         for at in range(0, count, PIECE_BYTES):
             sock.sendall(given[at : min(at + PIECE_BYTES, count)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -105,7 +105,8 @@ def _plain(job: Elastic, carried: dict[str, list[int]], state_bytes: int) -> flo
     for name, place in job.places.items():
         logs[name] = job.folder / f"{name}.plain"
         wants = [] if name == giver else [f"{job.places[giver].at['own']}={carried[name][1]}"]
-        command = [sys.executable, "-m", "benchmarks.plain", place.at["own"], str(max(map(max, carried.values())))]
+        command = [sys.executable, "-c", "from benchmarks.plain import main; main()"]
+        command += [place.at["own"], str(max(map(max, carried.values())))]
         command += [str(max(1, state_bytes // len(carried) - carried[name][1])), *wants]
         ends[name] = place.start(command, logs[name], stdin=subprocess.PIPE)
     _say(ends, logs, 1)  # all are ready
