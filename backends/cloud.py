@@ -72,8 +72,8 @@ _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
 )
 _BEHIND_END = re.compile(r"status code: 416|Wanted range starting at")  # the latter is what obstore makes of a 206
-_STATUS = re.compile(r"status code: (\d{3})")
-# What became of one key of a bulk delete that was itself answered with 200.
+_STATUS = re.compile(r"status code: (\d{3})|Bulk delete request failed.*\(code: (\d{3})\)")  # the latter is Azure's
+# What became of one key of a bulk delete of S3's that was itself answered with 200.
 _NOT_DELETED = re.compile(
     r"DeleteObjects request failed for key .*\(code: (\w+)\)|error response: .*<Code>(\w+)</Code>"
 )
@@ -342,7 +342,7 @@ class CloudBackend:
                 "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
             )
         if status := _STATUS.search(text):
-            return self._failed(what, int(status[1]), said)
+            return self._failed(what, int(status[1] or status[2]), said)
         if code := _NOT_DELETED.search(said):
             return self._failed(what, _CODES.get(code[1] or code[2], 400), said)
         if isinstance(exc, AlreadyExistsError):
