@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckpt.store.lineage import Claim
     from ckpt.store.packs import Written
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
@@ -164,8 +165,8 @@ class Carrier:
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         self._services.bulk.run(lane, work, lambda done: self._guard(lambda: then(done)))
 
-    def _guarded(self, then: Callable[[T, str], None]) -> Callable[[T, str], None]:
-        return lambda result, error: self._guard(lambda: then(result, error))
+    def _guarded(self, then: Callable[P, None]) -> Callable[P, None]:
+        return lambda *given, **named: self._guard(lambda: then(*given, **named))
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         self._services.server.later(delay_s, lambda: self._guard(what))
@@ -312,19 +313,17 @@ class Carrier:
                 "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
             )
 
+        def found_safe(found: Identity | None) -> None:
+            self.group.found_safe(found.tick if found is not None else None)
+            self._replicate(slot, identity)
+
         if self.group.unsure:
             held = [made.identity for made in self.checkpoints.values()]
-            guard = self._guard
-            then = lambda found: guard(lambda: self._found_safe(found, slot, identity))  # noqa: E731
-            protection.find_safe(self.epoch, held, self.world, then)
+            protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
             return
         own = dict(self.own.arenas.get(slot, {}))
         safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
-        protection.replicate(identity, safe, own, lambda error: self._guard(lambda: ended(error)))
-
-    def _found_safe(self, found: Identity | None, slot: int, identity: Identity) -> None:
-        self.group.found_safe(found.tick if found is not None else None)
-        self._replicate(slot, identity)
+        protection.replicate(identity, safe, own, self._guarded(ended))
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:
@@ -429,7 +428,7 @@ class Carrier:
                 self._have_copies_written(holder, wanted, then)
 
         (owner,) = owners
-        self.protection.remake(wanted.identity, owner, name, lambda *found: self._guard(lambda: made(*found)))
+        self.protection.remake(wanted.identity, owner, name, self._guarded(made))
 
     def _have_copies_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
         nodes, copies = self.ranks, self._services.copies
@@ -555,7 +554,7 @@ class Carrier:
             facts = {"source": source, "key": key, "error": error}
             self.emit("notice.unacknowledged" if error else "notice.acknowledged", text, not error, facts)
 
-        then = lambda error: self._guard(lambda: ended(error))  # noqa: E731
+        then = self._guarded(ended)
         if node and isinstance(self.ranks, Nodes):
             self.ranks.others[node].acknowledge(source, key, then)
         elif self._services.listening is not None:

@@ -288,7 +288,7 @@ class Following:
         request_id = int(fields["id"])
 
         def measured(plan: MemoryPlan | None, error: str) -> None:
-            _answer(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
+            answer(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
 
         limit = fields["limit"]
         self.ranks.measure(self._sizes(fields), int(limit) if limit is not None else None, measured)
@@ -299,7 +299,7 @@ class Following:
 
         def made(sizes: dict[int, int], error: str) -> None:
             moving.end()
-            _answer(channel, request_id, {"sizes": list(sizes.items())}, error)
+            answer(channel, request_id, {"sizes": list(sizes.items())}, error)
 
         self.ranks.make(slot, sizes, made)
 
@@ -312,7 +312,7 @@ class Following:
         def read(parts: list[Part], error: str) -> None:
             moving.end()
             blobs = [] if error else [encode_parts(parts, known, self.ranks.reader.declared())]
-            _answer(channel, request_id, {}, error, blobs)
+            answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(slot, identity, read)
 
@@ -458,7 +458,8 @@ def _givers(blob: bytes) -> list[NodeAt]:
     ]
 
 
-def _answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:
+def answer(channel: Channel, request_id: int, body: dict[str, Any], error: str, blobs: Sequence[bytes] = ()) -> None:
+    """What another agent has asked, or `error`: why it is refused."""
     if error:
         channel.refuse(request_id, AgentError(error))
     else:

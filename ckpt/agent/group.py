@@ -426,7 +426,7 @@ class Group(Leaving):
         return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
 
     def _fits(self, slot: Slot) -> bool:
-        return len(slot.bytes) == self.world and all(map(operator.ge, slot.bytes, self._need))
+        return len(slot.bytes) == len(self._need) == self.world and all(map(operator.ge, slot.bytes, self._need))
 
     def _grantable(self) -> Slot | None:
         """A slot that is free and warm on all ranks; with one slot in all, a committed round gives way."""

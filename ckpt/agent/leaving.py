@@ -36,10 +36,9 @@ PAST_S = 10.0  # a deadline that has passed when it is told may come at any mome
 ATTEMPT_STEPS = 3  # how long signalled ranks have for their next boundary: so many steps ...
 ATTEMPT_S = 1.0  # ... and this
 END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
-OUTCOME_S = (
-    1.5  # before a deadline, whatever is still under way: ranks wait until a second before it, and in a container
-)
-# the agent ends with them
+# Before a deadline, whatever is still under way: ranks wait until a second before it, and in a container the agent ends
+# with them.
+OUTCOME_S = 1.5
 EXTRA_TRIES = 3
 NOTICES_MAX = 100
 SIGNAL = "signal"  # the source of a notice that a rank's signal made
@@ -88,10 +87,7 @@ class Leaving(Facts):
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
         self._paced: tuple[float, int] | None = None
         self._step_s: float | None = None  # as measured
-        self._moved: tuple[float, int] = (
-            -math.inf,
-            0,
-        )  # when a rank was last seen in a step beyond all before, and that
+        self._moved = (-math.inf, 0)  # when a rank was last seen in another step than the foremost before, and that
         self._slow_s = 0.0  # how long the present step takes already
         self._saving_s: float | None = None  # from all staged to committed, as measured
         self._copying_s: float | None = None  # from all staged to copied, as measured
@@ -163,7 +159,7 @@ class Leaving(Facts):
             round_.last_try = False  # that node could not do its part
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
-            self._saving_s = max(took_s, 0.5 * (took_s + (self._saving_s or 0.0)))
+            self._saving_s = _learnt_s(took_s, self._saving_s)
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
 
@@ -173,7 +169,7 @@ class Leaving(Facts):
         round_ = self.slots[slot].round
         if round_ is not None and round_.copy_began_s is not None and not error:
             took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
-            self._copying_s = max(took_s, 0.5 * (took_s + (self._copying_s or 0.0)))
+            self._copying_s = _learnt_s(took_s, self._copying_s)
 
     def joined(self, rank: int) -> None:
         super().joined(rank)
@@ -185,7 +181,11 @@ class Leaving(Facts):
     @property
     def step_s(self) -> float:
         """A step takes about so long; the present one counts where it takes longer."""
-        return max(STEP_S if self._step_s is None else self._step_s, self._slow_s)
+        return max(self._usual_step_s, self._slow_s)
+
+    @property
+    def _usual_step_s(self) -> float:
+        return STEP_S if self._step_s is None else self._step_s
 
     @property
     def need_s(self) -> float:
@@ -512,9 +512,7 @@ class Leaving(Facts):
         signals = self._attempts(now_s)
         told_s = min(each.told_s for each in signals)
         last_s = min(each.deadline_s for each in signals) - END_S
-        few_s = (
-            max(told_s, self._moved[0]) + ATTEMPT_STEPS * (STEP_S if self._step_s is None else self._step_s) + ATTEMPT_S
-        )
+        few_s = max(told_s, self._moved[0]) + ATTEMPT_STEPS * self._usual_step_s + ATTEMPT_S
         return last_s if self.world == 1 else min(few_s, last_s), last_s
 
     def _somebody_holds(self) -> bool:
@@ -525,3 +523,8 @@ class Leaving(Facts):
 
     def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(f"{source} {key}"[:200] for source, key in sorted(names))
+
+
+def _learnt_s(took_s: float, before_s: float | None) -> float:
+    """A slow one is remembered for longer than a quick one."""
+    return max(took_s, 0.5 * (took_s + (before_s or 0.0)))

@@ -36,8 +36,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `came`: whether any ever
-    joined, or is not here any more."""
+    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `all_gone`: whether every
+    one that ever came is not here any more, and one did."""
 
     lost: tuple[Member, ...]
     leaving: tuple[Member, ...]

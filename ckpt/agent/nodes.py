@@ -82,22 +82,20 @@ class Nodes:
         return remote.name if remote is not None else ""
 
     def steps(self) -> list[int]:
+        return self._published(self.own.page.entered, 0)
+
+    def _published(self, here: Callable[[int], int], column: int) -> list[int]:
+        """By rank: what those on this node show, and that column of what other nodes tell; 0 where nothing is known."""
         found = [0] * self.world
         for rank in self._here:
-            found[rank] = self.own.page.entered(rank)
+            found[rank] = here(rank)
         for each in self.others.values():
-            for rank, (step, _) in each.published.items():
-                found[rank] = step
+            for rank, told in each.published.items():
+                found[rank] = told[column]
         return found
 
     def polls(self) -> list[int]:
-        found = [0] * self.world
-        for rank in self._here:
-            found[rank] = self.own.page.polled(rank)
-        for each in self.others.values():
-            for rank, (_, polls) in each.published.items():
-                found[rank] = polls
-        return found
+        return self._published(self.own.page.polled, 1)
 
     def since_s(self) -> list[float | None]:
         found: list[float | None] = [None] * self.world

@@ -18,7 +18,7 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.finding import Keeps
-from ckpt.agent.following import Following
+from ckpt.agent.following import Following, answer
 from ckpt.agent.gathering import encoded_parts
 from ckpt.agent.jobs import Job
 from ckpt.agent.leading import CALL_AGAIN_S, Leading
@@ -198,13 +198,8 @@ class Others(Leading):
         if why_not:
             raise AgentError(why_not)
 
-        def ended(error: str) -> None:
-            if error:
-                channel.refuse(request_id, AgentError(error))
-            else:
-                channel.reply(request_id, {})
-
-        self._listening.acknowledge(str(fields["source"]), str(fields["key"]), ended)
+        source, key = str(fields["source"]), str(fields["key"])
+        self._listening.acknowledge(source, key, lambda error: answer(channel, request_id, {}, error))
 
     # -- who says it, and what a start that asks has to be sure of
 
@@ -255,18 +250,15 @@ class Others(Leading):
 
         moving = Moving(channel, request_id, self.copies.progress, self._server.later)
 
-        def answer(blobs: list[bytes], error: str) -> None:
+        def done(blobs: list[bytes], error: str) -> None:
             moving.end()
             if message.kind == "stripe":
                 error = error or self._late_refusal(channel.peer, message.fields)
-            if error:
-                channel.refuse(request_id, AgentError(error))
-            else:
-                channel.reply(request_id, {}, blobs)
+            answer(channel, request_id, {}, error, blobs)
 
         try:
             fields = {**message.fields, "reader": _reader(channel, message.fields)}
-            self.parities.asked(fields, message.blobs, answer)
+            self.parities.asked(fields, message.blobs, done)
         except BaseException:
             moving.end()  # it is refused
             raise
@@ -317,11 +309,7 @@ class Others(Leading):
 
         def kept(error: str) -> None:
             moving.end()
-            error = error or self._late_refusal(channel.peer, fields)
-            if error:
-                channel.refuse(request_id, AgentError(error))
-            else:
-                channel.reply(request_id, {})
+            answer(channel, request_id, {}, error or self._late_refusal(channel.peer, fields))
 
         wanted = decode_described(message.blobs[0])
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here

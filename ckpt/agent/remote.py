@@ -126,12 +126,6 @@ class RemoteRanks:
         """By rank, of those of which it is known: the step that it is in, and its polls since the last ended one."""
         return self._entered
 
-    def step(self, rank: int) -> int:
-        return self._entered.get(rank, (0, 0))[0]
-
-    def polls(self, rank: int) -> int:
-        return self._entered.get(rank, (0, 0))[1]
-
     def announce(self, word: Word | None) -> None:
         self._tell({"t": "word", "word": word.pack() if word is not None else 0})
 
