@@ -261,8 +261,8 @@ class Node(Others):
             return self._idle_since_s + self._settings.linger_s
         if not jobs:
             return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s
-        crashed = jobs[-1].group.is_lost_cause  # what came before the newest is superseded by it
-        if not crashed or not any(job.checkpoints for job in jobs) or self._server.end_asked:
+        held = any(job.checkpoints for job in jobs)  # what came before the newest is superseded by it
+        if jobs[-1].ended_in_order or not held or self._server.end_asked:
             return now_s
         return self._idle_since_s + self._settings.linger_s
 

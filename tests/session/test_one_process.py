@@ -113,6 +113,24 @@ def test_an_exception_saves_no_half_step_and_the_next_start_goes_on(tmp_path: Pa
     assert found[:5] + second == losses(12)
 
 
+def test_after_an_exception_everywhere_the_next_start_goes_on_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a lost connection to another rank: no rank dies of it, and what starts them again is not far."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    job = make()
+    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(tmp_path, job.state) as ck:  # noqa: PT012
+        for step in ck.steps(10):
+            job.train(step)
+            if step == 5:
+                ck.step()
+                ck.save().wait("store")
+                raise ZeroDivisionError
+    monkeypatch.setenv("CKPT_LINGER_S", "0")
+    _, ck = run(tmp_path, 12, make(seed=1))
+    assert (ck.restored.step, ck.restored.level) == (5, "local")
+
+
 def test_a_break_after_the_update_counts_the_step(tmp_path: Path) -> None:
     job = make()
     with ckpt.Checkpointer(tmp_path, job.state) as ck:

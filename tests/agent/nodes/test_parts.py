@@ -399,7 +399,7 @@ def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it
     carrier = SimpleNamespace(
         ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
         protection=made,
-        _guard=lambda what: what(),
+        _guarded=lambda then: then,
         _have_copies_written=lambda name, wanted, then: written.append(name),
     )
     Carrier._have_written(cast(Carrier, carrier), "n2", wanted_of(1), lambda result, error: None)
