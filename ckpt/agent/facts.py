@@ -320,12 +320,11 @@ class Facts:
         self._saves[rank] = Save(tick, why, metrics, request)
 
     def leave(self, rank: int, request: Request, in_order: bool = True) -> None:
-        """`in_order`: it came to its end, or was told to leave; else an exception made it."""
+        """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts."""
         member = self.members[rank]
-        member.broke = member.broke or not in_order
         member.leave = request
         if member.presence is Presence.HERE:
-            member.presence = Presence.LEFT
+            member.presence, member.broke = Presence.LEFT, not in_order
 
     def assembled(self, slot: int, number: int, error: str) -> None:
         """`error`: "" when it is complete."""
