@@ -1,7 +1,7 @@
 """Fetching over TCP: the receiver's side of `bulk`, which says what is spoken on a data connection.
 
 Everything here happens on threads, of the lowest priority unless a start waits for it, in calls that release the GIL:
-one recv_into a piece, xxh3 over it while it is in the cache.
+one recv_into a piece once it is there, xxh3 over it while it is in the cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckpt.agent.peers.greeting import CONNECT_S, HANDSHAKE_S
 from ckpt.agent.peers.limit import Bucket
 from ckpt.agent.peers.sockets import (
     Address,
+    Receiver,
     cut,
-    receive_all,
     receive_exactly,
     resolve,
     send_all,
@@ -188,8 +188,9 @@ class TcpFetch:
         """Connects and receives until nothing is left to ask for. `asked`: asked for and not here, oldest first."""
         sock, session = self._connect()
         try:
+            receiver = Receiver(sock, self._terms.stall_s)
             while self._ask(sock, session, asked):
-                self._receive(sock, asked[0])
+                self._receive(receiver, asked[0])
                 asked.popleft()
         finally:
             with self._changed:
@@ -253,7 +254,7 @@ class TcpFetch:
             send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(NUMBER.pack(self._numbers[n]) for n in more))))
         return bool(asked)
 
-    def _receive(self, sock: socket.socket, number: int) -> None:
+    def _receive(self, receiver: Receiver, number: int) -> None:
         inward, target, hasher = self._terms.inward, self._target, FrameHasher()
         start, length = self._places[number]
         stop, size = start + length, inward.piece_bytes
@@ -262,7 +263,7 @@ class TcpFetch:
             while at < stop:
                 inward.wait(min(size, stop - at), self._is_failed)
                 with target[at : min(at + size, stop)] as piece:
-                    receive_all(sock, piece)
+                    receiver.fill(piece)
                     hasher.update(piece)
                 at += size
         finally:

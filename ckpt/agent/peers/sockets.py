@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """As `receive_all`."""
+    """On a socket that `wait_at_most` was called for. Errors: TimeoutError where fewer than SLOWEST_BYTES moved in that
+    time; OSError."""
     left = len(data)
     while left:
         try:
@@ -105,22 +107,40 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
         data, left = data[sent:], left - sent
 
 
-def receive_all(sock: socket.socket, room: memoryview) -> None:
-    """On a socket that `wait_at_most` was called for. Errors: TimeoutError where fewer than SLOWEST_BYTES moved in
-    that time, so that a peer that dribbles is given up as one that is silent; EOFError; OSError."""
-    left = len(room)
-    while left:
-        try:
-            got = sock.recv_into(room, left, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("the peer sends nothing") from None
-        if got == left:
-            return
-        if not got:
-            raise EOFError("the peer closed the connection")
-        if got < SLOWEST_BYTES:
-            raise TimeoutError("the peer sends too little")  # or the connection was cut: it is of no more use either
-        room, left = room[got:], left - got
+class Receiver:
+    """Fills memory from a socket that `wait_at_most` was called for, and of which nothing else is read.
+
+    The kernel is asked to wake us once what is wanted is there as a whole, not for each few packets of it: on loopback
+    that is a fifth of what both ends spend."""
+
+    def __init__(self, sock: socket.socket, stall_s: float) -> None:
+        """`stall_s`: in which SLOWEST_BYTES have to come, or what is left of a piece."""
+        self._sock, self._stall_ms = sock, max(1, int(stall_s * 1000))
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._low_bytes = 0
+
+    def fill(self, room: memoryview) -> None:
+        """Errors: TimeoutError where too little came in that time, so that a peer that dribbles is given up as one that
+        is silent; EOFError; OSError."""
+        left = len(room)
+        while left:
+            self._wake_at(left)
+            in_time = bool(self._poll.poll(self._stall_ms))  # with less than that where its buffers hold no more
+            try:
+                got = self._sock.recv_into(room, left, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                raise TimeoutError("the peer sends nothing") from None
+            if not got:
+                raise EOFError("the peer closed the connection")
+            if got < left and got < SLOWEST_BYTES and not in_time:
+                raise TimeoutError("the peer sends too little")
+            room, left = room[got:], left - got
+
+    def _wake_at(self, count: int) -> None:
+        if count != self._low_bytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._low_bytes = count
 
 
 def cut(sock: socket.socket) -> None:

@@ -1,0 +1,56 @@
+"""What a connection between agents brings into memory, and when it is given up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.agent.peers.sockets import SLOWEST_BYTES, Receiver, wait_at_most
+from ckpt.tasks import Tasks
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two ends of a connection over TCP; the second one's buffers are small."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as here:
+            there, _ = listener.accept()
+            with there:
+                wait_at_most(there, 60)
+                yield here, there
+
+
+def test_pieces_come_whole_whatever_their_size_and_that_of_the_kernels_buffers(pair: Pair) -> None:
+    here, there = pair
+    pieces = [bytes([n]) * size for n, size in enumerate((1, 5, 1 << 20, 3, 300_000, SLOWEST_BYTES - 1))]
+    receiver = Receiver(there, 60)
+    with Tasks("sending", pool_size=1) as tasks:
+        sent = tasks.submit(here.sendall, b"".join(pieces))
+        for piece in pieces:
+            room = bytearray(len(piece))
+            receiver.fill(memoryview(room))
+            assert room == piece
+        sent.result(60)
+
+
+def test_the_end_of_a_connection_in_the_middle_of_a_piece_is_no_silence(pair: Pair) -> None:
+    here, there = pair
+    here.sendall(b"half")
+    here.shutdown(socket.SHUT_WR)
+    with pytest.raises(EOFError):
+        Receiver(there, 60).fill(memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize(("sent", "said"), [(b"", "nothing"), (b"a few", "too little")])
+def test_a_peer_that_is_silent_or_dribbles_is_given_up(pair: Pair, sent: bytes, said: str) -> None:
+    here, there = pair
+    here.sendall(sent)
+    with pytest.raises(TimeoutError, match=said):
+        Receiver(there, 0.05).fill(memoryview(bytearray(1 << 20)))
