@@ -32,7 +32,7 @@ _SAID = {
     Who.AWAITED: ("start",),
     Who.ASKED: ("outcome",),
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
-    Who.SERVES: ("serve", "publish", "lend", "rebuild"),
+    Who.SERVES: ("serve", "publish", "lend", "rebuild", "write"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"),
     Who.OWNER: ("unserve", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
 }

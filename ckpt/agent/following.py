@@ -41,6 +41,7 @@ from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide, options_from
+from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.events import Event
@@ -68,7 +69,8 @@ class Here:
 
 
 class Following:
-    """One epoch. `leader`: the node that coordinates it. `ranks`: those here. `over`: it may be let go of."""
+    """One epoch. `nodes`: of the job; `leader`: the one that coordinates it. `ranks`: those here. `over`: it may be
+    let go of."""
 
     def __init__(
         self,
@@ -89,14 +91,16 @@ class Following:
         self.leader = nodes[0]
         self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
         self.over = False
+        self.terms: Terms | None = None  # it, and how it commits; None after a restart of this agent
         self.alone_s: float | None = None  # since when there has been nobody here to serve, and no coordinator
+        self.settled = False  # what is kept of it is in the store, or never will be
         self.ranks = Ranks(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
         self._here: dict[int, Here] = {}
         self._numbers = itertools.count(1)
         self._said: list[list[int]] = []
-        self._nodes, self._arenas_of = nodes, arenas_of
+        self.nodes, self._arenas_of = nodes, arenas_of
         self._standing = Standing()
         for notice in standing:
             self._standing.hear(notice)
@@ -245,7 +249,7 @@ class Following:
                 told = fields["bandwidth"]
                 self._network.limit(float(told) if told is not None else None)
             case "claimed":
-                self.claim = claim_told(self.epoch, fields)
+                self._told(Terms.decode(message.blobs[0]))
                 self._end_restore()  # all ranks have what they wanted
             case "drop":
                 self.over = True
@@ -257,6 +261,11 @@ class Following:
                 self._read(channel, fields)
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a coordinator")
+
+    def _told(self, terms: Terms) -> None:
+        if terms.claim.epoch != self.epoch:
+            raise AgentError(f"the claim of {terms.claim.epoch} was told for {self.epoch}")
+        self.claim, self.terms = terms.claim, terms
 
     def declines(self, fields: dict[str, Any], why: str) -> bool:
         """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a
@@ -374,16 +383,16 @@ class Following:
         if "holders" in answer.fields:  # it is in memory, here or on other nodes
             places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
-            nodes = [*self._nodes, *_givers(answer.blobs[4])]
+            nodes = [*self.nodes, *_givers(answer.blobs[4])]
             peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: FanOut | None = None
-        if refs and len(self._nodes) > 1:
+        if refs and len(self.nodes) > 1:
             services = self._network, self._bulk, self._server.later, self._server.post
             slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
             room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
             read = lambda: self._store.reader(refs)  # noqa: E731
-            fan = FanOut(identity, self.epoch, manifest, self._nodes, *services, read, room, self._tell_event)
+            fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event)
         return Restore(
             identity,
             manifest,
@@ -405,7 +414,7 @@ class Following:
     def shared(self, identity: Identity, asked_by: str) -> FanOut | None:
         """This node's part in the reading of that checkpoint; None where it does not restore it yet: then it finds out
         what there is to read. Errors: AgentError for an agent that has no part in it."""
-        if all(node.name != asked_by for node in self._nodes):
+        if all(node.name != asked_by for node in self.nodes):
             raise AgentError(f"agent {asked_by} has no part in {self.epoch}")
         if self._restore is not None and self._restore.identity == identity:
             return self._restore.fan

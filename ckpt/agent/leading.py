@@ -16,10 +16,9 @@ from ckpt.agent.fanout import FanOut
 from ckpt.agent.fence import HERE
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Gathering
-from ckpt.agent.holdings import Inventory, texts
+from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
-from ckpt.agent.loan import Terms
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.rebuilding import Made, Rebuilding
@@ -27,6 +26,7 @@ from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
 from ckpt.agent.starts import Starts
+from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.settings import Settings
@@ -264,16 +264,11 @@ class Leading(Starts):
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
 
     def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
-        fields = {
-            "t": "claimed",
-            "epoch": str(job.epoch),
-            "parent": str(claim.parent) if claim.parent is not None else None,
-            "ancestors": texts(claim),
-            "launch": claim.launch,
-        }
+        terms = Terms(claim, job.options.codec, job.options.limits.bandwidth)
+        fields, blobs = {"t": "claimed", "epoch": str(job.epoch)}, [terms.encode()]
         for node in job.nodes[1:]:
             if self.network is not None:
-                self.network.tell(node.name, fields)
+                self.network.tell(node.name, fields, blobs)
         self._lead_lenders(job, self.lenders.wanted)
 
     def _tell_others_to_forget(self, job: Job) -> None:

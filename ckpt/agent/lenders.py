@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.loan import Terms
 from ckpt.agent.peers.sockets import Address
+from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import UsageError
 from ckpt.events import Event

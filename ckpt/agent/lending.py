@@ -19,12 +19,13 @@ from ckpt.agent import memory
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.copies import decode_described
 from ckpt.agent.holdings import Inventory, sealed
-from ckpt.agent.loan import Loan, Terms
+from ckpt.agent.loan import Loan
 from ckpt.agent.node import Node
 from ckpt.agent.parities import Where
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.surviving import Whole, commit_newest
+from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded
 from ckpt.settings import Settings

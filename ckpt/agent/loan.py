@@ -12,76 +12,13 @@ when it commits by itself what it keeps. Pure: no I/O, no clock of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import msgpack
-
-from ckpt.agent.holdings import texts
-from ckpt.agent.storeside import options_from
+from ckpt.agent.terms import Terms
 from ckpt.errors import AgentError, Superseded
 from ckpt.types import Epoch, Identity
 
-if TYPE_CHECKING:
-    from ckpt.format.codecs import CodecOption
-    from ckpt.store.lineage import Claim
-
 RETRY_S = 30.0  # until a commit that failed is tried again, doubled each time up to RETRY_S_MAX
 RETRY_S_MAX = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a coordinator says of its epoch: its claim, as it is or will be in the store, and how it commits."""
-
-    claim: Claim
-    codec: CodecOption = "auto"
-    bandwidth: float | None = None
-
-    def fields(self) -> dict[str, Any]:
-        claim = self.claim
-        return {
-            "epoch": str(claim.epoch),
-            "parent": str(claim.parent) if claim.parent is not None else None,
-            "ancestors": texts(claim),
-            "launch": claim.launch,
-            "host": claim.host,
-            "time_s": claim.time_s,
-            "run": claim.run,
-            "agents": [[name, list(at)] for name, at in claim.agents],
-            "codec": self.codec,
-            "bandwidth": self.bandwidth,
-        }
-
-    def encode(self) -> bytes:
-        """As a blob: a claim names many agents and ancestors."""
-        packed: bytes = msgpack.packb(self.fields())
-        return packed
-
-    @staticmethod
-    def decode(blob: bytes) -> Terms:
-        """Errors: as `parse`."""
-        fields = msgpack.unpackb(blob, max_ext_len=0)
-        if not isinstance(fields, dict):
-            raise TypeError("the terms of a loan are no map")
-        return Terms.parse(fields)
-
-    @staticmethod
-    def parse(fields: Mapping[str, Any]) -> Terms:
-        """Errors: UsageError, ValueError, TypeError, LookupError."""
-        from ckpt.agent.recovery import claim_told
-        from ckpt.store.lineage import Claim
-
-        told = claim_told(Epoch.parse(str(fields["epoch"])), fields)
-        host, time_s = str(fields["host"])[:200], float(fields["time_s"])
-        if not math.isfinite(time_s):
-            raise ValueError(f"a claim at {time_s}")
-        agents = tuple((str(name), tuple(str(each) for each in at)) for name, at in fields["agents"])
-        run = str(fields["run"])
-        claim = Claim(told.epoch, told.parent, told.ancestors, told.launch, host, time_s, run, agents)
-        options = options_from({"keep": {}, "limits": {"bandwidth": fields["bandwidth"]}, "codec": fields["codec"]})
-        return Terms(claim, options.codec, options.limits.bandwidth)
 
 
 class Loan:

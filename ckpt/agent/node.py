@@ -13,8 +13,8 @@ import msgpack
 
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
+from ckpt.agent.inheriting import Inheriting
 from ckpt.agent.jobs import finite
-from ckpt.agent.others import Others
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.showing import job_facts
@@ -36,7 +36,7 @@ NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # t
 END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
 
 
-class Node(Others):
+class Node(Inheriting):
     """Handles the messages. Everything runs on the agent's main thread."""
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
@@ -48,6 +48,7 @@ class Node(Others):
         self._told_of_end = False
 
     def close(self) -> None:
+        self._end_attempt()
         self._listening.close()
         self.foreseeing.close()
         self._free_lenders()
@@ -113,7 +114,12 @@ class Node(Others):
         self._tend_followings()
         self._tend_lenders()
         fence_s = self._tend_fence(now_s)
-        times = [fence_s, self._tend_orphans(now_s), self.foreseeing.tend(self.current, self.followings)]
+        times = [
+            fence_s,
+            self._tend_orphans(now_s),
+            self._tend_inheritance(now_s),
+            self.foreseeing.tend(self.current, self.followings),
+        ]
         times += [job.settle() for job in self._jobs()]
         self._answer_start()
         self._see()
@@ -254,6 +260,8 @@ class Node(Others):
         busy = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
         if self._start is not None or waiting or busy:
             self._idle_since_s = now_s
+            return None
+        if self._attempt is not None:
             return None
         ended = bool(jobs) and jobs[-1].came_to_its_end  # then nobody comes back for what is kept of it
         keeps = bool(self.followings or self.copies.identities) and not ended

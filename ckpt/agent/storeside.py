@@ -216,9 +216,10 @@ class StoreSide:
         about: dict[str, Any],
         check: Callable[[], None],
         cancel: threading.Event,
+        elsewhere: Elsewhere | None = None,
     ) -> Committed:
-        """Commits what another agent coordinated and cannot commit any more: all packs are this node's, and nothing
-        else is referred to. `check`, `cancel` and errors: see store.commit.Committer.commit."""
+        """Commits what another agent coordinated and cannot commit any more: nothing but packs made for it is referred
+        to. `check`, `cancel`, `elsewhere` and errors: see store.commit.Committer.commit."""
         committer = self._committer(codec, bandwidth)
         metrics, manifest = checkpoint.metrics, checkpoint.manifest
         return committer.commit(
@@ -230,6 +231,7 @@ class StoreSide:
             metrics=metrics,
             about=about,
             cancel=cancel,
+            elsewhere=elsewhere,
         )
 
     def write(

@@ -1,4 +1,4 @@
-"""Committing a checkpoint whose coordinator is lost, by a node that keeps all of it.
+"""Committing a checkpoint whose coordinator is lost, by a node that keeps it, or some of it.
 
 Whatever begins meanwhile, the two do not come into each other's way:
 - Every key has the name of its own writer in it, and the record refers to no other checkpoint's packs; a second record
@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
-from ckpt.agent.checkpoint import put_together
+from ckpt.agent.checkpoint import Checkpoint, put_together
 from ckpt.agent.gathering import read_parts
-from ckpt.agent.loan import Terms
 from ckpt.agent.storeside import StoreSide
+from ckpt.agent.terms import Terms
 from ckpt.errors import DamagedData, Superseded
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
+    from ckpt.store.commit import Committed, Elsewhere
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
@@ -89,24 +90,42 @@ def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Ev
         except DamagedData as exc:
             damaged = exc
             continue
-        if verdict is Verdict.CLAIM:
-            store.claim(each.terms.claim)
-        about: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "launch": each.terms.claim.launch,
-            "world": len(each.arenas),
-            "time_s": time.time(),
-            "disagreed": list(made.disagreed[:100]),
-            "by": "a memory-only node",
-        }
-
-        def check(each: Whole = each) -> None:
-            now = judge(store.run().view(), each.terms.claim, each.identity)
-            if now not in (Verdict.COMMIT, Verdict.DONE):
-                raise Superseded(f"{each.identity} is {now.value}")
-
-        store.commit_for_another(made, each.terms.codec, each.terms.bandwidth, about, check, cancel)
+        commit_whole(store, made, each.terms, "a memory-only node", cancel)
         return each.identity
     if damaged is not None:
         raise damaged
     return None
+
+
+def commit_whole(
+    store: StoreSide,
+    made: Checkpoint,
+    terms: Terms,
+    by: str,
+    cancel: threading.Event,
+    elsewhere: Elsewhere | None = None,
+) -> Committed:
+    """On a thread: commits a checkpoint that `judge` has found to be due, and claims its epoch first where that is due.
+    `by`: who does it, for the record. `elsewhere`: see store.commit.Committer.commit.
+
+    Errors: SaveFailed; Superseded where it is not due any more; StorageError."""
+    claim, identity = terms.claim, made.identity
+
+    def look() -> Verdict:
+        return judge(store.run().view(), claim, identity)
+
+    def check() -> None:
+        if (now := look()) not in (Verdict.COMMIT, Verdict.DONE):
+            raise Superseded(f"{identity} is {now.value}")
+
+    if look() is Verdict.CLAIM:
+        store.claim(claim)
+    about: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "launch": claim.launch,
+        "world": len(made.manifest.coordinates),
+        "time_s": time.time(),
+        "disagreed": list(made.disagreed[:100]),
+        "by": by,
+    }
+    return store.commit_for_another(made, terms.codec, terms.bandwidth, about, check, cancel, elsewhere)

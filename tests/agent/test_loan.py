@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt.agent.loan import RETRY_S, RETRY_S_MAX, Loan, Terms
+from ckpt.agent.loan import RETRY_S, RETRY_S_MAX, Loan
+from ckpt.agent.terms import Terms
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.store.lineage import Ancestor, Claim
 from ckpt.types import Epoch, Identity, Tick

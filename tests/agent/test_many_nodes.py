@@ -15,7 +15,6 @@ from ckpt.agent import memory, wire
 from ckpt.agent.control import WORLD_MAX, ControlPage
 from ckpt.agent.following import _givers
 from ckpt.agent.leading import Leading
-from ckpt.agent.loan import Terms
 from ckpt.agent.network import ADDRESSES_MAX, DOMAINS_MAX, Network, NodeAt, nodes_from
 from ckpt.agent.nodelist import BLOB_BYTES_MAX, NODES_MAX, encode_nodes, leader_of
 from ckpt.agent.nodes import Nodes
@@ -24,6 +23,7 @@ from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.remote import RemoteRanks
 from ckpt.agent.start import Start
+from ckpt.agent.terms import Terms
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import read
 from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENT_TEXT_MAX, AGENTS_MAX, ANCESTORS_MAX, Ancestor, Claim

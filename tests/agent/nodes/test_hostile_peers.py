@@ -83,7 +83,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "close-arenas": {"slot": 3},
     "limit": {"bandwidth": None},
     "absent": {"name": "x"},
-    "claimed": {"parent": None, "ancestors": [], "launch": "test"},
+    "claimed": {},
     "measure": {"sizes": [[1, 4096]], "limit": None, "id": 1},
     "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
     "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
@@ -92,7 +92,14 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
 }
 BELIEVED = ("look",)  # it asks for a start, until whose outcome nothing that is listed goes
 CALLS_MAX = 10
-BLOBS: list[list[bytes]] = [[], [b""], [b"x" * 33], [msgpack.packb([[0, 4096, b"", b""]])], [b"", b"", b""]]
+BLOBS: list[list[bytes]] = [
+    [],
+    [b""],
+    [msgpack.packb({"epoch": OTHER})],
+    [b"x" * 33],
+    [msgpack.packb([[0, 4096, b"", b""]])],
+    [b"", b"", b""],
+]
 
 
 class Liar:

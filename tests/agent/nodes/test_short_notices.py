@@ -16,19 +16,18 @@ from ckpt.errors import AgentError
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.tasks import Tasks
 from ckpt.types import Tick
-from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
+from tests.agent.nodes.cluster import BOUND_S, Cluster, await_, line, together, train
 from tests.agent.nodes.test_relayed_notices import one_step
 
 STORE = 2e5  # bytes a second of each agent's
 
 
-def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None) -> int:
-    """Two nodes, of which the second looks for that file; a first checkpoint shows what saving takes. Its step."""
+def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doomed: int = 1) -> int:
+    """Two nodes, of which one looks for that file; a first checkpoint shows what saving takes. Its step."""
     limits = {"memory": None, "bandwidth": STORE, "peer_bandwidth": peer_bandwidth}
     policy = {"steps": 100_000, "seconds": None}
     cluster.options = {**cluster.options, "policy": policy, "limits": limits, "codec": "raw"}
-    _, second = cluster.connect(0, 1)
-    second.notices = Sources("given", file=str(word)).fields()
+    cluster.connect(0, 1)[doomed].notices = Sources("given", file=str(word)).fields()
     cluster.enter()
     train(cluster.job, 1)
     return cluster.save("peer", "store").step
@@ -73,6 +72,27 @@ def test_where_a_commit_takes_too_long_the_node_that_stays_has_the_last_step_and
         assert told["committed_step"] == first
         assert told["left_s"] > 0
         assert here.result(BOUND_S)["committed"] == str(Tick(step))
+    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
+
+
+def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_the_last_step(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "40")
+    first = start(cluster, tmp_path / "word", doomed=0)
+    step = warn(cluster, tmp_path / "word", 6.0)
+    with Tasks("leave", pool_size=2) as tasks:
+        left = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
+        assert cluster.job[0].wait_level(Tick(step), "peer")
+        told = outcome(cluster)
+        assert (told["level"], told["step"], told["committed_step"]) == ("peer", step, first)
+        cluster.kill_agent(0)  # its machine, as soon as it is not needed any more
+        for each in left:
+            with pytest.raises(AgentError):
+                each.result(BOUND_S)
+    cluster.hang_up()
+    records = Path(cluster.url) / "commits"
+    await_(lambda: len(list(records.iterdir())) > 1)
     assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
 
 
