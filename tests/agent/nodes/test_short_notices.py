@@ -91,8 +91,7 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
             with pytest.raises(AgentError):
                 each.result(BOUND_S)
     cluster.hang_up()
-    records = Path(cluster.url) / "commits"
-    await_(lambda: len(list(records.iterdir())) > 1)
+    await_(lambda: len(line(cluster.url)) > 1)
     assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
 
 
