@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import pytest
 
 from tests.nodes.lan import HUB_AT, STORE_PORT, Lan, Place
 from tests.session.scripts import Line, lines_of
@@ -16,7 +19,18 @@ from tests.session.scripts import Line, lines_of
 RENDEZVOUS = "is_host=0,join_timeout=180,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
-LINGER_S = 60  # of an agent whose ranks are gone
+# torch's rendezvous store leaves a torchrun without an answer for a minute now and then, which ends by that (one in
+# some fifty nodes that came or went, with torch 2.13). Such a run has shown nothing: it is done once more.
+NO_ANSWER = "torch's rendezvous store gave no answer"
+ELASTIC = [
+    pytest.mark.torchrun,
+    pytest.mark.timeout(600),
+    pytest.mark.flaky(reruns=1, only_rerun=[NO_ANSWER]),
+]
+
+_NO_ANSWER = "RendezvousConnectionError|DistStoreError"  # in the log of a torchrun
+
+LINGER_S = 300  # of an agent whose ranks are gone: as by default
 AGENTS_S = 30.0  # in which the agents of a job that came to its end are gone: they do not linger
 
 
@@ -78,7 +92,7 @@ class Elastic:
 
     def lost_its_store(self, name: str) -> bool:
         """Whether torchrun ended there because torch's own rendezvous store did not answer it."""
-        return "RendezvousConnectionError" in self._logs[name].read_text(errors="replace")
+        return re.search(_NO_ANSWER, self._logs[name].read_text(errors="replace")) is not None
 
     def lines(self) -> list[Line]:
         """Of all nodes, in the order of time."""
@@ -100,7 +114,8 @@ class Elastic:
                 return [line for line in found if line is not None]
             ended = [name for name, node in self.places.items() if node.started[-1].poll() is not None]
             if ended:
-                raise Ended(f"not seen; ended: {ended}:\n{self.tail()}", ended)
+                why = f" ({NO_ANSWER})" if all(map(self.lost_its_store, ended)) else ""
+                raise Ended(f"not seen; ended{why}: {ended}:\n{self.tail()}", ended)
             assert time.monotonic() < deadline, f"not seen:\n{self.tail()}"
             time.sleep(0.02)
 

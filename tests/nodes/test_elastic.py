@@ -6,13 +6,11 @@ import json
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan
 from tests.nodes.train import losses
 
-pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+pytestmark = ELASTIC
 
 
 def test_from_4_nodes_to_3_to_2_to_4_in_other_meshes_the_state_is_intact_and_comes_from_memory(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan
 from tests.nodes.train import losses
 
-pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+pytestmark = ELASTIC
 
 EVERY = 20
 STORE_BYTES_S = 200e3  # so slow that a commit takes many steps, and the newest checkpoints are in memory only

@@ -8,14 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.agent.nodes.cluster import line
-from tests.nodes.jobs import Elastic, check_losses, check_memory
+from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan, Place
 from tests.nodes.train import losses
 
-pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(600)]
+pytestmark = ELASTIC
 
 PORT = 7700
 STORE_BYTES_S = 400e3  # so slow that the newest checkpoints are in memory only
