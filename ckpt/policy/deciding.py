@@ -6,6 +6,8 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
   in hand, so that the noise of the next estimate asks for no change.
 - Intervals that break no limit change only where the expected gain is more than the noise of the estimates
   (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %.
+- What a step, a replication or a commit takes bounds an interval. One in force is left for such a bound only where it
+  is off by more than three standard deviations of what was measured of that.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
 - What costs more does not shorten the interval of its level, and more failures do not lengthen it (where limits decide:
   but for less than one snapshot more or less to a commit).
@@ -25,10 +27,12 @@ from ckpt.policy.known import Known
 from ckpt.policy.levels import overhead_of
 from ckpt.policy.predicted import with_predictions
 from ckpt.policy.rates import reconsider
+from ckpt.policy.typical import Typical
 
 LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
 IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
+BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
 MB = 1e6
 
@@ -50,7 +54,8 @@ def decide(
     if current is None or _starts(current) != _starts(wanted):
         return needs.decision(wanted)
     stay = Chosen(current.local_s, current.snapshots, current.local_by, current.store_by)
-    return needs.decision(_reconsidered(needs, stay, wanted))
+    needs.settle(stay)
+    return needs.decision(_reconsidered(needs, stay, needs.wanted()))
 
 
 def _starts(choice: Chosen) -> tuple[bool, bool]:
@@ -128,6 +133,18 @@ class _Needs:
             "store_mb_s": self.traffic_s * IN_HAND,
         }
         self.ceiling_s = (self.at_risk_s - self.commit_high_s) / IN_HAND
+
+    def settle(self, stay: Chosen) -> None:
+        """An interval in force that cannot be told from what a step, a replication or a commit takes, by the error of
+        that mean, is as good a bound as the mean: else what a bound decides would follow its every measurement."""
+        known = self.known
+        measures: dict[Literal["step", "replication"], Typical] = {"step": known.step, "replication": known.replication}
+        for name, measured in measures.items():
+            if abs(stay.local_s - self.least_s[name]) <= BOUND_DEVIATIONS * measured.error:
+                self.least_s[name] = stay.local_s
+        self.floors_s["snapshot"] = max(self.least_s.values())
+        if abs(stay.store_s - self.floors_s["commit"]) <= BOUND_DEVIATIONS * known.commit.error:
+            self.floors_s["commit"] = stay.store_s
 
     # -- what is best now, whatever was before
 
@@ -220,7 +237,7 @@ class _Needs:
         if self.saving(choice) > limits.overhead * over:
             found.add("overhead")
         if choice.store_by != "start":
-            if choice.store_s * IN_HAND < self.measured.commit_s:
+            if choice.store_s * IN_HAND < self.floors_s["commit"]:
                 found.add("commit")
             if choice.store_s * over < self.traffic_s:
                 found.add("store_mb_s")

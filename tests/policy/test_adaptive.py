@@ -245,6 +245,42 @@ def test_noise_in_what_is_measured_changes_nothing_for_long(limits):
     assert len(changed) <= (30 if limits.overhead < 0.05 else 5)  # a budget that binds follows what it is measured by
 
 
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [
+        ("step", Job(step_s=600)),
+        ("replication", Job(replication_s=600, peers=True, nodes=4)),
+        ("commit", Job(commit_s=7200, job=30)),
+    ],
+)
+def test_an_interval_that_is_as_long_as_something_takes_does_not_follow_each_measurement_of_that(name, job):
+    """A thousand measurements that vary by a quarter: then it follows them where they stay elsewhere."""
+    rng = random.Random(11)
+
+    def learnt(known: Known, times: float, spread: float) -> Known:
+        def about(value: float) -> float:
+            return times * value * math.exp(rng.gauss(0, spread))
+
+        known = known.stalled(job.stall_s).committed(about(job.commit_s), 1e9)
+        return known.stepped(10, about(10 * job.step_s)).replicated(about(job.replication_s))
+
+    known, limits = job.known, Adaptive(overhead=1)
+    current, changes = job.decide(limits), 0
+    for _ in range(1000):
+        known = learnt(known, 1, 0.25)
+        found = decide(known, limits, job.nodes, job.peers, current)
+        changes += (found.local_s, found.snapshots) != (current.local_s, current.snapshots)
+        current = found
+    assert name in (current.local_by, current.store_by)
+    assert changes <= 20
+    for times in (3, 1):
+        for _ in range(16):
+            known = learnt(known, times, 0)
+            current = decide(known, limits, job.nodes, job.peers, current)
+        bound_s = times * {"step": job.step_s, "replication": job.replication_s, "commit": job.commit_s}[name]
+        assert (current.store_s if name == "commit" else current.local_s) == pytest.approx(bound_s, rel=0.15)
+
+
 def test_a_state_that_grows_is_followed():
     known = Job().known
     current = decide(known, Adaptive())
