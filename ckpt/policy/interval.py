@@ -9,7 +9,8 @@ What belongs in none of the formulas is the latency of a commit in the backgroun
 checkpoint keeps from training, never on how long it takes to arrive (Vaidya 1997, "Impact of checkpoint latency on
 overhead ratio of a checkpointing scheme"). It adds to the work that is lost, and bounds the interval from below.
 
-Every function is pure. A value outside its domain (negative, infinite, not a number) is a UsageError that names it.
+Every function is pure. A value outside its domain (negative, infinite, not a number, above 1e100 or, where 0 is none,
+below 1e-100) is a UsageError that names it; within it no result is not a number.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 
 from ckpt.errors import UsageError
 
+LARGEST = 1e100  # of times and rates, and 1 / that the least: no product in a formula leaves the range of floats then
 ROUNDING = 1e-9  # relative: a quotient that misses a whole number by less is that number
 
 
@@ -46,7 +48,7 @@ def daly_higher(stall_s: float, mtbf_s: float) -> float:
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
     x = stall_s / (2 * mtbf_s)
-    return interval * (1 + math.sqrt(x) / 3 + x / 9) - stall_s
+    return max(0.0, interval * (1 + math.sqrt(x) / 3 + x / 9) - stall_s)  # rounding, where the stall is next to nothing
 
 
 def exact(stall_s: float, mtbf_s: float) -> float:
@@ -70,7 +72,7 @@ def overhead(interval_s: float, stall_s: float, mtbf_s: float, recovery_s: float
         wall = mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((interval_s + stall_s) / mtbf_s)
     except OverflowError:
         return math.inf
-    return wall / interval_s - 1
+    return max(0.0, wall / interval_s - 1)  # rounding, where next to nothing is lost
 
 
 def checkfreq_steps(stall_s: float, step_s: float, budget: float) -> int:
@@ -119,16 +121,20 @@ def _excess(x: float) -> float:
 
 
 def positive(name: str, value: float) -> float:
-    """`value`, which must be finite and more than 0. Errors: UsageError."""
-    if not (math.isfinite(value) and value > 0):
+    """`value`, which must be finite and more than 0, within LARGEST. Errors: UsageError."""
+    if not 0 < value < math.inf:
         raise UsageError(f"{name}={value}: a finite number more than 0")
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise UsageError(f"{name}: a number from {1 / LARGEST:g} to {LARGEST:g}")
     return value
 
 
 def not_negative(name: str, value: float) -> float:
-    """`value`, which must be finite and at least 0. Errors: UsageError."""
-    if not (math.isfinite(value) and value >= 0):
+    """`value`, which must be finite and at least 0, at most LARGEST. Errors: UsageError."""
+    if not 0 <= value < math.inf:
         raise UsageError(f"{name}={value}: a finite number, at least 0")
+    if value > LARGEST:
+        raise UsageError(f"{name}: a number of at most {LARGEST:g}")
     return value
 
 

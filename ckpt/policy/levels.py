@@ -31,7 +31,8 @@ class Level:
 
     def __post_init__(self) -> None:
         positive("stall_s", self.stall_s)
-        not_negative("rate", self.rate)
+        if self.rate != 0:
+            positive("rate", self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ class Measured:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            not_negative(name, getattr(self, name))
+            value = not_negative(name, getattr(self, name))
+            if name.endswith("_rate") and value:
+                positive(name, value)
         within("slowdown", self.slowdown, 0, 1)
 
     @property
@@ -190,7 +193,7 @@ def overhead_of(measured: Measured, interval_s: float, asked: int) -> float:
         wall = turns(k) - math.expm1(k * log_q) * (m.store_recovery_s + back)
     except OverflowError:
         return math.inf
-    return wall / (k * interval_s) - 1 if math.isfinite(wall) else math.inf
+    return max(0.0, wall / (k * interval_s) - 1) if math.isfinite(wall) else math.inf
 
 
 @dataclass(frozen=True, slots=True)

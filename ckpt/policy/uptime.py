@@ -43,7 +43,10 @@ def weibull_next(uptime_s: float, stall_s: float, mtbf_s: float, shape: float) -
     scale = weibull_scale(mtbf_s, shape)
     power = (shape + 1) / 2
     # In units of the scale, so that no power of seconds leaves the range of floats.
-    grown = math.pow(uptime_s / scale, power) + power * math.sqrt(2 * stall_s / (shape * scale))
+    try:
+        grown = math.pow(uptime_s / scale, power) + power * math.sqrt(2 * stall_s / (shape * scale))
+    except OverflowError:
+        grown = math.inf
     due_s = scale * math.pow(grown, 1 / power)
     if not uptime_s < due_s < math.inf:
         raise UsageError(f"stall_s={stall_s} with mtbf_s={mtbf_s}, shape={shape} gives no time after {uptime_s} s")
@@ -76,7 +79,7 @@ def weibull_overhead(times_s: Iterable[float], stall_s: float, mtbf_s: float, re
     for time_s in times_s:
         if not time_s > before_s:
             raise UsageError(f"times_s: {time_s} s is not after {before_s} s")
-        before_s = time_s
+        before_s = positive("times_s", time_s)
         work_s = time_s - begun_s
         if work_s <= 0:
             continue

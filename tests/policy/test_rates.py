@@ -49,7 +49,7 @@ def test_the_two_ways_to_a_quantile_meet():
     for p in (1e-3, 0.3, 0.99):
         below, above = GammaRate(1e5, 1.0).quantile(p), GammaRate(1e5 * (1 + 1e-12), 1.0).quantile(p)
         assert below == pytest.approx(above, rel=2e-8)
-    assert GammaRate(1e300, 1.0).quantile(0.1) == pytest.approx(1e300)
+    assert GammaRate(1e100, 1.0).quantile(0.1) == pytest.approx(1e100)
 
 
 def test_a_quantile_too_small_for_a_float_is_zero():
