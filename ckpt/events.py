@@ -52,7 +52,7 @@ class Event:
             **(about or {}),
             **self.data,
         }
-        return json.dumps(_finite(body), default=str)
+        return json.dumps(finite(body), default=str)
 
 
 Sink = Callable[[Event], None]
@@ -168,11 +168,12 @@ class JsonLines:
         return True
 
 
-def _finite(tree: Any) -> Any:
+def finite(tree: Any) -> Any:
+    """As JSON may have it: what it has no number for (infinite, not a number) is null."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else None
     if isinstance(tree, dict):
-        return {str(key): _finite(value) for key, value in tree.items()}
+        return {str(key): finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
+        return [finite(value) for value in tree]
     return tree

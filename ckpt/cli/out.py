@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
+from ckpt.events import finite
+
 WIDTH_MAX = 1000  # of a table that goes to a file or a pipe: nothing is cut there
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -32,7 +34,8 @@ def say(text: str = "") -> None:
 
 
 def as_json(body: Mapping[str, Any]) -> None:
-    print(json.dumps(body, default=str, indent=1 if sys.stdout.isatty() else None))
+    """What JSON has no number for (infinite, not a number) is null."""
+    print(json.dumps(finite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:

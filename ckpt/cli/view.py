@@ -4,19 +4,40 @@ ages of what the store says, and asks nobody."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from ckpt.cli import out
 
 Facts = dict[str, Any]
+Row = tuple[str, str, str]  # label, text, style; without a label it belongs to the one before
 
 EVENTS = 5
+# What a terminal has no room for goes in this order: rows where it is too low, columns where it is too narrow.
+ROWS_LEAST = (
+    "memory",
+    "restored",
+    "failures",
+    "snapshots",
+    "older events",
+    "agent",
+    "foreseen",
+    "why",
+    "commits",
+    "losses",
+    "goodput",
+    "events",
+    "run",
+)
+COLUMNS_LEAST = ("by", "saved", "under way", "interval", "age")
+COLUMN_GAP = 3
 LEVELS = ("local", "peer", "store")
 WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
 STATES = {
@@ -39,28 +60,52 @@ def text(status: Facts, width: int | None) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())
 
 
-def render(status: Facts) -> RenderableType:
+def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
+    """All of it, but for the rows with these labels."""
     if status.get("pid") is None:
         return _rows(_of_store(status))
     job, account = status.get("job"), status.get("account")
-    parts: list[RenderableType] = [_rows(_head(status, job, account))]
+    parts: list[RenderableType] = [_rows(_head(status, job, account), hidden)]
     if account is not None and job is not None:
-        parts += [Text(), _levels(job, account), Text()]
-    parts.append(_rows(_body(status, job, account)))
+        parts += [Text(), _Levels(*_levels(job, account)), Text()]
+    events = 1 if "older events" in hidden else EVENTS
+    parts.append(_rows(_body(status, job, account, events), hidden))
     return Group(*parts)
 
 
-def _rows(rows: Iterator[tuple[str, str, str]]) -> Table:
-    """(label, text, style)."""
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """As much of it as the terminal has rows for, the most important first; the last row says what is missing."""
+
+    status: Facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def height(shown: RenderableType) -> int:
+            return len(console.render_lines(shown, options, pad=False))
+
+        shown, room = render(self.status), console.size.height
+        for count in range(1, len(ROWS_LEAST) + 1):
+            if height(shown) <= room:
+                break
+            hidden = ROWS_LEAST[:count]
+            missing = Text(f"a higher window also shows {', '.join(hidden)}", "dim", no_wrap=True, overflow="ellipsis")
+            shown = Group(render(self.status, hidden), missing)
+        yield shown
+
+
+def _rows(rows: Iterator[Row], hidden: Collection[str] = ()) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
+    of = ""
     for label, said, style in rows:
-        grid.add_row(Text(label, "bold"), Text(plain(said), style))
+        of = label or of
+        if of not in hidden:
+            grid.add_row(Text(label, "bold"), Text(plain(said), style))
     return grid
 
 
-def _of_store(status: Facts) -> Iterator[tuple[str, str, str]]:
+def _of_store(status: Facts) -> Iterator[Row]:
     yield "run", str(status["url"]), ""
     yield "agent", "none runs for you on this host", "yellow"
     if status.get("error"):
@@ -78,7 +123,7 @@ def _of_store(status: Facts) -> Iterator[tuple[str, str, str]]:
     yield "epoch", f"{found['epoch']} {how}", ""
 
 
-def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[tuple[str, str, str]]:
+def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[Row]:
     yield "run", str(status.get("url")), ""
     agent = f"process {status['pid']}"
     if "host" in status:
@@ -105,9 +150,10 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[t
         yield "", f"superseded by {job['superseded_by']}", "red"
     if job["error"]:
         yield "error", str(job["error"]), "red"
+    yield from _notices(job["notices"])  # what stands is what one has to know first
 
 
-def _lending(lent: Facts) -> Iterator[tuple[str, str, str]]:
+def _lending(lent: Facts) -> Iterator[Row]:
     whose = f"; launch {lent['launch']}" if lent["launch"] else ""
     how = "" if not lent["launch"] else ", whose coordinator is connected" if lent["connected"] else ", which is gone"
     size, used = out.size(lent["memory_bytes"]), out.size(lent["used_bytes"])
@@ -126,10 +172,9 @@ def _ranks(ranks: list[str]) -> str:
     return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}" + (f" ({rest})" if rest else "")
 
 
-def _levels(job: Facts, account: Facts) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("level", "safe step", "age", "saved", "interval", "by", "under way"):
-        table.add_column(name, justify="right" if name in ("safe step", "age", "saved") else "left")
+def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns, and the rows."""
+    rows = []
     known = {*account["safe"], *job["intervals"], *account["saved_bytes"]}
     for level in (each for each in LEVELS if each in known):
         safe, interval = account["safe"].get(level), job["intervals"].get(level)
@@ -142,8 +187,33 @@ def _levels(job: Facts, account: Facts) -> Table:
             str(interval["by"]) if interval else "",
             "; ".join(_under_way(each) for each in job["under_way"] if each["level"] == level),
         ]
-        table.add_row(*(Text(plain(cell)) for cell in cells))
-    return table
+        rows.append([plain(cell) for cell in cells])
+    return ["level", "safe step", "age", "saved", "interval", "by", "under way"], rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """As a table, of the columns that there is room for. Only what is under way may take several lines."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = {}
+        for name, *cells in zip(self.columns, *self.rows, strict=True):
+            words = [word for cell in cells for word in cell.split()] if name == "under way" else cells
+            widths[name] = max(map(cell_len, [name, *words]))
+        for name in COLUMNS_LEAST:
+            if sum(widths.values()) + COLUMN_GAP * (len(widths) - 1) > options.max_width:
+                del widths[name]
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for name in widths:
+            justify: Any = "right" if name in ("safe step", "age", "saved") else "left"
+            table.add_column(name, justify=justify, no_wrap=name != "under way")
+        for row in self.rows:
+            cells = [cell for name, cell in zip(self.columns, row, strict=True) if name in widths]
+            table.add_row(*map(Text, cells))
+        yield table
 
 
 def _every(interval: Facts) -> str:
@@ -158,7 +228,7 @@ def _under_way(each: Facts) -> str:
     return STATES[each["state"]].format(**each, for_="?" if for_s is None else span(for_s)) + asked
 
 
-def _body(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[tuple[str, str, str]]:
+def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) -> Iterator[Row]:
     if job is not None:
         for number, line in enumerate(job["policy"] or []):
             yield "why" * (not number), line, ""
@@ -169,9 +239,10 @@ def _body(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[t
         yield from _costs(account)
     if job is not None:
         yield from _memory(job["memory"])
-        yield from _notices(job["notices"])
+        if not job["notices"]["standing"]:
+            yield "notices", "none", ""
     yield from _predictions(status.get("predictions"))
-    for number, event in enumerate((status.get("events") or [])[-EVENTS:]):
+    for number, event in enumerate((status.get("events") or [])[-events:]):
         style = "yellow" if event["loud"] else ""
         yield "events" * (not number), f"{span(event['age_s'])} ago: {event['message']}", style
 
@@ -181,7 +252,7 @@ def _rate(found: Facts) -> str:
     return f"{every} ({found['seen']} seen)"
 
 
-def _costs(account: Facts) -> Iterator[tuple[str, str, str]]:
+def _costs(account: Facts) -> Iterator[Row]:
     if account["goodput"] is not None:
         parts = (f"{name} {_share(account[f'{name}_s'], account['elapsed_s'])}" for name in PARTS)
         yield "goodput", f"{account['goodput']:.1%} of {span(account['elapsed_s'])}; {', '.join(parts)}", ""
@@ -216,7 +287,7 @@ def _share(part_s: float, whole_s: float) -> str:
     return f"{span(part_s)} ({part_s / whole_s:.2%})" if part_s and whole_s else "0"
 
 
-def _memory(plan: Facts | None) -> Iterator[tuple[str, str, str]]:
+def _memory(plan: Facts | None) -> Iterator[Row]:
     if plan is None:
         return
     text = f"{plan['slots']} slots of {out.size(plan['slot_bytes'])}, {out.size(plan['kept_bytes'])} kept from before, "
@@ -225,11 +296,8 @@ def _memory(plan: Facts | None) -> Iterator[tuple[str, str, str]]:
     yield "memory", text, "" if plan["slots"] > 2 else "yellow"
 
 
-def _notices(notices: Facts) -> Iterator[tuple[str, str, str]]:
-    standing = notices["standing"]
-    if not standing:
-        yield "notices", "none", ""
-    for number, each in enumerate(standing):
+def _notices(notices: Facts) -> Iterator[Row]:
+    for number, each in enumerate(notices["standing"]):
         sure = "goes away" if each["certain"] else "may go away"
         text = f"this machine {sure} in {each['left_s']:.0f} s ({each['source']} {each['key']})"
         if not number:
@@ -237,7 +305,7 @@ def _notices(notices: Facts) -> Iterator[tuple[str, str, str]]:
         yield "notices" * (not number), text, "red" if each["certain"] else "yellow"
 
 
-def _predictions(found: Facts | None) -> Iterator[tuple[str, str, str]]:
+def _predictions(found: Facts | None) -> Iterator[Row]:
     """Each source on a line: what it is worth. One of which nothing was seen yet is only named."""
     if not found or not found["sources"]:
         return

@@ -24,6 +24,7 @@ from ckpt.errors import AgentError, CkptError, NoCheckpoint, UsageError
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
 
+EVERY_MIN_S, EVERY_MAX_S = 0.1, 86_400.0
 ANSWER_S = 10.0  # an agent that is at work answers at once
 STORE_EVERY_S = 10.0  # listing costs requests, and what it finds changes seldom
 
@@ -35,13 +36,15 @@ def watch(
     job: Annotated[
         str | None, typer.Option("--job", metavar="LAUNCH", help="The job of that launch id that runs here.")
     ] = None,
-    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks.", min=0.1)] = 2.0,
+    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between two looks, .1 to 86400.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
     json: out.Json = False,
 ) -> None:
     """Show what a run's agent is doing: levels, rates, what it costs and why. Ctrl-C ends it."""
     if url is not None and job is not None:
         raise UsageError("give a URL or --job, not both")
+    if not EVERY_MIN_S <= every_s <= EVERY_MAX_S:
+        raise UsageError(f"--every-s {every_s}: from {EVERY_MIN_S:g} to {EVERY_MAX_S:g} seconds")
     found = url if url is not None else _url_of(job)
     with contextlib.closing(Looker(found)) as looker, _shown(json, once) as show, _quiet_when_unread():
         while True:
@@ -179,7 +182,8 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
         return
     from ckpt.cli import view
 
-    if once or not sys.stdout.isatty():
+    console = view.console(sys.stdout)
+    if once or not sys.stdout.isatty() or console.is_dumb_terminal:  # where nothing can be drawn over
 
         def as_text(status: dict[str, Any]) -> None:
             out.say(view.text(status, None if sys.stdout.isatty() else out.WIDTH_MAX))
@@ -191,8 +195,8 @@ def _shown(json: bool, once: bool) -> Iterator[Callable[[dict[str, Any]], None]]
         return
     from rich.live import Live
 
-    with Live(console=view.console(sys.stdout), auto_refresh=False) as live:
-        yield lambda status: live.update(view.render(status), refresh=True)
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda status: live.update(view.Fitted(status), refresh=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import select
@@ -132,6 +133,19 @@ def test_where_there_is_nothing_at_all_it_says_so(tmp_path: Path, monkeypatch: M
     assert (said.code, "no run has saved there" in said.err) == (3, True)
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf", "0.01", "-1", "1e10"])
+def test_a_pause_that_is_none_is_refused(bad: str, tmp_path: Path, monkeypatch: Monkey) -> None:
+    said = ckpt(monkeypatch, "watch", tmp_path, "--once", "--every-s", bad)
+    assert (said.code, "--every-s" in said.err) == (2, True)
+
+
+def test_what_json_has_no_number_for_is_null(tmp_path: Path, monkeypatch: Monkey) -> None:
+    job = {"overhead": math.inf, "rates": {"node": {"per_s": math.nan}}}
+    with an_agent(tmp_path, {"status": {"pid": 1, "job": job}}):
+        said = ckpt(monkeypatch, "watch", tmp_path, "--once", "--json")
+    assert said.json["job"] == {"overhead": None, "rates": {"node": {"per_s": None}}}
+
+
 def test_an_agent_that_refuses_is_an_error_when_asked_once(tmp_path: Path, monkeypatch: Monkey) -> None:
     with an_agent(tmp_path, {"status": AgentError("not now")}):
         said = ckpt(monkeypatch, "watch", tmp_path, "--once")
@@ -171,17 +185,17 @@ def test_each_look_is_one_line_of_json_and_what_it_looks_at_may_come_and_go(tmp_
         assert "Traceback" not in seen.stderr.read()
 
 
-def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
-    a_run(tmp_path)
+def on_a_terminal(run: Path, looks: int, term: str) -> bytes:
+    """What it writes to one until so many looks are there and Ctrl-C has ended it."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
-        command(tmp_path, "--every-s", "0.2"), env=environment(), stdin=its, stdout=its, stderr=its
+        command(run, "--every-s", "0.2"), env={**environment(), "TERM": term}, stdin=its, stdout=its, stderr=its
     )
     os.close(its)
     said = b""
     try:
         deadline = time.monotonic() + 60
-        while said.count(b"none runs for you") < 3:
+        while said.count(b"none runs for you") < looks:
             assert time.monotonic() < deadline, said
             if select.select([ours], [], [], 1)[0]:
                 said += os.read(ours, 65536)
@@ -200,9 +214,20 @@ def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it
         process.wait()
         os.close(ours)
     assert b"Traceback" not in said
+    return said
+
+
+def test_on_a_terminal_it_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    said = on_a_terminal(tmp_path, 3, "xterm")
     assert b"\x1b[?25l" in said  # the cursor was hidden ...
     assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")  # ... and is back
     assert b"\x1b[1A" in said  # drawn over what was there
+
+
+def test_a_terminal_that_cannot_be_drawn_over_gets_one_look_after_the_other(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    assert b"\x1b" not in on_a_terminal(tmp_path, 2, "dumb")
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""The live view of `ckpt watch` where there is little room for it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ckpt.cli import view
+
+COUNT = {"number": 3, "seconds": 1.2, "last_s": 0.4}
+SAFE = {"step": 60, "tick": "60.0", "age_s": 8.0}
+ACCOUNT: dict[str, Any] = {
+    "phase": "training",
+    "phase_s": 123.0,
+    "elapsed_s": 200.0,
+    "stall_s": 5.0,
+    "lost_s": 10.0,
+    "recovery_s": 10.0,
+    "starting_s": 25.0,
+    "ending_s": 0.0,
+    "goodput": 0.75,
+    "failures": 1,
+    "lost_steps": 3,
+    "ended_step": 99,
+    "snapshots": COUNT,
+    "given_up": 1,
+    "commits": COUNT,
+    "commits_failed": 1,
+    "recoveries": {"number": 1, "seconds": 3.0, "last_s": 3.0},
+    "raw_bytes": 10**9,
+    "saved_bytes": {"local": 10**9, "store": 10**8},
+    "restored_bytes": {"local": 5},
+    "safe": {"local": SAFE, "store": SAFE},
+}
+JOB: dict[str, Any] = {
+    "launch": "demo",
+    "epoch": "00000002-421ce3c4f78d077b",
+    "ranks": ["here"] * 8,
+    "step_s": 0.05,
+    "superseded_by": None,
+    "error": None,
+    "intervals": {
+        name: {"interval_s": 42.4, "interval_steps": None, "by": "rates"} for name in ("local", "peer", "store")
+    },
+    "under_way": [{"level": "store", "state": "committed", "step": 60, "for_s": 3.0, "asked": "appointed"}],
+    "policy": ["a snapshot every 42.4 s: the least expected loss; it stalls 10.1 ms, and so on and so on"] * 2,
+    "rates": {name: {"per_s": 1e-6, "seen": 0} for name in ("process", "node", "preemption", "job")},
+    "memory": {
+        "slots": 3,
+        "slot_bytes": 10**7,
+        "kept_bytes": 0,
+        "commit_bytes": 10**7,
+        "total_bytes": 4 * 10**7,
+        "allowed_bytes": 10**10,
+        "bound": "the machine",
+    },
+    "notices": {
+        "standing": [{"left_s": 25.0, "certain": True, "source": "aws", "key": "spot"}],
+        "course": "commit",
+        "needs_s": 12.0,
+    },
+}
+STATUS: dict[str, Any] = {
+    "url": "s3://bucket/run",
+    "pid": 24638,
+    "host": "node3",
+    "up_s": 13.6,
+    "resident_bytes": 8e7,
+    "metrics": "127.0.0.1:9400",
+    "job": JOB,
+    "account": ACCOUNT,
+    "events": [
+        {"event": "commit.failed", "message": f"step {step} was not committed: no answer", "loud": True, "age_s": 3.0}
+        for step in range(60, 65)
+    ],
+    "predictions": {"sources": {}, "standing": []},
+}
+
+
+def drawn(width: int, height: int) -> list[str]:
+    stream = io.StringIO()
+    Console(file=stream, width=width, height=height, highlight=False, markup=False).print(view.Fitted(STATUS))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 20), (60, 18), (44, 22)])
+def test_a_small_terminal_shows_what_one_has_to_know_and_says_what_else_there_is(width: int, height: int) -> None:
+    lines = drawn(width, height)
+    text = "\n".join(lines)
+    assert len(lines) <= height
+    assert "this machine goes away in 25 s" in text
+    assert "store" in text
+    assert lines[-1].startswith("a higher window also shows memory")
+
+
+def test_the_newest_event_stays_longer_than_those_before_it() -> None:
+    text = "\n".join(drawn(80, 24))
+    assert "step 64 was not committed" in text
+    assert "step 63 was not committed" not in text
+
+
+def test_a_high_terminal_shows_everything() -> None:
+    lines = drawn(100, 60)
+    assert {"run", "agent", "job", "why", "failures", "memory", "events"} <= {line.partition(" ")[0] for line in lines}
+    assert "a higher window" not in lines[-1]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 50, 60, 70, 80])
+def test_of_the_table_of_levels_a_narrow_terminal_shows_whole_columns(width: int) -> None:
+    lines = drawn(width, 100)
+    at = next(number for number, line in enumerate(lines) if line.startswith("level"))
+    for line in lines[at : at + 5]:
+        assert "…" not in line
+    assert "60" in next(line for line in lines[at:] if line.startswith("store")).split()
+
+
+def test_a_terminal_without_room_for_anything_is_no_error() -> None:
+    assert drawn(1, 1)
