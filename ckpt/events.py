@@ -91,7 +91,7 @@ class JsonLines:
     Several processes may append to one file, as long as it lies on a disk of this host: each line is one write. The
     file is renamed to PATH.1, over the one before, when it has FILE_BYTES_MAX bytes. Writing is done by a thread: a
     disk that hangs, is full or gone costs lines, of which the log and the next line that can be written tell, and
-    nothing else. `about`: entries of every line."""
+    nothing else. `about`: entries of every line; those that are known later only are set with `also`."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
@@ -102,6 +102,10 @@ class JsonLines:
         self._torn = False
         self._tasks = Tasks("events")
         self._tasks.start("write", self._write)
+
+    def also(self, **about: Any) -> None:
+        """Entries of every line from now on."""
+        self.about = {**self.about, **about}
 
     def __call__(self, event: Event) -> None:
         if event.by_agent:

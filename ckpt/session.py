@@ -282,11 +282,14 @@ class Checkpointer:
         if self._notices == "off":
             settings = replace(settings, notices="off")
         with contextlib.ExitStack() as last, contextlib.ExitStack() as stack:
-            self._write_events(settings.events, last)
+            lines = self._write_events(settings.events, last)
             tasks = stack.enter_context(Tasks("trainer", pool_size=4))
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
             updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
             parting = Parting(saver.link, tasks, self.events, settings)
+            if lines is not None and saver.link.terms is not None:
+                terms = saver.link.terms
+                lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
             self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all(), last.pop_all())
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
@@ -333,15 +336,16 @@ class Checkpointer:
             else:
                 raise CommitFailed(str(failure)) from failure
 
-    def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> None:
+    def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
         """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""
         if path is None:
-            return
+            return None
         about = {"by": "trainer", "url": self.url, "host": socket.gethostname(), "pid": os.getpid()}
         lines = JsonLines(path, about)
         closing.callback(lines.close)
         self.events.add(lines)
         closing.callback(self.events.remove, lines)
+        return lines
 
     def _finish_normally(self) -> CkptError | None:
         """Saves the last step unless it is saved, and waits for its commit."""

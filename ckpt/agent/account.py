@@ -187,6 +187,7 @@ class Account:
         self._advance(now_s)
         elapsed_s = self._elapsed_s
         return {
+            "epoch": str(self._epoch) if self._epoch is not None else None,
             "phase": self.phase.value,
             "phase_s": 0.0 if self._phase_s is None else now_s - self._phase_s,
             "elapsed_s": elapsed_s,

@@ -60,7 +60,7 @@ class Showing:
         self._opened = False
         self._lines: JsonLines | None = None
         if settings.events is not None:
-            about = {"by": "agent", "url": url, "host": socket.gethostname(), "pid": os.getpid()}
+            about = {"by": "agent", "url": url, "host": socket.gethostname(), "pid": os.getpid(), "launch": None}
             self._lines = JsonLines(settings.events, about)
 
     def close(self) -> None:
@@ -90,6 +90,7 @@ class Showing:
 
     def restored(self, job: Job, level: str, restore: Restore | None) -> None:
         """Training begins, after what was restored; `level`: where that was found."""
+        self._is_of(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
         lost_s, lost_steps, recovered = account.lost_s, account.lost_steps, account.recoveries.number
@@ -118,6 +119,7 @@ class Showing:
     def look(self, job: Job | None, starting: bool) -> None:
         """After anything happened. `job`: the current one."""
         before = self.account.phase
+        self._is_of(job)
         if job is not None:
             self.account.follow(job.epoch)
         ended = max(0, job.ranks.hindmost() - 1) if job is not None else 0
@@ -127,6 +129,12 @@ class Showing:
         if not self._opened and self._settings.metrics is not None and (job is not None or starting):
             self._opened = True
             self._open(*self._settings.metrics)
+
+    def _is_of(self, job: Job | None) -> None:
+        """Which start the lines are of from now on; of none where there is no job."""
+        launch = job.launch if job is not None else None
+        if self._lines is not None and self._lines.about["launch"] != launch:
+            self._lines.also(launch=launch)
 
     def _phase(self, job: Job | None, starting: bool) -> Phase | None:
         if starting:

@@ -31,6 +31,11 @@ def test_a_run_leaves_one_file_of_what_happened_in_the_trainer_and_in_the_agent(
     assert {each["pid"] for each in found if each["by"] == "trainer"} == {os.getpid()}
     commits = [each for each in found if each["event"] == "commit.done"]
     assert [each["by"] for each in commits] == ["agent", "agent"]
+    assert {(each["rank"], each["launch"]) for each in found if each["by"] == "trainer"} == {(0, commits[0]["launch"])}
+    epochs = [each["epoch"] for each in found if each["event"] == "receipt"]
+    assert len(set(epochs)) == 2
+    assert [each["epoch"] for each in commits] == epochs
+    assert [each["epoch"] for each in found if each["event"] == "job.account" and each["starts"]][-1] == epochs[-1]
     assert [each.name for each in heard if each.name == "commit.done" and each.by_agent] == ["commit.done"] * 2
     accounts = [each for each in found if each["event"] == "job.account"]
     assert accounts[-1]["phase"] == "idle"
