@@ -15,6 +15,7 @@ from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
 from ckpt.agent.inheriting import Inheriting
 from ckpt.agent.jobs import finite
+from ckpt.agent.relearning import Relearning
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.showing import job_facts
@@ -46,6 +47,7 @@ class Node(Inheriting):
         self._retry_s = 0.0  # when an orphan's commit is tried again
         self._limit_s = math.inf  # and when that ends
         self._told_of_end = False
+        self._relearning = Relearning(self._bulk, self._store, self.foreseeing, self._events)
 
     def close(self) -> None:
         self._end_attempt()
@@ -111,6 +113,7 @@ class Node(Inheriting):
     def settle(self) -> float | None:
         now_s = time.monotonic()
         self._tend_notices()
+        self._relearning.tend(self.current)
         self._tend_followings()
         self._tend_lenders()
         fence_s = self._tend_fence(now_s)

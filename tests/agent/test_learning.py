@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
 import pytest
 
 from ckpt.agent.learning import Learning
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
 from ckpt.policy.remembered import recall
+from ckpt.storage import open as open_store
+from ckpt.store.reader import open_record
+from ckpt.store.run import Run
+from tests.agent import test_agent
+from tests.agent.fake import FakeRank
+from tests.agent.test_agent import checkpoint, finish, one_step, reconnect, start, wait_for, wait_gone
+from tests.agent.test_showing import status_of
+
+url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 
 
 def trained(learning: Learning, commits: int, step_s: float = 0.1, beside_s: float = 0.2) -> float:
@@ -101,3 +115,43 @@ def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> 
     heir.inherit(recalled.known)
     assert heir.known.process == learning.known.process
     assert heir.known.stall.seen == 0, "another machine may have other costs"
+
+
+def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_on(
+    url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    policy = {"kind": "adaptive", "overhead": 1.0, "store_mb_s": None, "at_risk_s": 1.0}
+    options = {**test_agent.OPTIONS, "policy": policy}
+
+    def seen() -> int:
+        found: int = status_of(url)["job"]["rates"]["process"]["seen"]
+        return found
+
+    for number in range(2):  # what ends by an exception has failed
+        (rank,) = job = ranks(1, options=options)
+        start(job)
+        assert seen() == number
+        checkpoint(job, "store")
+        if not number:
+            rank.leave("exception")
+            rank.connection.close()
+    agent = rank.connection.agent_pid
+    os.kill(agent, signal.SIGKILL)
+    assert rank.lost.wait(30)
+    rank.connection.close()
+    rank.warm.clear()
+    rank.plan, rank.answered = None, 0
+    reconnect(rank)
+    rank.join(rank.epoch, resume=True)
+    rank.wait_warm()
+    wait_for(lambda: seen() == 1)
+    one_step(rank)  # it says where it is
+    checkpoint(job, "store")
+    finish(job)
+    agent = rank.connection.agent_pid
+    rank.connection.close()
+    wait_gone(agent)
+    with contextlib.closing(open_store(url)) as store:
+        newest = open_record(store, Run(store).view().line[-1])
+    assert newest.about["learnt"]["process.seen"] == 1
