@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         overhead_of,
         snapshots_per_commit,
         staleness,
+        store_rate,
     )
     from ckpt.policy.predicted import Predicted, predicted_waste, with_predictions
     from ckpt.policy.rates import Change, GammaRate, reconsider
@@ -63,6 +64,7 @@ _WHERE = {
     "overhead_of": "levels",
     "snapshots_per_commit": "levels",
     "staleness": "levels",
+    "store_rate": "levels",
     "Predicted": "predicted",
     "predicted_waste": "predicted",
     "with_predictions": "predicted",
@@ -119,6 +121,7 @@ __all__ = [
     "remember",
     "snapshots_per_commit",
     "staleness",
+    "store_rate",
     "weibull_next",
     "weibull_overhead",
     "weibull_scale",

@@ -13,7 +13,7 @@ turn. d2 moves no optimum: it adds l3 d2 of lost work, and k tau cannot be below
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,6 +131,21 @@ class Measured:
     def memory_loss(self) -> float:
         """la Ra: seconds of recovery, replication lag included, per second."""
         return self.local_rate * self.local_recovery_s + self.peer_rate * (self.peer_recovery_s + self.replication_s)
+
+
+def store_rate(everything: float, losses: Iterable[tuple[float, float]] = ()) -> float:
+    """Failures per second that only the store survives, from what fails and from where copies lie:
+    l3 = l_all + the sum over k of l(k) (1 - P_ok(k)).
+
+    `everything`: the rate at which all nodes are lost. `losses`: for each number k of nodes that are lost at once the
+    rate of that, and the probability P_ok that memory survives it, which the placement gives (Wang et al. 2023,
+    "GEMINI", for copies in groups). What strikes k nodes one soon after the other is such a loss, too. Not used by
+    `decide`, which counts the failures that needed the store. Rates per second. Errors: UsageError.
+    """
+    found = [not_negative("everything", everything)]
+    for rate, survives in losses:
+        found.append(not_negative("losses", rate) * (1 - within("survives", survives, 0, 1)))
+    return math.fsum(found)
 
 
 def snapshots_per_commit(measured: Measured, interval_s: float, asked: int) -> int:

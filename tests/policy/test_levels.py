@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
+from ckpt.plan.survival import group_ways, survival
 from ckpt.policy import (
     Level,
     Measured,
@@ -23,6 +24,7 @@ from ckpt.policy import (
     overhead_of,
     snapshots_per_commit,
     staleness,
+    store_rate,
     young,
 )
 from tests.policy import simulated
@@ -186,6 +188,17 @@ def test_losses_of_nodes_cost_their_own_recovery_and_the_replication_lag():
     assert overhead_first_order(m, 150, 4) - overhead_first_order(replace(m, replication_s=0), 150, 4) == (
         pytest.approx(lag)
     )
+
+
+def test_what_only_the_store_survives_follows_from_what_fails_and_where_copies_lie():
+    pairs = [group_ways(2, 1)] * 8
+    assert store_rate(1 / 24, [(1 / 6, survival(pairs, 1))]) == 1 / 24, "one node is lost without harm"
+    both = store_rate(1 / 24, [(0.5, survival(pairs, 1)), (0.25, survival(pairs, 2)), (0.125, survival(pairs, 16))])
+    assert both == pytest.approx(1 / 24 + 0.25 * (1 - 14 / 15) + 0.125)
+    assert store_rate(0) == 0
+    for bad in ((-1.0, []), (math.nan, []), (0.0, [(-1.0, 1.0)]), (0.0, [(1.0, 1.1)]), (0.0, [(1.0, math.nan)])):
+        with pytest.raises(UsageError):
+            store_rate(*bad)
 
 
 @pytest.mark.parametrize("m", [NODES16, BIG, HARSH, SYNCHRONOUS])
