@@ -170,7 +170,7 @@ class Run:
             f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
             f"{2 * period_s:g} s (ckpt.Checkpointer(take_over=True) does not wait)",
             loud=True,
-            epoch=str(epoch),
+            watched=str(epoch),
         )
         for _ in range(2 * _LOOKS):
             self.clock.sleep_s(period_s / _LOOKS)
