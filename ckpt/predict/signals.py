@@ -101,11 +101,11 @@ class Sampler:
         return found
 
     def _memory(self, found: dict[str, float]) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError, ArithmeticError):
             info = {line.split()[0]: int(line.split()[1]) for line in _text(self._meminfo).splitlines()[:3]}
             found["memory.used"] = 1 - info["MemAvailable:"] / info["MemTotal:"]
         for group in self._groups:
-            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            with contextlib.suppress(OSError, ValueError, ArithmeticError):
                 limit = int(_text(group.limit))
                 cache = int(_text(group.stat).partition(f"\n{group.cache} ")[2].split("\n", 1)[0] or 0)
                 part = (int(_text(group.used)) - cache) / limit  # next to 0 where version 1 has no limit
@@ -113,7 +113,7 @@ class Sampler:
 
     def _stalls(self, counters: dict[str, float]) -> None:
         for name, path in self._pressure.items():
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
                 for line in _text(path).splitlines():
                     kind, total = line.split()[0], line.rpartition("total=")[2]
                     if kind == "some" or (kind == "full" and name != "cpu"):  # a whole machine never waits for its cpu
@@ -123,7 +123,7 @@ class Sampler:
         """By disk: how many ended so far, and how long they took together."""
         found: dict[str, float] = {}
         for path in self._disks:
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
                 fields = [int(each) for each in _text(path).split()]
                 found[f"{path}:ended"] = fields[0] + fields[4]
                 found[f"{path}:took"] = (fields[3] + fields[7]) / 1e3
@@ -166,7 +166,7 @@ def _some(folder: Path, pattern: str) -> list[Path]:
 def _count(counters: dict[str, float], name: str, paths: list[Path], number: Callable[[str], int]) -> None:
     """The sum over these files, where one of them can be read."""
     for path in paths:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, ArithmeticError):
             counters[name] = counters.get(name, 0.0) + number(_text(path))
 
 

@@ -41,6 +41,19 @@ def machine(root: Path, seconds: int = 0) -> Sampler:
 PRESSURE = {"some": 500_000, "full": 250_000}  # microseconds a second
 
 
+def test_numbers_that_cannot_be_are_no_signals(tmp_path: Path) -> None:
+    sampler = machine(tmp_path)
+    sampler.read(100.0)
+    put(tmp_path, "proc/meminfo", "MemTotal:  0 kB\nMemFree:  0 kB\nMemAvailable:  0 kB")
+    huge = "9" * 4000
+    put(tmp_path, "proc/pressure/io", f"some total={huge}")
+    put(tmp_path, "sys/devices/system/edac/mc/mc0/ce_count", huge)
+    put(tmp_path, "sys/block/sda/stat", f"1 0 8 {huge} 1 0 8 1 0 0 0")
+    put(tmp_path, "sys/block/sda/device/ioerr_cnt", "0x" + "f" * 4000)
+    found = sampler.read(110.0)
+    assert not {"memory.used", "io.some", "disk.errors", "disk.wait_s"} & set(found)
+
+
 def test_gauges_are_there_at_once_and_rates_from_the_second_reading_on(tmp_path: Path) -> None:
     sampler = machine(tmp_path)
     assert sampler.read(100.0) == {"memory.used": pytest.approx(0.6)}
