@@ -77,7 +77,8 @@ def nested(levels: Sequence[Level]) -> Nested:
 
 
 def nested_overhead(levels: Sequence[Level], intervals_s: Sequence[float | None]) -> float:
-    """The first-order overhead of given intervals, None where a level is left out: the sum of C_l/T_l + l_l T_l/2.
+    """The first-order overhead of given intervals in seconds, None where a level is left out: the sum of
+    C_l/T_l + l_l T_l/2 (Benoit et al. 2017, what `nested` makes least).
     A failure is recovered from the lowest level at or above its own that is kept; math.inf where there is none.
     """
     total, unserved = 0.0, 0.0
@@ -149,8 +150,8 @@ def store_rate(everything: float, losses: Iterable[tuple[float, float]] = ()) ->
 
 
 def snapshots_per_commit(measured: Measured, interval_s: float, asked: int) -> int:
-    """The snapshots that a commit really spans where every `asked`-th is wanted: at most one commit is in flight, so
-    that it is the least k >= asked with k s = k (tau + c1) + C2 >= d2.
+    """The snapshots that a commit really spans where every `asked`-th is wanted. This project's: at most one commit is
+    in flight, so that it is the least k >= asked with k s = k (tau + c1) + C2 >= d2.
     """
     positive("interval_s", interval_s)
     if asked < 1:
@@ -160,7 +161,8 @@ def snapshots_per_commit(measured: Measured, interval_s: float, asked: int) -> i
 
 
 def staleness(measured: Measured, interval_s: float, asked: int) -> float:
-    """How many seconds old the newest committed checkpoint is at a random moment: d2 + k s / 2."""
+    """How many seconds old the newest committed checkpoint is at a random moment: d2 + k s / 2. This project's: it is
+    d2 old when it is committed, and half of what a commit spans older than that on average."""
     k = snapshots_per_commit(measured, interval_s, asked)
     turns_s = k * (interval_s + measured.snapshot_stall_s) + measured.commit_cost_s
     return measured.commit_s + turns_s / 2

@@ -19,13 +19,14 @@ NEGLIGIBLE = 1e-12  # the part of all machines that is still up where a sum over
 
 
 def weibull_scale(mtbf_s: float, shape: float) -> float:
-    """The scale in seconds of the Weibull distribution with that mean: M / Gamma(1 + 1/shape). Shape: .1 to 10."""
+    """The scale in seconds of the Weibull distribution (Weibull 1951) with that mean: M / Gamma(1 + 1/shape). Shape: .1
+    to 10."""
     within("shape", shape, SHAPE_MIN, SHAPE_MAX)
     return positive("mtbf_s", mtbf_s) / math.gamma(1 + 1 / shape)
 
 
 def weibull_survival(uptime_s: float, mtbf_s: float, shape: float) -> float:
-    """The probability that a machine is up for longer than that: exp(-(t / scale)^shape)."""
+    """The probability that a machine is up for longer than that: exp(-(t / scale)^shape) (Weibull 1951)."""
     return _survival(not_negative("uptime_s", uptime_s) / weibull_scale(mtbf_s, shape), shape)
 
 
@@ -65,9 +66,10 @@ def weibull_times(stall_s: float, mtbf_s: float, shape: float) -> Iterator[float
 
 
 def weibull_overhead(times_s: Iterable[float], stall_s: float, mtbf_s: float, recovery_s: float, shape: float) -> float:
-    """The expected overhead of a schedule: (M + R) / U - 1, where U is the useful work that a machine's life leaves
-    behind: the sum, over the checkpoints, of the work since the one before, times the probability that the machine
-    is up until the checkpoint is taken (up-times are independent, none ends in recovery).
+    """The expected overhead of a schedule, by renewal reward (Ross 1996, section 3.6): (M + R) / U - 1, where U is the
+    useful work that a machine's life leaves behind: the sum, over the checkpoints, of the work since the one before,
+    times the probability that the machine is up until the checkpoint is taken (up-times are independent, none ends in
+    recovery).
 
     `times_s` grows, and is read until next to no machine is that old; work after its end is taken as lost. What is
     due while a stall lasts is skipped. Errors: UsageError.
