@@ -132,6 +132,7 @@ class Following:
     def status(self) -> dict[str, Any]:
         return {
             "epoch": str(self.epoch),
+            "launch": self.claim.launch if self.claim is not None else None,
             "coordinator": self.leader.name,
             "connected": self._is_led,
             "ranks": sorted(self._here),

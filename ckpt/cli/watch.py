@@ -151,6 +151,7 @@ def _launches(status: dict[str, Any]) -> list[str]:
     """Of the job that runs or begins there; else of the newest one before."""
     job, former = status.get("job"), status.get("former") or []
     found = [status.get("starting"), job["launch"] if job else None] if job or status.get("starting") else []
+    found = found or [each.get("launch") for each in status.get("following") or []]  # coordinated by another node's
     found = found or [former[-1]["launch"] if former else None]
     return sorted({str(each) for each in found if each is not None})
 

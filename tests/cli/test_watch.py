@@ -102,12 +102,14 @@ def test_a_job_is_found_by_its_launch_id(tmp_path: Path, monkeypatch: Monkey) ->
     with (
         an_agent(tmp_path / "a", {"status": {"url": "a", "pid": 1, "job": job}}),
         an_agent(tmp_path / "b", {"status": {"url": "b", "pid": 2, "job": None, "former": [{"launch": "5678"}]}}),
+        an_agent(tmp_path / "c", {"status": {"url": "c", "pid": 3, "job": None, "following": [{"launch": "7"}]}}),
     ):
         said = ckpt(monkeypatch, "watch", "--once")
-        assert (said.code, "a (launch 1234); b (launch 5678)" in said.err) == (2, True)
+        assert (said.code, "a (launch 1234); b (launch 5678); c (launch 7)" in said.err) == (2, True)
         monkeypatch.chdir(tmp_path)
         assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "1234").json["pid"] == 1
         assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "5678").json["pid"] == 2
+        assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "7").json["pid"] == 3
         said = ckpt(monkeypatch, "watch", "--once", "--job", "9")
         assert (said.code, "launch id '9'" in said.err) == (6, True)
         assert ckpt(monkeypatch, "watch", "a", "--once", "--job", "9").code == 2

@@ -32,6 +32,8 @@ def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str)
     packs = {path.name.rpartition("-")[0] for path in Path(url, "data").rglob("*.pack")}
     assert len(packs) == 3, packs
     assert len(line(url)) == 1
+    assert cluster.status(0)["job"]["launch"] == "test"
+    assert [cluster.status(node)["following"][0]["launch"] for node in (1, 2)] == ["test"] * 2
 
 
 RATE = 400_000.0
