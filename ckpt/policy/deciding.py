@@ -135,15 +135,16 @@ class _Needs:
         self.ceiling_s = (self.at_risk_s - self.commit_high_s) / IN_HAND
 
     def settle(self, stay: Chosen) -> None:
-        """An interval in force that cannot be told from what a step, a replication or a commit takes, by the error of
-        that mean, is as good a bound as the mean: else what a bound decides would follow its every measurement."""
+        """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
+        from that by the error of its mean, is as good a bound as the mean: else it would follow each measurement."""
         known = self.known
         measures: dict[Literal["step", "replication"], Typical] = {"step": known.step, "replication": known.replication}
         for name, measured in measures.items():
-            if abs(stay.local_s - self.least_s[name]) <= BOUND_DEVIATIONS * measured.error:
+            if stay.local_by == name and abs(stay.local_s - self.least_s[name]) <= BOUND_DEVIATIONS * measured.error:
                 self.least_s[name] = stay.local_s
         self.floors_s["snapshot"] = max(self.least_s.values())
-        if abs(stay.store_s - self.floors_s["commit"]) <= BOUND_DEVIATIONS * known.commit.error:
+        off_s = abs(stay.store_s - self.floors_s["commit"])
+        if stay.store_by == "commit" and off_s <= BOUND_DEVIATIONS * known.commit.error:
             self.floors_s["commit"] = stay.store_s
 
     # -- what is best now, whatever was before

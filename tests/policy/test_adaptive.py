@@ -224,6 +224,42 @@ def test_the_same_knowledge_asks_for_no_change(job, limits):
     assert job.decide(limits, found) == found
 
 
+def test_a_bound_that_did_not_decide_is_no_reason_to_change_however_noisy_it_is():
+    known = Known().ran(3600)
+    for seconds in (0.0, 0.0, 1e6):
+        known = known.stalled(1).replicated(seconds).committed(100, 1e9)
+    for _ in range(500):
+        known = known.failed(Failure.PROCESS)
+    found = decide(known, Adaptive(), 4, True)
+    assert (found.local_by, found.store_by) == ("overhead", "overhead")
+    assert decide(known, Adaptive(), 4, True, found) == found
+
+
+def test_however_wild_what_is_measured_the_same_asks_for_no_change_and_intervals_are_numbers():
+    draw = random.Random(5)
+
+    def wild() -> float:
+        return draw.choice((0, 1e-9, 1e-3, 0.5, 1, 30, 1e4, 1e6, 1e9))
+
+    for _ in range(2000):
+        known = Known().ran(wild(), draw.choice((1, 10**6)))
+        for _ in range(draw.choice((0, 1, 3, 5))):
+            known = known.stalled(wild()).replicated(wild())
+            known = known.committed(wild(), wild()) if draw.random() < 0.7 else known
+            known = known.stepped(1, wild()).stepped_beside_commit(1, wild()) if draw.random() < 0.5 else known
+            known = known.failed(draw.choice(list(Failure)))
+        known = known.foreseen(draw.choice((0, 0.5, 0.999)), draw.choice((1e-9, 0.5, 1)))
+        limits = Adaptive(draw.choice((1e-9, 0.05, 1)), draw.choice((None, 1e-9, 1)), draw.choice((None, 1e-6, 100)))
+        found = None
+        for peers in (True, False):
+            found = decide(known, limits, 4, peers, found)
+            again = decide(known, limits, 4, peers, found)
+            assert (again.local_s, again.snapshots) == (found.local_s, found.snapshots)
+            assert 0 < found.local_s < math.inf
+            assert found.overhead >= 0
+            assert found.explain()
+
+
 @pytest.mark.parametrize(
     "limits", [Adaptive(), Adaptive(overhead=0.002), Adaptive(store_mb_s=8), Adaptive(at_risk_s=400)], ids=str
 )
