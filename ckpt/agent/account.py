@@ -159,6 +159,10 @@ class Account:
         """Other nodes keep it, too. `count_bytes`: once, however many copies there are."""
         self._reached("peer", epoch, tick, count_bytes)
 
+    def found(self, level: str, epoch: Epoch, tick: Tick) -> None:
+        """It is there, and an agent before this one brought it there."""
+        self._reached(level, epoch, tick, 0)
+
     def unprotected(self) -> Tick | None:
         """What other nodes kept may be gone: the newest that was safe there is not, until that is said again. Which it
         was; None: there was none."""

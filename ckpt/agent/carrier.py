@@ -44,6 +44,7 @@ from ckpt.policy.every import Every, Keep
 from ckpt.types import Epoch, Identity, Tick
 
 if TYPE_CHECKING:
+    from ckpt.agent.finding import Safe
     from ckpt.agent.lenders import Lent
     from ckpt.agent.network import Network, NodeAt
     from ckpt.store.commit import Committed, Elsewhere
@@ -55,6 +56,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("ckpt")
 
+AWAIT_S = 0.2  # until it is looked again whether all memory-only nodes have said that they are there
 MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
 
 
@@ -62,9 +64,10 @@ MIXED_S = 1.0  # ranks change their layouts at the same step, but their words fo
 class Services:
     """What the agent lends to its jobs. `taken(epoch)`: memory, beside the slots of that epoch's job. `copies`: what it
     keeps for other nodes; `network`: the way to them, once there is one; `lenders`: the memory-only ones that are
-    there. `listening`: to what the machine's owner says of its end. `outcome`: where it is written what a notice came
-    to, unless a job says another place; None: nowhere. `account`: what all of it costs. `told`: hears each event.
-    `foreseen`: what is known of the sources of predictions, as numbers. `parities`: its part in parity."""
+    there; `awaits_lenders`: whether that is not known of some yet. `listening`: to what the machine's owner says of its
+    end. `outcome`: where it is written what a notice came to, unless a job says another place; None: nowhere.
+    `account`: what all of it costs. `told`: hears each event. `foreseen`: what is known of the sources of predictions,
+    as numbers. `parities`: its part in parity."""
 
     server: Server
     bulk: Bulk
@@ -80,6 +83,7 @@ class Services:
     foreseen: Callable[[], dict[str, dict[str, float]]] = dict
     parities: Parities | None = None
     lenders: Callable[[], Sequence[Lent]] = tuple
+    awaits_lenders: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)
@@ -125,6 +129,7 @@ class Carrier:
         self.launch = launch
         self.failed = ""
         self.taken_over = False  # from an agent that has died
+        self.asks_for_safe = False  # what is safe in other nodes' memory only they know
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.protection: Protection | None = None  # where there are several nodes
         self.claim: Claim | None = None
@@ -277,7 +282,7 @@ class Carrier:
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
         slots = protection.place(sizes, nodes.plans_by_name(), fixed)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
-        self.group.unsure = self.group.unsure and protection.protects
+        self.group.unsure = self.group.unsure and (protection.protects or self._services.awaits_lenders())
         if self.learning is not None and self.learning.peers != protection.protects:
             self.learning.peers = protection.protects
             self.follow_learning()
@@ -313,11 +318,23 @@ class Carrier:
                 "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
             )
 
-        def found_safe(found: Identity | None) -> None:
-            self.group.found_safe(found.tick if found is not None else None)
+        def found_safe(found: Safe | None) -> None:
+            if found is None:
+                ended("a node that may keep what is safe has not said what it has")
+                return
+            self.asks_for_safe = False
+            self.group.found_safe(found.newest.tick if found.newest is not None else None)
+            if found.whole is not None:
+                self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
 
-        if self.group.unsure:
+        if not self.group.replicates:
+            ended("no other node has room for any of it any more")
+            return
+        if self.asks_for_safe and self._services.awaits_lenders():
+            self._later(AWAIT_S, lambda: self._replicate(slot, identity))
+            return
+        if self.asks_for_safe:
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
             return

@@ -144,6 +144,15 @@ class Inventory:
         sizes = {rank: self.sizes[identity, rank] for rank in ranks if (identity, rank) in self.sizes}
         return protected(holders, sizes, self.parities.get(identity, {}), losses)
 
+    def of_epoch(self, epoch: Epoch) -> Inventory:
+        """What it says of that epoch's checkpoints."""
+        found = Inventory()
+        found.worlds = {identity: world for identity, world in self.worlds.items() if identity.epoch == epoch}
+        found.holders = {key: list(names) for key, names in self.holders.items() if key[0].epoch == epoch}
+        found.parities = {identity: rows for identity, rows in self.parities.items() if identity.epoch == epoch}
+        found.sizes = {key: size for key, size in self.sizes.items() if key[0].epoch == epoch}
+        return found
+
     def without(self, identity: Identity, rank: int) -> None:
         """Nobody of those who hold that rank of it has it in one piece."""
         self.unfit.setdefault((identity, rank), set()).update(self.holders.pop((identity, rank), []))

@@ -353,7 +353,7 @@ class Job(Carrier):
             return
         if self.protection is None or self.protection.option != option:
             self.protection = Protection(network, copies, parities, self.nodes, option, self._services.lenders)
-            self.group.unsure = self.taken_over
+            self.group.unsure = self.asks_for_safe = self.taken_over
 
     def _limit_copies(self, rank: int) -> None:
         """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""
@@ -553,7 +553,10 @@ class Job(Carrier):
             if slot in found.checkpoints:
                 checkpoint = found.checkpoints[slot]
                 self.checkpoints[slot] = checkpoint
-                self.group.holds(slot, checkpoint.identity.tick, checkpoint.identity in found.committed)
+                tick, committed = checkpoint.identity.tick, checkpoint.identity in found.committed
+                self.group.holds(slot, tick, committed)
+                for level in ("local", *(["store"] if committed else [])):
+                    self._services.account.found(level, self.epoch, tick)
         self.group.recovered()
         steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
         self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})

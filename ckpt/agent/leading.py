@@ -53,6 +53,7 @@ class Leading(Starts):
         self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
         self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
         self._services.lenders = self.lenders.there
+        self._services.awaits_lenders = lambda: self.lenders.awaited
 
     # -- a start that is coordinated here
 

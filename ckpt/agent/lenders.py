@@ -71,6 +71,11 @@ class Lenders:
         """Whether a job of this agent borrows from any."""
         return self._terms is not None
 
+    @property
+    def awaited(self) -> bool:
+        """Whether it is not known yet of some of them whether they are there."""
+        return any(address not in self._there and address not in self._why for address in self.wanted)
+
     def there(self) -> tuple[Lent, ...]:
         """Those that can be asked, in a fixed order; one that is named by several addresses once."""
         by_name = {self._there[address].node.name: self._there[address] for address in sorted(self._there)}
@@ -246,6 +251,7 @@ class Lenders:
                 "same CKPT_SECRET_FILE, and this node has to reach it"
             )
             self._tell(Event("peers.unreachable", text, True, {"address": str(address)}))
+        news = was is not None or address not in self._why
         self._why[address] = why
-        if was is not None:
+        if news:
             self._changed()

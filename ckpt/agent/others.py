@@ -128,7 +128,7 @@ class Others(Leading):
                 return
             case "keeps":
                 keeps = Keeps.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
-                channel.reply(int(fields["id"]), keeps.fields())
+                channel.reply(int(fields["id"]), keeps.fields(), keeps.blobs())
                 return
             case "outcome":
                 self._outcome(channel.peer, fields)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
-from ckpt.agent.finding import Keeps, find_safe
+from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.parities import Parities
@@ -219,21 +219,20 @@ class Protection:
         Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
 
     def find_safe(
-        self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Identity | None], None]
+        self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Safe | None], None]
     ) -> None:
         """What is safe of that epoch, of which this agent, started again, does not know; None where that cannot be
-        found out, as with parity. `held`: the checkpoints in this node's slots."""
-        if not isinstance(self.option, Replicas):
-            then(None)
-            return
+        found out now. `held`: the checkpoints in this node's slots."""
+        assert self.placement is not None
         own = self._copies.inventory()
-        mine = next((node.ranks for node in self._nodes if node.name == self._network.me), ())
+        own.add_chunks(self._copies.chunks.kept.values())
+        ranks = {node.name: node.ranks for node in self._nodes}
         for identity in held:
-            own.hold(identity, world, mine)
-        names = [*(node.name for node in self._nodes), *(each.node.name for each in self._lenders())]
-        copies = min(self.option.n, len(set(names)) - 1)
+            own.hold(identity, world, ranks.get(self._network.me, ()))
+        losses = {rank: kept.losses for kept in self.placement.kept for rank in ranks[kept.node]}
+        names = [*ranks, *(each.node.name for each in self._lenders())]
         keeps = Keeps.of(own, self._copies.told_safe, epoch)
-        find_safe(self._network, names, keeps, epoch, world, copies, then)
+        find_safe(self._network, names, keeps, epoch, [losses.get(rank, 0) for rank in range(world)], then)
 
     def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str, str], None]) -> None:
         """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:

@@ -434,6 +434,34 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     assert third > second
 
 
+def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_that_is_asked_again() -> None:
+    """The agent was started again. The older one may be the one that is safe, and its own memory is part of that."""
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.replicates = driver.group.unsure = True
+    driver.group.holds(0, Tick(40), False)
+    driver.group.holds(1, Tick(50), False)
+    asked = lambda: [each.tick for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
+
+    def held() -> list[int]:
+        complete = [slot.round for slot in driver.group.slots if slot.state is State.COMPLETE]
+        return sorted(round_.tick.step for round_ in complete if round_ is not None)
+
+    for tries in range(1, 4):
+        driver.decide()
+        assert (asked(), held()) == ([Tick(50)] * tries, [40, 50])
+        driver.group.replicated(1, "a node does not answer", driver.now_s)
+        driver.decide()
+        again_s = driver.group.next_wake_s(driver.now_s)
+        assert again_s is not None
+        driver.now_s = again_s
+    driver.group.found_safe(Tick(40))
+    driver.decide()
+    assert held() == [40, 50]
+    driver.group.replicated(1, "", driver.now_s)
+    driver.decide()
+    assert held() == [50]
+
+
 def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
     driver = Driver()
     driver.group.replicates = True

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
+from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address
@@ -19,8 +20,8 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
 from ckpt.plan.groups import Node
-from ckpt.plan.placement import Parity, place
-from ckpt.types import Identity
+from ckpt.plan.placement import Parity, Placement, place
+from ckpt.types import Epoch, Identity
 from tests.agent.nodes.staged import Turned, staged
 
 
@@ -84,6 +85,10 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
+            if fields["t"] == "keeps":
+                keeps = self._fleet.keeps(name, Epoch.parse(fields["epoch"]))
+                then(Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs()), "")
+                return
             try:
                 self._fleet.parities[name].asked(fields, blobs, answered)
             except CkptError as exc:
@@ -93,7 +98,7 @@ class Link:
 
     def tell(self, name: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         identity = Identity.parse(fields["identity"])
-        if name in self._fleet.gone:
+        if name in self._fleet.gone or (fields["t"] == "kept" and name in self._fleet.deaf):
             return
         if fields["t"] == "kept":
             self._fleet.copies[name].before(identity)
@@ -112,7 +117,8 @@ class Fetched:
 
 
 class Fleet:
-    """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost."""
+    """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost. `deaf`: nodes that do
+    not hear what is safe."""
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
@@ -121,6 +127,7 @@ class Fleet:
         self.world = sum(map(len, ranks.values()))
         self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]
         self.gone: set[str] = set()
+        self.deaf: set[str] = set()
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
         self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
@@ -143,8 +150,7 @@ class Fleet:
         """What is heard of making its parity. `spoil`: what goes wrong once all is staged."""
         if identity not in self.arenas:
             self.arenas[identity] = staged(identity, self.world)
-        sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
-        groups = place([Node(name, size, 1 << 40) for name, size in sizes.items()], self.option).groups
+        groups = self.placed(identity).groups
         if spoil is not None:
             spoil()
         own = {rank: self.arenas[identity][rank] for rank in self.ranks[self.me]}
@@ -153,6 +159,32 @@ class Fleet:
         Striping(*services, groups, identity, safe, own, heard.append).begin()
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
+        return heard[0]
+
+    def placed(self, identity: Identity) -> Placement:
+        sizes = {name: sum(self.arenas[identity][rank].bytes for rank in held) for name, held in self.ranks.items()}
+        return place([Node(name, size, 1 << 40) for name, size in sizes.items()], self.option)
+
+    def restart(self, name: str) -> None:
+        """Its agent died, and is there again: it has what its ranks staged, and nothing of what it kept for others."""
+        self.copies[name].close()
+        self.copies[name] = Copies(self.turned.bulk, self.turned.post)
+        self.parities[name] = self._parities(name)
+
+    def keeps(self, name: str, epoch: Epoch) -> Keeps:
+        held = self.copies[name].inventory()
+        held.add_chunks(self.copies[name].chunks.kept.values())
+        for arenas in self.arenas.values():
+            held.add_arenas(arenas[rank] for rank in self.ranks[name])
+        return Keeps.of(held, self.copies[name].told_safe, epoch)
+
+    def find(self, identity: Identity) -> Safe | None:
+        """What the coordinator finds out of what is safe, if it would place now as it did for that one."""
+        losses = {rank: kept.losses for kept in self.placed(identity).kept for rank in self.ranks[kept.node]}
+        needs, heard = [losses[rank] for rank in range(self.world)], list[Safe | None]()
+        own = self.keeps(self.me, identity.epoch)
+        find_safe(cast(Network, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
+        self.turned.until(lambda: heard)
         return heard[0]
 
     def rebuild(self, identity: Identity, missing: Sequence[int] | None = None) -> tuple[dict[int, str], str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
+from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
-from ckpt.agent.finding import Keeps, find_safe, newest_safe
+from ckpt.agent.carrier import Carrier
+from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
+from ckpt.agent.holdings import Inventory
 from ckpt.agent.network import NodeAt
 from ckpt.agent.replicating import Replication
 from ckpt.agent.wire import Message
@@ -26,38 +32,69 @@ def at(step: int) -> Identity:
 
 
 def keeps(safe: int | None, **ranks: list[int]) -> Keeps:
-    kept = {at(int(step[1:])): frozenset(theirs) for step, theirs in ranks.items()}
-    return Keeps(at(safe) if safe is not None else None, kept)
+    held = Inventory()
+    for step, theirs in ranks.items():
+        held.hold(at(int(step[1:])), 3, theirs)
+    return Keeps(at(safe) if safe is not None else None, held)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "safe"),
+    ("nodes", "newest", "whole"),
     [
-        ([keeps(None), keeps(None)], None),
-        ([keeps(3), keeps(5)], 5),
-        ([keeps(3, _3=[0, 1, 2], _5=[2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 3),
-        ([keeps(3, _3=[0, 1, 2], _5=[0, 1, 2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 5),
-        ([keeps(None, _5=[0, 1, 2]), keeps(None, _5=[0, 1, 2])], 5),
-        ([keeps(None, _5=[0, 1, 2]), keeps(None)], None),
-        ([keeps(None, _5=[0, 1]), keeps(None, _5=[2]), keeps(None, _5=[0, 1, 2])], 5),
+        ([keeps(None), keeps(None)], None, None),
+        ([keeps(3, _3=[0, 1, 2]), keeps(5, _5=[2])], 5, None),
+        ([keeps(3), keeps(5)], None, None),  # of which nothing is left
+        ([keeps(3, _3=[0, 1, 2], _5=[2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 3, 3),
+        ([keeps(3, _3=[0, 1, 2], _5=[0, 1, 2]), keeps(3, _3=[0, 1, 2], _5=[0, 1, 2])], 5, 5),
+        ([keeps(None, _5=[0, 1, 2]), keeps(None, _5=[0, 1, 2])], 5, 5),
+        ([keeps(None, _5=[0, 1, 2]), keeps(None)], None, None),
+        ([keeps(None, _5=[0, 1]), keeps(None, _5=[2]), keeps(None, _5=[0, 1, 2])], 5, 5),
+        (
+            [keeps(5, _3=[0, 1, 2], _5=[0, 1]), keeps(3, _3=[0, 1, 2], _5=[2])],
+            5,
+            3,
+        ),  # some was lost since that was said
     ],
 )
 def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_should(
-    nodes: list[Keeps], safe: int | None
+    nodes: list[Keeps], newest: int | None, whole: int | None
 ) -> None:
-    assert newest_safe(nodes, 3, 1) == (at(safe) if safe is not None else None)
+    named = {f"n{number}": each for number, each in enumerate(nodes)}
+    expected = Safe(at(newest) if newest is not None else None, at(whole) if whole is not None else None)
+    assert newest_safe(named, (1, 1, 1)) == expected
+    assert newest_safe(named, (1, 1, 1, 1)).whole is None, "of another job than this one"
+
+
+def test_each_rank_is_to_outlive_as_many_losses_as_its_node_was_placed_for() -> None:
+    nodes = {"a": keeps(None, _5=[0, 1]), "b": keeps(None, _5=[0, 2]), "c": keeps(None, _5=[0])}
+    assert newest_safe(nodes, (2, 0, 0)).whole == at(5)
+    assert newest_safe(nodes, (2, 1, 0)).whole is None
 
 
 def test_what_a_node_says_that_cannot_be_is_an_error_and_nothing_else() -> None:
-    right = keeps(3, _3=[1, 2]).fields()
-    assert Keeps.parse(EPOCH, right) == keeps(3, _3=[1, 2])
+    right = keeps(3, _3=[1, 2])
+    again = Keeps.parse(EPOCH, right.fields(), right.blobs())
+    assert (again.safe, again.held.holders) == (right.safe, right.held.holders)
     with pytest.raises(AgentError, match="another epoch"):
-        Keeps.parse(BEFORE, right)
-    for wrong in spoiled(right):
+        Keeps.parse(BEFORE, right.fields(), right.blobs())
+    expected = (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
+    told = [(wrong, right.blobs()) for wrong in spoiled(right.fields())]
+    told += [(right.fields(), [msgpack.packb(wrong)]) for wrong in spoiled(right.held.fields()) if is_sent(wrong)]
+    told += [(right.fields(), wrong) for wrong in ([], [b""], [right.blobs()[0][:-1]])]
+    for fields, blobs in told:
         try:
-            Keeps.parse(EPOCH, wrong)
-        except (CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            found = Keeps.parse(EPOCH, fields, blobs)
+        except expected:
             continue
+        assert all(0 <= rank < found.held.worlds[identity] for identity, rank in found.held.holders)
+
+
+def is_sent(value: Any) -> bool:
+    try:
+        msgpack.packb(value)
+    except (OverflowError, ValueError, TypeError):
+        return False
+    return True
 
 
 class Pair:
@@ -86,10 +123,10 @@ class Pair:
         """What is told to it is lost."""
         holder.told = lambda by, fields: None  # type: ignore[method-assign]
 
-    def find(self) -> Identity | None:
-        said: list[Identity | None] = []
+    def find(self) -> Safe | None:
+        said: list[Safe | None] = []
         names = [node.name for node in self.nodes]
-        find_safe(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, 1, 1, said.append)
+        find_safe(cast(Any, self.lead), names, self.lead.keeps(EPOCH), EPOCH, (1,), said.append)
         while not said:
             self.sim.turn()
         return said[0]
@@ -105,8 +142,8 @@ def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_tha
     assert pair.copy(2, at(1)) == ""
     assert set(pair.lender.copies.identities) == {at(1), at(2)}
     assert "not left" in pair.copy(3, None), "what is safe is not known, and nothing goes"
-    assert pair.find() == at(2)
-    assert pair.copy(3, pair.find()) == ""
+    assert pair.find() == Safe(at(2), at(2))
+    assert pair.copy(3, at(2)) == ""
     assert set(pair.lender.copies.identities) == {at(2), at(3)}
 
 
@@ -118,13 +155,94 @@ def test_while_a_node_does_not_answer_nothing_is_known() -> None:
 
 
 def test_an_answer_that_cannot_be_read_is_none() -> None:
-    said: list[Identity | None] = []
+    said: list[Safe | None] = []
 
     class Net:
         me = "a"
 
         def ask(self, name: str, fields: Any, blobs: Any, then: Any) -> None:
-            then(Message({"kept": 5, "safe": None}, [], []), "")
+            then(Message({"safe": None}, [], [msgpack.packb(5)]), "")
 
-    find_safe(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, 1, 1, said.append)
+    find_safe(cast(Any, Net()), ["a", "b"], keeps(None), EPOCH, (1,), said.append)
     assert said == [None]
+
+
+class Carried:
+    """What a carrier does for a checkpoint that is to go to other nodes, where it was started again: the test answers
+    what is safe there."""
+
+    def __init__(self, awaits: bool = False) -> None:
+        self.now_s, self.awaits = 0.0, awaits
+        self.heard: list[str] = []
+        self.later: list[Callable[[], None]] = []
+        self.finding: list[Callable[[Safe | None], None]] = []
+        self.account = Account()
+        self.account.follow(EPOCH)
+        self.group = SimpleNamespace(replicates=True, safe_tick=None, found_safe=self.found_safe)
+        self.group.replicated = lambda slot, error, now_s: self.heard.append(error)
+        protection = SimpleNamespace(
+            find_safe=lambda epoch, held, world, then: self.finding.append(then),
+            replicate=lambda identity, safe, own, then: self.heard.append(f"{identity}, safe: {safe}"),
+        )
+        self.carrier = SimpleNamespace(
+            protection=protection,
+            group=self.group,
+            epoch=EPOCH,
+            world=1,
+            checkpoints={},
+            own=SimpleNamespace(arenas={}),
+            asks_for_safe=True,
+            emit=lambda *said, **data: None,
+            _services=SimpleNamespace(account=self.account, awaits_lenders=lambda: self.awaits),
+            _guarded=lambda then: then,
+            _later=lambda delay_s, what: self.later.append(what),
+            _replicate=self.replicate,
+        )
+
+    def found_safe(self, tick: Tick | None) -> None:
+        self.group.safe_tick = tick
+
+    def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
+        Carrier._replicate(cast(Carrier, self.carrier), slot, which or at(7))
+
+
+def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whole() -> None:
+    for safe, shown in ((Safe(at(5), at(3)), 3), (Safe(at(5), None), None), (Safe(None, None), None)):
+        carried = Carried()
+        carried.replicate()
+        assert carried.heard == []
+        carried.finding.pop()(safe)
+        assert carried.heard == [f"{at(7)}, safe: {safe.newest}"]
+        found = carried.account.facts(0.0)["safe"].get("peer")
+        assert (found["step"] if found else None) == shown
+        assert carried.account.saved_bytes.get("peer", 0) == 0, "another agent brought it there"
+        carried.replicate()
+        assert not carried.finding, "it is asked once"
+
+
+def test_what_is_safe_is_asked_again_where_that_could_not_be_found_out() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.finding.pop()(None)
+    assert "has not said" in carried.heard.pop()
+    carried.replicate()
+    carried.finding.pop()(Safe(at(5), None))
+    assert carried.heard == [f"{at(7)}, safe: {at(5)}"]
+
+
+def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked_what_is_safe() -> None:
+    carried = Carried(awaits=True)
+    carried.replicate()
+    assert not carried.finding
+    carried.awaits = False
+    carried.later.pop()()
+    carried.finding.pop()(Safe(None, None))
+    assert len(carried.heard) == 1
+
+
+def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.replicates = False
+    carried.finding.pop()(Safe(at(5), None))
+    assert "no other node has room" in carried.heard.pop()

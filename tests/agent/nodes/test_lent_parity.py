@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
-from tests.agent.nodes.cluster import Cluster
+from tests.agent.nodes.cluster import BOUND_S, Cluster
 from tests.agent.nodes.test_parity import await_commit
 
 PAIR = {"data": 1, "parity": 1}
@@ -38,6 +41,24 @@ def test_one_that_lends_twice_the_parity_of_a_checkpoint_keeps_that_of_each_and_
         cluster.kill(0)
     assert cluster.start(1).fields["candidate"]["step"] == step
     assert set(cluster.fetched()) == {"local"}  # it was made again here
+
+
+def test_a_coordinators_agent_that_is_started_again_shows_what_is_safe_and_the_next_is(cluster: Cluster) -> None:
+    cluster.options = {**cluster.options, "peers": PAIR}
+    cluster.peers = cluster.lend("1GiB")["listen"]
+    cluster.start(0)
+    step = cluster.checkpoint("peer", "store")
+    cluster.kill_agent(0)
+    assert cluster.job[0].lost.wait(60)
+    cluster.come_back()
+    deadline = time.monotonic() + BOUND_S
+    while (safe := cluster.status(0)["account"]["safe"]).keys() != {"local", "peer", "store"}:  # no snapshot is taken
+        assert time.monotonic() < deadline, safe
+        threading.Event().wait(0.02)
+    assert {found["step"] for found in safe.values()} == {step}
+    cluster.job[0].enter(step + 1)
+    cluster.job[0].wait_warm()
+    assert cluster.checkpoint("peer") > step
 
 
 def test_a_commit_of_what_is_kept_with_a_memory_only_node_alone_is_made_by_the_nodes_that_are_left(

@@ -26,7 +26,7 @@ from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
 from ckpt.agent.fence import HERE, Fence
-from ckpt.agent.finding import Keeps, find_safe
+from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.sockets import Address
@@ -222,7 +222,8 @@ class Holder:
     def asked(self, by: str, fields: dict[str, Any], blobs: Sequence[bytes], reply: Callable[..., None]) -> None:
         """As Others has it."""
         if fields["t"] == "keeps":
-            reply([], "", self.keeps(Epoch.parse(fields["epoch"])).fields())
+            keeps = self.keeps(Epoch.parse(fields["epoch"]))
+            reply(keeps.blobs(), "", keeps.fields())
             return
         identity = Identity.parse(fields["identity"])
         if fields["t"] == "publish":
@@ -334,14 +335,21 @@ class Job:
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
 
         def begin(known: Identity | None) -> None:
-            self.unsure = False
             self.safe = max(filter(None, (known, self.safe)), default=None)
             Replication(network, lead.copies, self.at, wanted, identity, known, arenas, then).begin()
 
-        if forgot:
+        def found(safe: Safe | None) -> None:
+            if safe is None:
+                then("it is not known what is safe")
+                return
+            self.unsure = False
+            begin(safe.newest)
+
+        if forgot or self.unsure:
             self.unsure = True
-            copies = min(self.sim.copies, len(self.names) - 1)
-            find_safe(network, self.names, lead.keeps(self.epoch), self.epoch, self.world, copies, begin)
+            losses = {rank: kept.losses for kept in placement.kept for rank in self.ranks[kept.node]}
+            needs = [losses[rank] for rank in range(self.world)]
+            find_safe(network, self.names, lead.keeps(self.epoch), self.epoch, needs, found)
         else:
             begin(self.safe)
 
