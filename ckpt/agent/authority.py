@@ -30,9 +30,9 @@ class Who(enum.Enum):
 _SAID = {
     Who.ANYONE: ("look", "parts", "borrow"),  # the latter is refused, unless to a memory-only node
     Who.AWAITED: ("start",),
-    Who.ASKED: ("outcome",),
+    Who.ASKED: ("outcome", "serve"),
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
-    Who.SERVES: ("serve", "publish", "lend", "rebuild", "write"),
+    Who.SERVES: ("publish", "lend", "rebuild", "write"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"),
     Who.OWNER: ("unserve", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
 }

@@ -215,6 +215,12 @@ class Following:
         head = {"t": "rank", "rank": rank, "number": here.number, "pid": here.peer.pid}
         self._tell({**head, "m": message.fields}, message.blobs)
 
+    def end_reading_unled(self) -> None:
+        """Nobody goes on with the start under way, unless its coordinator is connected: then that says what follows.
+        What was read for it, here and for other nodes, goes."""
+        if not self._is_led:
+            self._end_restore()
+
     # -- what the coordinator says
 
     def closed(self) -> None:

@@ -85,6 +85,8 @@ class Leading(Starts):
             if start is not None:
                 self._tell_outcome(start, claim.epoch if claim is not None else None)
             self._asking = self._start if self._start is not None and self._start.nodes else None
+        if self._offered or self.followings:
+            self._end_what_starts_left(now_s)
         for job in self._jobs():
             job.group.frozen = bool(job.nodes and self.fence.refusal(HERE, job.epoch, now_s))
         return self.fence.until_s()
@@ -247,17 +249,30 @@ class Leading(Starts):
             self.network.transport.offer(name, arena.view, frames.at(frames.offsets, arena.bytes), urgent=True)
         self._offered.setdefault(name, set()).add(by)
 
-    def _withdraw_served(self, identity: Identity, by: str) -> None:
-        for name in [name for name in self._offered if name.startswith(f"{identity}/")]:
+    def _withdraw_served(self, by: str, identity: Identity | None = None) -> None:
+        """`identity`: None means all that it has had served."""
+        served = f"{identity}/" if identity is not None else ""
+        for name in [name for name in self._offered if name.startswith(served)]:
             self._offered[name].discard(by)
             if not self._offered[name] and self.network is not None:
                 self.network.transport.withdraw(name)
                 del self._offered[name]
 
+    def _end_what_starts_left(self, now_s: float) -> None:
+        """Of a start whose outcome is known, or whose coordinator is taken for gone (see Fence), nothing is served any
+        more. What such a coordinator had read for it goes, too."""
+        self.fence.stands(now_s)
+        served = {by for every in self._offered.values() for by in every if by != HERE}
+        for by in [by for by in served if not self.fence.has_asked(by)]:
+            self._withdraw_served(by)
+        for each in self.followings:
+            if not self.fence.has_asked(each.leader.name):
+                each.end_reading_unled()
+
     def _end_serving(self, identity: Identity) -> None:
         if self.network is None:
             return
-        self._withdraw_served(identity, HERE)
+        self._withdraw_served(HERE, identity)
         job = self.current
         for node in job.nodes[1:] if job is not None else ():
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})

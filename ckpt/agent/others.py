@@ -165,7 +165,7 @@ class Others(Leading):
                 self._share_reading(channel, message)
                 return
             case "unserve":
-                self._withdraw_served(Identity.parse(str(fields["identity"])), channel.peer)
+                self._withdraw_served(channel.peer, Identity.parse(str(fields["identity"])))
                 return
             case "forget":
                 self._forget(Epoch.parse(str(fields["epoch"])))
@@ -366,6 +366,8 @@ class Others(Leading):
             self._start = None
         if self.current is not None:
             self._move_aside(self.current, launch)
+        for each in self.followings:
+            each.end_reading_unled()
         self._tell_inventory(channel, request_id)
 
     def _give_parts(self, channel: Channel, fields: dict[str, Any]) -> None:
