@@ -1,12 +1,15 @@
 """The transport over TCP: some connections for each transfer, bytes straight from memory to memory.
 
-A data connection has the handshake of every other, which names the transfer. Then the receiver (`pull`) sends records
-with the numbers of the frames it wants, under the connection's MAC, and the sender sends their bytes and nothing else:
-the receiver knows lengths and hashes already. A sender that cannot or will not serve closes the connection.
+A data connection has the handshake of every other, which names the transfer. Then the sender says that it serves it,
+or that it serves as many others as it can, and how much it has given them so far: the receiver tries again, for as long
+as that grows. A receiver that is served (`pull`) sends records with the numbers of the frames it wants, and the sender
+sends their bytes and nothing else: the receiver knows lengths and hashes already. All records are under the MAC of the
+connection. A sender that cannot or will not serve closes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -17,7 +20,18 @@ from dataclasses import dataclass, field, replace
 from ckpt.agent.peers import auth
 from ckpt.agent.peers.auth import Dialler, Session
 from ckpt.agent.peers.limit import Bucket
-from ckpt.agent.peers.pull import ASK_FRAMES, NUMBER, WANT, TcpFetch, Terms, be_nice, settled_by_us
+from ckpt.agent.peers.pull import (
+    ASK_FRAMES,
+    BUSY,
+    COUNT,
+    GO,
+    NUMBER,
+    WANT,
+    TcpFetch,
+    Terms,
+    be_nice,
+    settled_by_us,
+)
 from ckpt.agent.peers.sockets import Address, cut, receive_exactly, send_all, wait_at_most
 from ckpt.agent.peers.transport import Frames, Ledger
 from ckpt.clock import Clock
@@ -27,7 +41,7 @@ from ckpt.tasks import Tasks
 log = logging.getLogger("ckpt")
 
 CONNECTIONS = 2  # of one transfer: on loopback and 10 Gbit/s a third one gains nothing
-SERVED_MAX = 64  # connections that this agent serves at a time; more are closed, and try again
+SERVED_MAX = 64  # connections that this agent serves at a time; more are told so, and try again
 STALL_S = 30.0
 PATIENCE_S = 30.0
 
@@ -55,8 +69,10 @@ class TcpTransport:
         connections: int = CONNECTIONS,
         stall_s: float = STALL_S,
         patience_s: float = PATIENCE_S,
+        served_max: int = SERVED_MAX,
     ) -> None:
-        """The other arguments are those of Terms. `clock`: of the bandwidth limit."""
+        """The other arguments are those of Terms. `clock`: of the bandwidth limit. `served_max`: connections that are
+        served at a time."""
         self._outward, self._inward = Bucket(bytes_per_s, clock), Bucket(bytes_per_s, clock)
         self._unlimited = Bucket(None, clock)
         self._terms = Terms(greet, self._inward, connections, stall_s, patience_s)
@@ -65,7 +81,8 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._fetches: set[TcpFetch] = set()
-        self._served = 0
+        self._served, self._served_max = 0, served_max
+        self._given = 0  # pieces, to anybody. Two at once may count as one
 
     def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
         if len(name.encode()) > auth.NAME_BYTES_MAX:
@@ -127,11 +144,16 @@ class TcpTransport:
         """Serves that connection on a thread of its own, or closes it. Does not wait. Takes over the socket."""
         with self._lock:
             offer = self._offers.get(session.about)
-            if offer is None or self._served >= SERVED_MAX:
-                sock.close()
-                return
-            offer.socks.add(sock)
-            self._served += 1
+            is_busy = self._served >= self._served_max
+            if offer is not None and not is_busy:
+                offer.socks.add(sock)
+                self._served += 1
+        if offer is None or is_busy:
+            with contextlib.suppress(OSError):  # it is gone again
+                if offer is not None:
+                    sock.send(session.sealer.seal(BUSY, COUNT.pack(self._given)))
+            sock.close()
+            return
         try:
             self._tasks.start("serve", lambda: self._serve(sock, session, offer))
         except CkptError:  # closed meanwhile
@@ -142,6 +164,7 @@ class TcpTransport:
             if not offer.urgent:
                 be_nice()
             wait_at_most(sock, self._terms.stall_s)
+            sock.sendall(session.sealer.seal(GO, b""))
             while offer.gone is None:
                 for number in _wanted(sock, session, len(offer.places)):
                     self._send(sock, offer, number)
@@ -163,6 +186,7 @@ class TcpTransport:
                 raise AgentError("the offer was withdrawn")
             with offer.source[at : min(at + size, stop)] as piece:
                 send_all(sock, piece)
+            self._given += 1
             at += size
 
     def _served_out(self, sock: socket.socket, offer: _Offer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import random
 import socket
 import struct
 import threading
@@ -39,18 +40,20 @@ from ckpt.tasks import Tasks
 
 log = logging.getLogger("ckpt")
 
-WANT = 1  # kind of the only record on a data connection
+WANT, GO, BUSY = 1, 2, 3  # kinds of the records on a data connection
 NUMBER = struct.Struct(">I")
+COUNT = struct.Struct(">Q")
 ASK_BYTES, ASK_FRAMES = 32 << 20, 512  # asked for and not yet here, on one connection; asked again below half of it
 CUTS_MAX = 20  # connections that brought something, but no frame to its end: then a transfer fails
-PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew
+PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew; half of it to one and a half
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
     the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
-    transfer fails when nothing has come for so long and a connection then fails. `nice`: at the lowest priority."""
+    transfer fails when for so long nothing has come, and the sender has not been seen to serve others either, and a
+    connection then fails. `nice`: at the lowest priority."""
 
     greet: Callable[[str, str], Dialler]
     inward: Bucket
@@ -90,6 +93,8 @@ class TcpFetch:
         self._threads = 0
         self._cuts = 0  # connections that brought something and ended since a frame was whole
         self._moved_s = time.monotonic()
+        self._others = -1  # what the sender had given others when it turned us away last
+        self._others_s = self._moved_s  # when that was news
 
     def start(self, tasks: Tasks) -> None:
         """Where `tasks` are closed, `done` says so."""
@@ -142,6 +147,10 @@ class TcpFetch:
                 asked: collections.deque[int] = collections.deque()
                 try:
                     self._use_connection(asked)
+                except _TurnedAway as exc:
+                    self._note_others(exc.count)
+                    pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                    self._trouble(exc, False, pause_s)
                 except (OSError, EOFError, AgentError, _Wrong) as exc:
                     with self._changed:
                         self._ledger.give_back(asked)
@@ -162,15 +171,22 @@ class TcpFetch:
 
     def _trouble(self, error: Exception, moved: bool, pause_s: float) -> None:
         """A connection failed: waits a little, unless this has gone on for too long."""
-        idle_s = time.monotonic() - self._moved_s
         with self._changed:
+            idle_s = time.monotonic() - max(self._moved_s, self._others_s)
             self._cuts += moved
             if idle_s < self._terms.patience_s and self._cuts < CUTS_MAX:
-                self._changed.wait_for(lambda: self._over, pause_s)
+                # Not all at once, where a sender has turned away many at once.
+                self._changed.wait_for(lambda: self._over, pause_s * random.uniform(0.5, 1.5))
                 return
         what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._addresses))}"
         how = f"{self._cuts} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
         self._fail(AgentError(f"{what}: {how}; the last: {error}"))
+
+    def _note_others(self, count: int) -> None:
+        """The sender has given others so much: our turn comes as long as that grows."""
+        with self._changed:
+            if count != self._others:
+                self._others, self._others_s = count, time.monotonic()
 
     def _leave(self) -> None:
         """The last thread settles it: every connection is closed by then."""
@@ -222,6 +238,7 @@ class TcpFetch:
                 sock.settimeout(CONNECT_S)
                 sock.connect(place.sockaddr)
                 session = self._greet(sock)
+                _await_turn(sock, session)
                 wait_at_most(sock, self._terms.stall_s)
                 return sock, session
             except BaseException as exc:
@@ -284,6 +301,24 @@ class TcpFetch:
             except Exception as exc:
                 log.exception("who was told of a frame of %s made a mistake", self._name)
                 self._fail(exc)
+
+
+def _await_turn(sock: socket.socket, session: Session) -> None:
+    """The sender's first word. Errors: _TurnedAway; OSError, EOFError, AgentError."""
+    header = receive_exactly(sock, auth.RECORD_HEADER_BYTES)
+    kind, payload = session.opener.open(header + receive_exactly(sock, session.opener.rest_bytes(header)))
+    if kind == BUSY and len(payload) == COUNT.size:
+        raise _TurnedAway(*COUNT.unpack(payload))
+    if kind != GO or payload:
+        raise AgentError("the sender's first word is malformed")
+
+
+class _TurnedAway(Exception):
+    """The sender serves as many as it can. `count`: of pieces that it has given others."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"it serves others, and has given them {count} pieces")
+        self.count = count
 
 
 class _Wrong(Exception):

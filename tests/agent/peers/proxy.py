@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt.agent.peers import auth
+from ckpt.agent.peers.pull import GO
 from ckpt.agent.peers.sockets import Address
 from ckpt.tasks import Tasks
 
@@ -31,7 +32,8 @@ class Fault:
 
 def greeting_bytes(name: str) -> int:
     """What the listening side named so sends before the first frame."""
-    return 2 * auth.HEADER_BYTES + auth.NONCE_BYTES + 32 + 1 + len(name)
+    handshake = 2 * auth.HEADER_BYTES + auth.NONCE_BYTES + 32 + 1 + len(name)
+    return handshake + len(auth.Sealer(b"").seal(GO, b""))
 
 
 class Proxy:

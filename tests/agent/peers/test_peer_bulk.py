@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.peers import pull
-from ckpt.agent.peers.auth import Dialler, Role
+from ckpt.agent.peers.auth import Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.pull import NUMBER, WANT
 from ckpt.agent.peers.sockets import SILENT_S, Address, receive_exactly, wait_at_most
@@ -328,6 +328,7 @@ def test_a_request_that_is_forged_or_malformed_gets_no_bytes(
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     with _greeted(loop, sender) as (sock, session):
+        pull._await_turn(sock, session)
         sock.sendall(request_(session))
         with pytest.raises((EOFError, ConnectionResetError)):
             receive_exactly(sock, 1)
@@ -354,29 +355,88 @@ class _greeted:
             message = handshake.step(reply)
         self.session = handshake.session
 
-    def __enter__(self) -> tuple[socket.socket, object]:
+    def __enter__(self) -> tuple[socket.socket, Session]:
         return self.sock, self.session
 
     def __exit__(self, *error: object) -> None:
         self.sock.close()
 
 
-def test_more_connections_than_are_served_wait_their_turn(
-    node: Made, loop: TurnedLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckpt.agent.peers.bulk.SERVED_MAX", 1)
-    sender, receiver = node("a", stall_s=1000.0), node("b", connections=4)
+def test_more_connections_than_are_served_wait_their_turn(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", stall_s=1000.0, served_max=1), node("b", connections=4)
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
-    with _greeted(loop, sender), _greeted(loop, sender) as (sock, _):
-        with pytest.raises((EOFError, ConnectionResetError)):
-            receive_exactly(sock, 1)
+    with _greeted(loop, sender) as (first, session), _greeted(loop, sender) as (second, other):
+        pull._await_turn(first, session)
+        with pytest.raises(pull._TurnedAway):
+            pull._await_turn(second, other)
         target = bytearray(ROOM)
         fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(target), frames)
         loop.turn()
         assert not fetch.done.done()
     finished(loop, fetch.done)
     assert fetch.missing() == []
+
+
+def test_as_long_as_others_are_served_nobody_runs_out_of_patience(node: Made, loop: TurnedLoop) -> None:
+    """Twelve want all of it of a sender that serves two connections at a time, and each of them is patient for a
+    quarter of the time that all of it takes."""
+    total_s, many = 4.0, 12
+    sender = node("a", served_max=2, bytes_per_s=many * sum(LENGTHS) / total_s)
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    targets = [bytearray(ROOM) for _ in range(many)]
+    fetches = [
+        node(f"b{number}", connections=2, patience_s=total_s / 4).transport.fetch(
+            "a", [sender.address], NAME, memoryview(target), frames
+        )
+        for number, target in enumerate(targets)
+    ]
+    for fetch, target in zip(fetches, targets, strict=True):
+        finished(loop, fetch.done)
+        for at, length in frames.places():
+            assert target[at : at + length] == source[at : at + length]
+
+
+def test_who_is_turned_away_by_one_that_gives_nobody_anything_gives_up_in_time(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", stall_s=1000.0, served_max=1), node("b", patience_s=0.3)
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    with _greeted(loop, sender) as (first, session):
+        pull._await_turn(first, session)
+        fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
+        loop.until(fetch.done.done)
+        with pytest.raises(AgentError, match=r"nothing has come for .*serves others"):
+            fetch.done.result()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        lambda session: session.sealer.seal(pull.GO, b"x"),
+        lambda session: session.sealer.seal(pull.BUSY, b""),
+        lambda session: session.sealer.seal(pull.BUSY, bytes(9)),
+        lambda session: session.sealer.seal(WANT, b""),
+        lambda session: session.sealer.seal(pull.GO, b"")[:-1] + b"\0",
+        lambda session: b"\xff" * 100,
+    ],
+)
+def test_a_first_word_that_is_forged_or_malformed_is_no_turn(
+    node: Made, loop: TurnedLoop, word: Callable[[Session], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = node("a"), node("b", patience_s=0.1)
+
+    def accept(sock: socket.socket, session: Session) -> None:
+        sock.send(word(session))
+        sock.close()
+
+    monkeypatch.setattr(sender.transport, "accept", accept)
+    _, frames = content()
+    fetch = receiver.transport.fetch("a", [sender.address], NAME, memoryview(bytearray(ROOM)), frames)
+    loop.until(fetch.done.done)
+    with pytest.raises(AgentError, match=r"malformed|message|not authentic"):
+        fetch.done.result()
+    assert fetch.missing() == list(range(len(LENGTHS)))
 
 
 def test_close_ends_what_is_under_way(node: Made, loop: TurnedLoop) -> None:
