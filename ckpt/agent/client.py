@@ -170,6 +170,38 @@ def _read_ready(fd: int, deadline: float) -> str:
     return said.decode(errors="replace").strip()
 
 
+class Pending:
+    """A request that is not answered yet. One thread waits for it, and calls `forget` once it does not any more."""
+
+    def __init__(self, connection: Connection, request_id: int, kind: str) -> None:
+        self.id = request_id
+        self.future: Future[wire.Message] = Future()
+        self.moves = threading.Event()  # the agent has said so since it was looked at last
+        self._connection, self._kind = connection, kind
+
+    def answer(self, timeout_s: float | None) -> wire.Message:
+        """Errors: what the agent answers; AgentError when it is gone; TimeoutError."""
+        message = self.future.result(timeout_s)
+        wire.raise_error(message)
+        return message
+
+    def wait_while_moving(self, timeout_s: float) -> wire.Message | None:
+        """The answer; None where it takes longer, and the agent has said in that time that it gets further.
+
+        Errors: as `answer`, but AgentError where it has not."""
+        try:
+            return self.answer(timeout_s)
+        except TimeoutError:
+            if not self.moves.is_set():
+                text = f"the agent did not answer {self._kind!r}, and nothing of it moved for {timeout_s:g} s"
+                raise AgentError(text) from None
+            self.moves.clear()
+            return None
+
+    def forget(self) -> None:
+        self._connection.forget(self.id)
+
+
 class Connection:
     """One connected socket with a reader thread: requests get their answers, all else goes to `on_message`.
 
@@ -190,7 +222,7 @@ class Connection:
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._pending: dict[int, Future[wire.Message]] = {}
+        self._pending: dict[int, Pending] = {}
         self._next_id = 0
         self._closed = False
         self._made = False
@@ -220,21 +252,36 @@ class Connection:
 
         Errors: what the agent answers; AgentError when it is gone or silent.
         """
-        future: Future[wire.Message] = Future()
-        with self._lock:
-            self._next_id += 1
-            request_id = self._next_id
-            self._pending[request_id] = future
+        pending = self.ask(kind, fields, fds, blobs)
         try:
-            self._send({"t": kind, "id": request_id, **(fields or {})}, fds, blobs)
-            message = future.result(timeout_s)
+            return pending.answer(timeout_s)
         except TimeoutError as exc:
             raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
         finally:
-            with self._lock:
-                self._pending.pop(request_id, None)
-        wire.raise_error(message)
-        return message
+            pending.forget()
+
+    def ask(
+        self,
+        kind: str,
+        fields: dict[str, Any] | None = None,
+        fds: Sequence[int] = (),
+        blobs: Sequence[bytes] = (),
+    ) -> Pending:
+        """Sends, and waits for nothing. Errors: AgentError when the agent is gone."""
+        with self._lock:
+            self._next_id += 1
+            pending = Pending(self, self._next_id, kind)
+            self._pending[pending.id] = pending
+        try:
+            self._send({"t": kind, "id": pending.id, **(fields or {})}, fds, blobs)
+        except BaseException:
+            pending.forget()
+            raise
+        return pending
+
+    def forget(self, request_id: int) -> None:
+        with self._lock:
+            self._pending.pop(request_id, None)
 
     def status(self, timeout_s: float | None = REQUEST_TIMEOUT_S) -> dict[str, Any]:
         """What the agent says of itself. Errors: as `request`."""
@@ -285,11 +332,16 @@ class Connection:
                     return
                 if "id" in message.fields and message.kind in ("reply", "error"):
                     with self._lock:
-                        future = self._pending.pop(message.fields["id"], None)
-                    if future is not None:
-                        future.set_result(message)
+                        asked = self._pending.pop(message.fields["id"], None)
+                    if asked is not None:
+                        asked.future.set_result(message)
                     else:
                         message.close()
+                elif message.kind == "moving":
+                    with self._lock:
+                        moving = self._pending.get(message.fields.get("id", 0))
+                    if moving is not None:
+                        moving.moves.set()
                 else:
                     self._on_message(message)
         except (OSError, CkptError) as exc:
@@ -307,6 +359,6 @@ class Connection:
         with self._lock:
             pending = list(self._pending.values())
             self._pending.clear()
-        for future in pending:
-            if not future.done():
-                future.set_exception(AgentError("the agent went away before it answered"))
+        for each in pending:
+            if not each.future.done():
+                each.future.set_exception(AgentError("the agent went away before it answered"))

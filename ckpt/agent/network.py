@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from ckpt.agent.bulk import Bulk, Lane
-from ckpt.agent.moving import ANSWER_S, LOOK_S, Asked, Then
+from ckpt.agent.moving import ANSWER_S, LOOK_S, Asked, Progress, Then
 from ckpt.agent.nodelist import decode_nodes
 from ckpt.agent.peers.auth import Answerer, Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
@@ -86,6 +86,7 @@ class Network:
         self._clock = clock or SystemClock()
         self.transport = TcpTransport(self._greet)
         self.limit_bytes_s: float | None = None
+        self.progress = Progress()  # of what other agents were asked
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
         self._secrets: dict[str, bytes] = {}  # newest last
         self._listener: Listener | None = None
@@ -244,6 +245,7 @@ class Network:
             asked = self._asked.get(int(message.fields["id"]))
             if asked is not None and asked.channel is channel:
                 asked.moves(self._clock.now_s())
+                self.progress.moved()
         elif message.kind == "here":
             pass
         else:
@@ -264,6 +266,7 @@ class Network:
     def _answered(self, number: int, message: Message | None, error: str) -> None:
         asked = self._asked.pop(number, None)
         if asked is not None:
+            self.progress.moved()
             asked.then(message, error)
 
     def _look_soon(self) -> None:

@@ -29,6 +29,7 @@ from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.learning import ABOUT, Learning
+from ckpt.agent.moving import SAY_S
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
@@ -90,12 +91,28 @@ class Starts(Keeper):
         if self.current is not None:
             self._move_aside(self.current, launch)
         start = self._start = Start(peer, request_id, launch, world, take_over, nodes, self._lenders_of(message))
+        self._tell_of_moves(start, self._moves_of(start))
         if nodes:
             self._freeze(HERE)
         start.inventory = self._inventory(whole=bool(nodes))
         self._call_others(start)
         memory = bool(start.inventory.claims or self._remembered(start))
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _moves_of(self, start: Start) -> tuple[int, ...]:
+        """Another one whenever the start has got further, or something has that it may wait for."""
+        heard = self.network.progress.count if self.network is not None else 0
+        known = len(start.silent), len(start.gathered), len(start.failed), len(self._struck)
+        return (*known, start.listed, start.asked_former, start.resolving, self.copies.progress.count, heard)
+
+    def _tell_of_moves(self, start: Start, before: tuple[int, ...]) -> None:
+        """Who waits for its candidate waits as long as it gets further (see agent.moving)."""
+        if self._start is not start:
+            return
+        now = self._moves_of(start)
+        if now != before and start.request_id is not None:
+            start.peer.send({"t": "moving", "id": start.request_id})
+        self._server.later(SAY_S, lambda: self._tell_of_moves(start, now))
 
     def _nodes_of(self, message: Message) -> tuple[NodeAt, ...]:
         """Where the ranks of the job are, if on several nodes. Errors: UsageError."""

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
+from ckpt.agent.client import Pending
 from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.sockets import Address
@@ -43,7 +44,7 @@ from ckpt.types import Identity, Tick
 T = TypeVar("T")
 
 LINES_MAX = 50  # differences named in one message
-BEGIN_TIMEOUT_S = 900.0  # the agent lists the store, and may watch another job's heartbeats
+SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists the store, and may watch another job
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,7 @@ def _join_and_restore(
         terms, parent=last.fields.get("parent"), ancestors=list(last.fields.get("ancestors") or [])
     )
     done = {"epoch": terms.epoch, "identity": found.identity}
-    collective.together(
-        group, lambda: saver.link.request("restored", done, BEGIN_TIMEOUT_S) if group.rank == 0 else None
-    )
+    collective.together(group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None)
     saver.settle(found.tick)
     return found
 
@@ -267,9 +266,23 @@ def _secret(settings: Settings) -> bytes:
 def _ask(
     group: collective.Group, saver: Saver, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()
 ) -> Decision:
-    return Decision.parse(
-        collective.from_first(group, lambda: Decision.of(saver.link.request(kind, fields, BEGIN_TIMEOUT_S, blobs)))
-    )
+    """For as long as the agent says that the start gets further. The other ranks hear so meanwhile: a collective of
+    theirs does not wait for longer than one silence."""
+    pending: Pending | None = None
+
+    def wait() -> bytes:
+        nonlocal pending
+        pending = pending or saver.link.ask(kind, fields, blobs)
+        answer = pending.wait_while_moving(SILENCE_S)
+        return Decision.of(answer) if answer is not None else b""
+
+    try:
+        while not (said := collective.from_first(group, wait)):
+            pass
+    finally:
+        if pending is not None:
+            pending.forget()
+    return Decision.parse(said)
 
 
 def _restore(

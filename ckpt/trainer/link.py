@@ -250,6 +250,10 @@ class Link:
     ) -> wire.Message:
         return self.connection.request(kind, fields, blobs=blobs, timeout_s=timeout_s)
 
+    def ask(self, kind: str, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> client.Pending:
+        """As `request`, whose answer is waited for elsewhere."""
+        return self.connection.ask(kind, fields, blobs=blobs)
+
     def leave(self, outcome: str, timeout_s: float, **more: Any) -> wire.Message:
         """Waits for what is under way; from here on the agent's end is expected. Errors: as `request`."""
         with self._lock:

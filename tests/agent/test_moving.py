@@ -83,14 +83,17 @@ def pair() -> Iterator[Pair]:
 
 
 def test_what_moves_is_waited_for_however_long_it_takes(pair: Pair) -> None:
-    heard = pair.ask()
+    heard, counts = pair.ask(), [pair.asking.network.progress.count]
     for _ in range(30):
         pair.working.progress.moved()
         pair.go_on(ANSWER_S / 3)
+        counts.append(pair.asking.network.progress.count)
     assert heard == []
     pair.working.answer()
     pair.loop.until(lambda: heard)
     assert heard == [""]
+    counts.append(pair.asking.network.progress.count)
+    assert counts == sorted(set(counts)), "a start that waits for it is said to move by that"
 
 
 def test_what_does_not_move_is_given_up(pair: Pair) -> None:
