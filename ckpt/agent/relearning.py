@@ -1,5 +1,6 @@
-"""What a job had learnt of failures and of predictions when its agent died: the agent that takes it over reads that
-from the job's records. Else it would hand on only what it has seen itself, and the next start would know no more.
+"""What a job had learnt of failures and of predictions, where the agent that knew it is gone: one that takes over a
+running job, or that coordinates for the first time a job that comes back from the memory of several nodes, reads it
+from the run's records. Else it would hand on only what it has seen itself, and the next start would know no more.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class Relearning:
         self._asked: Epoch | None = None
 
     def tend(self, job: Job | None) -> None:
-        """After anything happened. `job`: the current one. Once for each that was taken over; where the store does not
-        answer it goes on with what it learns itself."""
-        if job is None or not job.taken_over or job.learning is None or job.epoch == self._asked:
+        """After anything happened. `job`: the current one. Once for each that may lack something: what is known already
+        counts once all the same. Where the store does not answer it goes on with what it learns itself."""
+        if job is None or job.learning is None or job.epoch == self._asked:
+            return
+        if not job.taken_over and not (job.nodes and job.claim is not None and job.claim.parent is not None):
             return
         self._asked = job.epoch
         self._bulk.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._read(job, done))

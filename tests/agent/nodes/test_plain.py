@@ -9,6 +9,7 @@ import pytest
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.test_agent import train, wait_for
 
 
 @pytest.mark.parametrize("spread", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)])
@@ -98,3 +99,28 @@ def test_what_was_lost_with_a_node_comes_back_from_the_memory_of_others_onto_wha
     later = cluster.checkpoint("peer" if len(set(after)) > 1 else "local", "store")
     assert later > step
     cluster.finish()
+
+
+def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Cluster) -> None:
+    """The next coordinator goes on from memory, and no agent that is left had learnt anything."""
+    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
+    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+
+    def losses_seen(node: int) -> int:
+        found: int = cluster.status(node)["job"]["rates"]["node"]["seen"]
+        return found
+
+    cluster.start(0, 1)
+    train(cluster.job, 3)
+    cluster.save("peer")
+    cluster.kill(1)
+    cluster.hang_up()
+    cluster.start(0, 2)
+    assert losses_seen(0) == 1
+    train(cluster.job, cluster.job[0].step + 3)
+    cluster.save("peer", "store")
+    cluster.kill(0)
+    cluster.hang_up()
+    decision = cluster.start(2, 3)
+    assert decision.fields["candidate"]["level"] == "peer"
+    wait_for(lambda: losses_seen(2) >= 1)
