@@ -100,5 +100,16 @@ class Learning:
         self._mark, self._stalled_s = (now_s, step), 0.0
 
 
+def class_of(lost_nodes: int, peers: bool, from_store: bool, warned: bool) -> Failure:
+    """What failed, as far as a start that goes on from it can tell. `lost_nodes`: how many had a part in the former
+    start and have none in this one. `peers`: whether other nodes' memory was to survive that. `from_store`: it did not.
+    `warned`: a notice had said so for certain; what was lost then came after what it had saved."""
+    if not lost_nodes:
+        return Failure.PROCESS
+    if peers and from_store:
+        return Failure.JOB
+    return Failure.PREEMPTION if warned else Failure.NODE
+
+
 def _intervals(choice: Chosen) -> tuple[float, int]:
     return choice.local_s, choice.snapshots

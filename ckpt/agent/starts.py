@@ -28,7 +28,7 @@ from ckpt.agent.fetch import Restore
 from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
-from ckpt.agent.learning import ABOUT, Learning
+from ckpt.agent.learning import ABOUT, Learning, class_of
 from ckpt.agent.moving import SAY_S
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
@@ -37,7 +37,6 @@ from ckpt.agent.start import Resolved, Start
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
 from ckpt.events import Event
-from ckpt.policy.failures import Failure
 from ckpt.policy.remembered import recall
 from ckpt.settings import Settings, adopt_store_environment
 from ckpt.types import FRAMES_MAX, Epoch, Identity
@@ -383,7 +382,8 @@ class Starts(Keeper):
             learning.inherit(former.learning.known)
             if not former.ended_in_order:
                 lost = {node.name for node in former.nodes} - {node.name for node in start.nodes}
-                learning.failed(Failure.NODE if lost else Failure.PROCESS)
+                warned = any(each.certain for each in former.group.notices.values())
+                learning.failed(class_of(len(lost), former.learning.peers, record is not None, warned))
                 near: Literal["local", "peer"] = "peer" if lost else "local"
                 learning.recovered("store" if record is not None else near, now_s - gone_s)
         elif former is None and record is not None and ABOUT in record.about:
@@ -394,7 +394,9 @@ class Starts(Keeper):
                 self._events.emit("policy.refused", f"ckpt: {recalled.refused}")
             closed = start.view.closed if start.view is not None else {parent.epoch}
             if parent.epoch not in closed:  # nobody is left who could have closed it
-                learning.failed(Failure.NODE)
+                claims = start.view.claims if start.view is not None else ()
+                agents = next((len(each.agents) for each in claims if each.epoch == parent.epoch), 0)
+                learning.failed(class_of(max(1, agents), agents > 1, True, False))
 
     def _started(self, peer: Peer, epoch: str) -> Start:
         start = self._start

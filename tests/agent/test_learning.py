@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckpt.agent.learning import Learning
+from ckpt.agent.learning import Learning, class_of
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
 from ckpt.policy.remembered import recall
@@ -88,6 +88,23 @@ def test_nodes_fail_each_by_itself_and_their_loss_needs_the_store_only_where_no_
     assert kept.local_s <= alone.local_s
     learning.recovered("peer", 3.0)
     assert learning.known.peer_recovery.mean == 3.0
+
+
+@pytest.mark.parametrize(
+    ("lost_nodes", "peers", "from_store", "warned", "failure"),
+    [
+        (0, True, False, False, Failure.PROCESS),
+        (0, False, True, True, Failure.PROCESS),
+        (1, True, False, False, Failure.NODE),
+        (2, True, False, True, Failure.PREEMPTION),
+        (1, False, True, False, Failure.NODE),
+        (1, False, True, True, Failure.PREEMPTION),
+        (1, True, True, False, Failure.JOB),
+        (4, True, True, True, Failure.JOB),
+    ],
+)
+def test_a_failure_is_of_the_class_of_what_was_lost(lost_nodes, peers, from_store, warned, failure) -> None:
+    assert class_of(lost_nodes, peers, from_store, warned) is failure
 
 
 def test_a_commit_that_ended_after_its_ranks_takes_no_run_time_back() -> None:

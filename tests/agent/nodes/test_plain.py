@@ -124,3 +124,21 @@ def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Clu
     decision = cluster.start(2, 3)
     assert decision.fields["candidate"]["level"] == "peer"
     wait_for(lambda: losses_seen(2) >= 1)
+
+
+@pytest.mark.parametrize("gone", [(1, 2), (0, 1, 2)])
+def test_nodes_that_took_all_copies_with_them_count_as_a_loss_that_only_the_store_survives(
+    gone: tuple[int, ...], cluster: Cluster
+) -> None:
+    limits = {"overhead": 0.05, "store_mb_s": None, "at_risk_s": None}
+    cluster.options = {**cluster.options, "policy": {"kind": "adaptive", **limits}}
+    cluster.start(0, 1, 2)
+    train(cluster.job, 3)
+    step = cluster.save("peer", "store").step
+    for node in gone:
+        cluster.kill(node)
+    cluster.hang_up()
+    decision = cluster.start(*{0, 3, 4, 5}.difference(gone))
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
+    rates = cluster.status(min({0, 3}.difference(gone)))["job"]["rates"]
+    assert {name: each["seen"] for name, each in rates.items() if each["seen"]} == {"job": 1}
