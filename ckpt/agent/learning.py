@@ -31,6 +31,7 @@ class Learning:
         self.known = known
         self.nodes = nodes
         self.peers = False
+        self.owed: Failure | None = None  # counted once what came before it is known
         self.decision: Decision = decide(known, limits, nodes)
         self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
         self._stalled_s = 0.0  # in snapshots since then
@@ -44,6 +45,12 @@ class Learning:
     def inherit(self, known: Known) -> None:
         """What an earlier start has learnt of failures."""
         self.known = merged(self.known, known)
+
+    def pay(self) -> None:
+        """What came before is known, or never will be."""
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            self.failed(owed)
 
     def failed(self, failure: Failure) -> None:
         self.known = self.known.failed(failure)

@@ -40,7 +40,8 @@ class Relearning:
         counts once all the same. Where the store does not answer it goes on with what it learns itself."""
         if job is None or job.learning is None or job.epoch == self._asked:
             return
-        if not job.taken_over and not (job.nodes and job.claim is not None and job.claim.parent is not None):
+        goes_on = job.nodes and job.claim is not None and job.claim.parent is not None
+        if not job.taken_over and not goes_on and job.learning.owed is None:
             return
         self._asked = job.epoch
         self._bulk.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._read(job, done))
@@ -53,6 +54,8 @@ class Relearning:
                 refused = recalled.refused or refused
                 job.learning.inherit(recalled.known)
                 self._foreseeing.inherit(recalled.sources)
+        if job.learning is not None:
+            job.learning.pay()
             job.follow_learning()
         if refused:
             self._events.emit("policy.refused", f"ckpt: what the job had learnt before is not all known now: {refused}")

@@ -397,6 +397,8 @@ class Starts(Keeper):
                 claims = start.view.claims if start.view is not None else ()
                 agents = next((len(each.agents) for each in claims if each.epoch == parent.epoch), 0)
                 learning.failed(class_of(max(1, agents), agents > 1, True, False))
+        elif former is None and record is None and start.view is not None and parent.epoch not in start.view.closed:
+            learning.owed = class_of(1, True, False, False)  # its coordinator's node: what that had learnt is read next
 
     def _started(self, peer: Peer, epoch: str) -> Start:
         start = self._start

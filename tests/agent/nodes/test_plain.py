@@ -123,7 +123,7 @@ def test_what_was_learnt_outlives_the_loss_of_the_coordinators_node(cluster: Clu
     cluster.hang_up()
     decision = cluster.start(2, 3)
     assert decision.fields["candidate"]["level"] == "peer"
-    wait_for(lambda: losses_seen(2) >= 1)
+    wait_for(lambda: losses_seen(2) == 2)
 
 
 @pytest.mark.parametrize("gone", [(1, 2), (0, 1, 2)])
