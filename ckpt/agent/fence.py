@@ -4,6 +4,8 @@
   was known then are refused, those of this agent's own jobs among them.
 - Once the start has begun its epoch, that one decides, and words of older epochs are refused for good. So are starts
   that asked before it.
+- A node that commits what a job has left asks as a start does, and begins nothing. It gives way to every start: where
+  one has asked it is refused, and once one does nothing waits for its outcome any more.
 - A start that comes to nothing says so. One whose coordinator has not been connected for BOUND_S is taken for over:
   then the words of the epochs before it count again. Nothing is freed by that.
 """
@@ -21,9 +23,11 @@ HERE = ""  # this agent, as who speaks
 
 @dataclass(slots=True)
 class _Asked:
-    """`newest`: the newest epoch that was known here then. `lost_s`: since when who asked is not connected."""
+    """`newest`: the newest epoch that was known here then. `left`: for what a job has left, and not for a start.
+    `lost_s`: since when who asked is not connected."""
 
     newest: Epoch
+    left: bool
     lost_s: float | None = None
 
 
@@ -34,10 +38,15 @@ class Fence:
         self.floor = Epoch(0, "0" * 16)  # words of older epochs decide nothing any more
         self._asked: dict[str, _Asked] = {}  # the one that asked last is last
 
-    def asked(self, by: str, newest: Epoch) -> None:
-        """A start that this agent coordinates is told what lies here; `newest`: of all epochs that are known here."""
+    def asked(self, by: str, newest: Epoch, left: bool = False) -> None:
+        """A start that this agent coordinates is told what lies here; `newest`: of all epochs that are known here.
+        `left`: no start, but what a job has left. Errors: AgentError where that has to give way."""
+        starts = {name: each for name, each in self._asked.items() if not each.left}
+        if left and starts:
+            raise AgentError("a start has asked what lies here, and its outcome is not known")
+        self._asked = self._asked if left else starts
         self._asked.pop(by, None)
-        self._asked[by] = _Asked(newest)
+        self._asked[by] = _Asked(newest, left)
 
     def has_asked(self, by: str) -> bool:
         """Whether a start of it waits for its outcome."""

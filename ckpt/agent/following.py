@@ -92,8 +92,6 @@ class Following:
         self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
         self.over = False
         self.terms: Terms | None = None  # it, and how it commits; None after a restart of this agent
-        self.alone_s: float | None = None  # since when there has been nobody here to serve, and no coordinator
-        self.settled = False  # what is kept of it is in the store, or never will be
         self.ranks = Ranks(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -27,12 +28,13 @@ from ckpt.agent.remote import RemoteRanks, Wanted
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options
 from ckpt.agent.surviving import Verdict, commit_whole, judge
+from ckpt.agent.turns import TURNS, Turns
 from ckpt.agent.writing import Parts
-from ckpt.errors import Superseded
+from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.every import Limits
 from ckpt.settings import Settings
-from ckpt.types import Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.following import Following
@@ -44,24 +46,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-AFTER_S = 30.0  # without a coordinator and ranks, until the first node's turn; as long again until the next one's
-TURNS = 3  # all further nodes have the last one
-AFTER_OF_LINGER = 1 / (TURNS + 1)  # at most, so that the last turn comes before the memory is given up
 LOOK_S = 5.0  # nodes that were lost do not answer
-
-
-def due_s(alone_s: float, turn: int, linger_s: float) -> float:
-    """When the node whose turn it is, counted from 0, begins. `alone_s`: since when it has no coordinator and no ranks.
-    `linger_s`: how long it keeps their memory then."""
-    return alone_s + (1 + min(turn, TURNS - 1)) * min(AFTER_S, AFTER_OF_LINGER * linger_s)
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """`there`: the other nodes that have said what they hold."""
+    """`following`: the newest job here. `terms`: by epoch: what is left may be of an earlier one. `there`: the other
+    nodes that have said what they hold."""
 
     following: Following
-    terms: Terms
+    terms: Mapping[Epoch, Terms]
     network: Network
     inventory: Inventory
     silent: set[str] = field(default_factory=set)
@@ -74,54 +68,66 @@ class Inheriting(Others):
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
+        self._turns = Turns(settings.linger_s)
         self._attempt: _Attempt | None = None
-        self._again_s = 0.0  # not before that
 
     def _begin(self, peer: Peer, message: Message) -> None:
         self._end_attempt()
         super()._begin(peer, message)
 
-    def _freeze(self, by: str) -> None:
-        if self.network is None or by != self.network.me:
-            self._end_attempt()  # a start asks what lies here
-        super()._freeze(by)
+    def _freeze(self, by: str, left: bool = False) -> None:
+        """Errors: AgentError where agent `by` has to give way."""
+        other = self.network is None or by != self.network.me
+        if left and other and self._attempt is not None and by > self._attempt.network.me:
+            raise AgentError("this node is at it itself")  # of two that ask each other one goes on
+        super()._freeze(by, left)
+        if other:
+            self._end_attempt()  # it asks what lies here
+
+    def _outcome(self, name: str, fields: dict[str, Any]) -> None:
+        super()._outcome(name, fields)
+        if fields.get("settled") is not None:
+            settled = Epoch.parse(str(fields["settled"]))
+            self._turns.settled = self._turns.settled or all(each.epoch <= settled for each in self.followings)
 
     def _tend_inheritance(self, now_s: float) -> float | None:
         """When to look again."""
-        for each in self.followings:
-            if each.needed or each.over:
-                each.alone_s = None
-            elif each.alone_s is None:
-                each.alone_s = now_s
-        attempt, newest = self._attempt, max(self.followings, key=lambda each: each.epoch, default=None)
+        attempt, network, jobs = self._attempt, self.network, self._jobs()
+        newest = max(self.followings, key=lambda each: each.epoch, default=None)
+        needed = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
+        if newest is None or needed or self._start is not None:
+            self._end_attempt()
+            self._turns.busy()
+            return None
         if attempt is not None:
-            if newest is not attempt.following or newest.alone_s is None:
+            if attempt.following not in self.followings:
                 self._end_attempt()
             return None
-        network, outdone = self.network, newest is not None and any(job.epoch > newest.epoch for job in self._jobs())
-        if newest is None or newest.alone_s is None or newest.terms is None or newest.settled or outdone:
+        terms = {each.epoch: each.terms for each in self.followings if each.terms is not None}
+        outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
+        turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
+        due_s = self._turns.due_s(turn, now_s)
+        if network is None or not terms or outdone or self._server.end_asked or self.fence.stands(now_s):
             return None
-        if network is None or self._start is not None or self.fence.stands(now_s):
-            return None
-        turn = next((n for n, node in enumerate(newest.nodes[1:]) if node.name == network.me), TURNS)
-        at_s = max(due_s(newest.alone_s, turn, self._settings.linger_s), self._again_s)
-        if now_s < at_s:
-            return at_s
-        self._again_s = now_s + AFTER_S
-        self._attempt = _Attempt(newest, newest.terms, network, Inventory())
-        self._freeze(network.me)
+        if due_s is None or now_s < due_s:
+            return due_s
+        self._attempt = _Attempt(newest, terms, network, Inventory())
+        self._freeze(network.me, left=True)
         self._look_around(self._attempt)
         return None
 
-    def _end_attempt(self) -> None:
-        """Whom it has asked hears that nothing came of it, or that it is done."""
+    def _end_attempt(self, settled: Epoch | None = None) -> None:
+        """Whom it has asked hears that nothing came of it, or that up to the epoch `settled` nothing is left to do."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
         attempt.cancel.set()
+        self._turns.settled = settled is not None
+        self._turns.ended(time.monotonic())
         self.fence.over(attempt.network.me)
-        for node in attempt.following.nodes:
-            attempt.network.tell(node.name, {"t": "outcome", "epoch": None})
+        for node in attempt.following.nodes[1:]:
+            done = str(settled) if settled is not None and node in attempt.there else None
+            attempt.network.tell(node.name, {"t": "outcome", "epoch": None, "settled": done})
 
     def _while(self, attempt: _Attempt, what: Callable[[], None]) -> None:
         """What goes wrong in it ends the attempt, and no other thing."""
@@ -133,10 +139,9 @@ class Inheriting(Others):
             log.exception("what %s has left in memory is not committed from here", attempt.following.epoch)
             self._fail(attempt, str(exc))
 
-    def _fail(self, attempt: _Attempt, why: str, settled: bool = False) -> None:
+    def _fail(self, attempt: _Attempt, why: str, settled: Epoch | None = None) -> None:
         log.warning("what %s has left in memory is not committed from here: %s", attempt.following.epoch, why)
-        attempt.following.settled = settled
-        self._end_attempt()
+        self._end_attempt(settled)
 
     # -- what there is
 
@@ -151,40 +156,46 @@ class Inheriting(Others):
             def connected(error: str) -> None:
                 if error:
                     answered(None, error)
-                else:
-                    network.ask(node.name, {"t": "look"}, (), answered)
+                elif self._attempt is attempt:  # else nobody would tell it the outcome
+                    network.ask(node.name, {"t": "look", "left": True}, (), answered)
 
             network.connect(node, connected)
 
-        others = [node for node in attempt.following.nodes if node.name != network.me]
+        def late() -> None:
+            if attempt.silent:
+                attempt.silent.clear()
+                self._choose_left(attempt)
+
+        others = [node for node in attempt.following.nodes[1:] if node.name != network.me]
         attempt.silent.update(node.name for node in others)
         for node in others:
             look(node)
-        self._server.later(LOOK_S, lambda: self._while(attempt, lambda: self._choose_left(attempt)))
+        if others:
+            self._server.later(LOOK_S, lambda: self._while(attempt, late))
+        else:
+            self._while(attempt, lambda: self._choose_left(attempt))
 
     def _said(self, attempt: _Attempt, node: NodeAt, answer: Message | None, error: str) -> None:
         if node.name not in attempt.silent:
             return  # too late
-        if answer is None:
-            log.info("agent %s cannot be asked what it holds: %s", node.name, error)
-        else:
+        try:
+            if answer is None:
+                raise AgentError(error)
             attempt.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
             attempt.there.append(node)
-        if len(attempt.silent) > 1:
-            attempt.silent.discard(node.name)
-        else:
+        except Exception as exc:  # whatever it may have sent: it is done without
+            log.info("agent %s does not say what it holds: %s", node.name, exc)
+        attempt.silent.discard(node.name)
+        if not attempt.silent:
             self._choose_left(attempt)
 
     def _choose_left(self, attempt: _Attempt) -> None:
         """The newest that can be had, if it is still to be committed."""
-        if not attempt.silent:
-            return  # it was, before the time was over
-        attempt.silent.clear()
-        epoch, claim = attempt.following.epoch, attempt.terms.claim
-        identity = max((each for each in attempt.inventory.complete() if each.epoch == epoch), default=None)
+        identity = max((each for each in attempt.inventory.complete() if each.epoch in attempt.terms), default=None)
         if identity is None:
-            self._fail(attempt, "no checkpoint of it is whole on the nodes that are left", settled=True)
+            self._fail(attempt, "no checkpoint is whole on the nodes that answer")
             return
+        claim = attempt.terms[identity.epoch].claim
 
         def judged(done: Future[Verdict]) -> None:
             if error := failure(done):
@@ -192,7 +203,7 @@ class Inheriting(Others):
             elif done.result() in (Verdict.COMMIT, Verdict.CLAIM):
                 self._gather_left(attempt, identity)
             else:
-                self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", settled=True)
+                self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", identity.epoch)
 
         self._bulk.run(
             Lane.STORE,
@@ -212,47 +223,53 @@ class Inheriting(Others):
                 self._gather_left(attempt, identity)
 
         def gathered(found: Gathered | None, error: str) -> None:
-            if found is None:
-                self._fail(attempt, error)
-            else:
+            if found is not None:
                 self._commit_left(attempt, found)
+                return
+            if gathering.lacking is not None:
+                inventory.without(identity, gathering.lacking)
+            if gathering.lacking is not None and identity in inventory.complete():
+                self._gather_left(attempt, identity)  # made again from parity
+            else:
+                self._fail(attempt, error)
 
         missing, by_rank = inventory.missing(identity), inventory.by_rank(identity)
         if missing:
             mine = [node for node in attempt.following.nodes if node.name == me]
             holders = {rank: [name or me for name in names] for rank, names in by_rank.items()}
             nodes = [*mine, *attempt.there]
-            at = {rank: [node.name for node in nodes] for rank in missing}
+            unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in missing}
+            at = {rank: [node.name for node in nodes if node.name not in unfit[rank]] for rank in missing}
             then = lambda *found: self._while(attempt, lambda: made(*found))  # noqa: E731
             Rebuilding(self.parities, nodes, identity, holders, at, then, me).begin()
             return
         then_commit = lambda *found: self._while(attempt, lambda: gathered(*found))  # noqa: E731
         arenas = self._arenas_of(identity)
-        Gathering(attempt.network, self._bulk, identity, by_rank, arenas, then_commit).begin()
+        gathering = Gathering(attempt.network, self._bulk, identity, by_rank, arenas, then_commit)
+        gathering.begin()
 
     # -- the commit
 
     def _commit_left(self, attempt: _Attempt, found: Gathered) -> None:
-        checkpoint, terms, step = found.checkpoint, attempt.terms, found.checkpoint.identity.tick.step
-        text = (
-            f"the coordinator of {checkpoint.identity.epoch} is lost: step {step}, which the nodes that are left have"
-        )
+        checkpoint, identity = found.checkpoint, found.checkpoint.identity
+        terms, step = attempt.terms[identity.epoch], identity.tick.step
+        text = f"the coordinator of {identity.epoch} is lost: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
-        self.copies.lease(checkpoint.identity)
 
         def ended(done: Future[Committed]) -> None:
-            self.copies.release(checkpoint.identity)
-            self._while(attempt, lambda: self._have_committed(attempt, checkpoint.identity, done))
+            self.copies.release(identity)
+            self._while(attempt, lambda: self._have_committed(attempt, identity, done))
 
-        parts = self._parts(attempt, found)
+        parts = self._parts(attempt, found, terms)
+        self.copies.lease(identity)
         self._bulk.run(
             Lane.COMMIT,
             lambda: commit_whole(self._store, checkpoint, terms, "a node that was left", attempt.cancel, parts),
             ended,
         )
 
-    def _parts(self, attempt: _Attempt, found: Gathered) -> Parts:
-        checkpoint, terms, network = found.checkpoint, attempt.terms, attempt.network
+    def _parts(self, attempt: _Attempt, found: Gathered, terms: Terms) -> Parts:
+        checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = shares(found.places.holders)
 
         def write(name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
@@ -265,13 +282,12 @@ class Inheriting(Others):
 
     def _have_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
         if error := failure(done):
-            self._fail(attempt, error, settled=isinstance(done.exception(), Superseded))
+            self._fail(attempt, error, identity.epoch if isinstance(done.exception(), Superseded) else None)
             return
-        attempt.following.settled = True
         text = f"step {identity.tick.step} is committed by a node that is left of the job that saved it"
         log.warning("%s", text)
         self._event(Event("commit.inherited", text, True, {"identity": str(identity)}))
-        self._end_attempt()
+        self._end_attempt(identity.epoch)
 
 
 def shares(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:

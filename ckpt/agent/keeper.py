@@ -142,10 +142,11 @@ class Keeper:
         lent_bytes = self.copies.bytes_of(epoch)
         return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes)
 
-    def _freeze(self, by: str) -> None:
-        """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome."""
+    def _freeze(self, by: str, left: bool = False) -> None:
+        """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome. `left` and
+        errors: see Fence.asked."""
         known = [*self._store.begun, *self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
-        self.fence.asked(by, max(known, default=self.fence.floor))
+        self.fence.asked(by, max(known, default=self.fence.floor), left)
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""

@@ -269,6 +269,8 @@ class Node(Inheriting):
         ended = bool(jobs) and jobs[-1].came_to_its_end  # then nobody comes back for what is kept of it
         keeps = bool(self.followings or self.copies.identities) and not ended
         if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
+            if self.fence.stands(now_s):
+                return None  # who has asked for it may be at work on it
             return self._idle_since_s + self._settings.linger_s
         if not jobs:
             return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s

@@ -124,7 +124,7 @@ class Others(Leading):
                 self._start_elsewhere(channel, fields)
                 return
             case "look":
-                self._tell_inventory(channel, int(fields["id"]))
+                self._tell_inventory(channel, int(fields["id"]), bool(fields.get("left")))
                 return
             case "keeps":
                 keeps = Keeps.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
@@ -225,14 +225,14 @@ class Others(Leading):
         """Whether that agent coordinates that epoch, or any, of those that this node has a part in."""
         return any(each.leader.name == name and epoch in (each.epoch, None) for each in self.followings)
 
-    def _tell_inventory(self, channel: Channel, request_id: int) -> None:
-        """To a start, until whose outcome what is told stays as it is."""
-        self._freeze(channel.peer)
+    def _tell_inventory(self, channel: Channel, request_id: int, left: bool = False) -> None:
+        """To a start, until whose outcome what is told stays as it is. `left` and errors: see Fence.asked."""
+        self._freeze(channel.peer, left)
         packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
         channel.reply(request_id, {}, [packed])
 
-    def _freeze(self, by: str) -> None:
-        super()._freeze(by)
+    def _freeze(self, by: str, left: bool = False) -> None:
+        super()._freeze(by, left)
         for each in self.followings:
             each.ranks.announce(None)
 

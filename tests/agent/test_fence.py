@@ -106,3 +106,32 @@ def test_what_is_not_known_to_be_harmless_only_a_coordinator_says(fields: dict[s
 def test_the_epoch_is_the_one_that_is_named_or_that_of_the_checkpoint() -> None:
     assert epoch_of({"epoch": str(TWO), "identity": f"{ONE}-000000000005.0000"}) == TWO
     assert epoch_of({"identity": f"{ONE}-000000000005.0000"}) == ONE
+
+
+def test_who_asks_for_what_a_job_has_left_holds_it_too_and_others_may_ask_beside() -> None:
+    fence = Fence()
+    for by in ("x", "y"):
+        fence.asked(by, ONE, left=True)
+    fence.over("x")
+    with pytest.raises(AgentError, match="asked what lies here"):
+        fence.check("x", ONE, 0.0)
+    fence.over("y")
+    fence.check("x", ONE, 0.0)
+
+
+def test_where_a_start_has_asked_nobody_else_does_for_what_a_job_has_left() -> None:
+    fence = asked()
+    with pytest.raises(AgentError, match="a start has asked"):
+        fence.asked("x", ONE, left=True)
+    assert fence.begun("y", TWO)
+    fence.asked("x", TWO, left=True)
+
+
+def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left() -> None:
+    """It may have asked before, and the outcome may be lost."""
+    fence = Fence()
+    fence.asked("x", ONE, left=True)
+    fence.asked("y", ONE)
+    assert not fence.has_asked("x")
+    assert fence.begun("y", TWO)
+    assert fence.refusal("y", TWO, 0.0) == ""

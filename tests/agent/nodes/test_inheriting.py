@@ -3,14 +3,21 @@ committed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ckpt.agent.inheriting import AFTER_S, TURNS, due_s, shares
+from ckpt.agent.holdings import Inventory
+from ckpt.agent.inheriting import Inheriting, shares
+from ckpt.agent.network import NodeAt
 from tests.agent.nodes.cluster import Cluster, await_, await_end, line
+from tests.agent.nodes.test_authority import ask
+from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
+
+__all__ = ["liar"]
 
 COPIES: dict[str, Any] = {"replicas": 1}
 PARITY: dict[str, Any] = {"data": 2, "parity": 1}
@@ -72,13 +79,111 @@ def test_a_start_that_comes_while_it_is_written_goes_on_from_memory(cluster: Clu
     cluster.finish()
 
 
-def test_each_node_has_a_turn_while_the_memory_is_kept() -> None:
-    for linger_s in (0.0, 1.0, 300.0, 1e6):
-        turns = [due_s(100.0, turn, linger_s) for turn in range(10)]
-        assert turns == sorted(turns)
-        assert len(set(turns)) == (TURNS if linger_s else 1)
-        assert 100.0 <= turns[0] <= 100.0 + AFTER_S
-        assert turns[-1] <= 100.0 + linger_s
+@pytest.mark.usefixtures("soon")
+def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cluster: Cluster) -> None:
+    step = save_nowhere_but_in_memory(cluster, COPIES, 0, 1, 2)
+    cluster.hang_up()
+    assert cluster.start(0, 1, 2).fields["candidate"]["step"] == step
+    cluster.kill(0)
+    cluster.allow_commits()
+    cluster.hang_up(1, 2)
+    await_(lambda: bool(line(cluster.url)))
+    assert [identity.tick.step for identity in line(cluster.url)] == [step]
+
+
+LEFT = {"t": "look", "left": True}
+NOTHING: dict[str, Any] = {"t": "outcome", "epoch": None, "settled": None}
+
+
+def left_alone(cluster: Cluster, linger_s: str, monkeypatch: pytest.MonkeyPatch) -> NodeAt:
+    """One of two nodes, whose coordinator is lost. What it commits it writes slowly."""
+    monkeypatch.setenv("CKPT_LINGER_S", linger_s)
+    cluster.options = {**cluster.options, "codec": "raw", "limits": {**NO_LIMITS, "bandwidth": 1e5}}
+    save_nowhere_but_in_memory(cluster, COPIES, 0, 1)
+    left = node_of(cluster, 1)
+    cluster.kill(0)
+    cluster.hang_up(1)
+    return left
+
+
+def test_of_two_nodes_that_ask_each_other_one_goes_on_and_begins_again_when_nothing_came_of_the_other(
+    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = left_alone(cluster, "24", monkeypatch)
+    cluster.allow_commits()
+    later, earlier = liar("~"), liar("!")
+
+    def refused() -> bool:
+        answer, error = ask(later, left, LEFT)
+        if answer is not None:
+            later.say(left, NOTHING, [])
+        return "at it itself" in error
+
+    await_(refused)
+    answer, error = ask(earlier, left, LEFT)
+    assert answer is not None, error
+    assert ask(later, left, LEFT)[0] is not None  # it has ended its own
+    later.say(left, NOTHING, [])
+    earlier.say(left, NOTHING, [])
+    await_(lambda: bool(line(cluster.url)))
+
+
+def test_who_is_asked_for_what_is_left_stays_until_the_outcome(
+    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been long enough alone to end; who has asked may be at work on what it has."""
+    left, other = left_alone(cluster, "6", monkeypatch), liar("!")
+    answer, error = ask(other, left, LEFT)
+    assert answer is not None, error
+    with pytest.raises(AssertionError, match="the agent stays"):
+        await_end(cluster.pids[1], 8.0)
+    other.alive(left)
+    other.say(left, NOTHING, [])
+    await_end(cluster.pids[1])
+
+
+def test_what_is_left_gives_way_to_a_start_there_and_then(
+    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = left_alone(cluster, "120", monkeypatch)
+    start, other = liar("~"), liar("!")
+    assert ask(other, left, LEFT)[0] is not None
+    assert ask(start, left, {"t": "look"})[0] is not None
+    assert "a start has asked" in ask(other, left, LEFT)[1]
+
+
+def test_what_was_committed_elsewhere_is_left_alone(
+    cluster: Cluster, liar: Callable[..., Liar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, other = left_alone(cluster, "12", monkeypatch), liar("!")
+    cluster.allow_commits()
+    assert ask(other, left, LEFT)[0] is not None
+    other.say(left, {**NOTHING, "settled": cluster.job[0].epoch}, [])
+    await_end(cluster.pids[1])
+    assert line(cluster.url) == []
+
+
+def test_nobody_is_asked_once_the_attempt_is_over() -> None:
+    """It would wait for an outcome that nobody tells it."""
+    connected: list[Callable[[str], None]] = []
+    asked: list[str] = []
+    network = SimpleNamespace(
+        me="b",
+        connect=lambda node, then: connected.append(then),
+        ask=lambda name, *others: asked.append(name),
+    )
+    nodes = [NodeAt(name, (), ()) for name in "abcd"]
+    attempt = SimpleNamespace(
+        network=network, inventory=Inventory(), following=SimpleNamespace(nodes=nodes), silent=set()
+    )
+    server = SimpleNamespace(later=lambda seconds, what: None)
+    node = SimpleNamespace(_attempt=attempt, _server=server, _inventory=lambda whole: Inventory())
+    Inheriting._look_around(cast(Any, node), cast(Any, attempt))
+    assert attempt.silent == {"c", "d"}  # not the coordinator
+    connected[0]("")
+    node._attempt = None
+    connected[1]("")
+    assert asked == ["c"]
 
 
 def test_every_frame_is_written_by_who_has_it_and_another_may_do_it_who_has_all_of_that_share() -> None:
