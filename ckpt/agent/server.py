@@ -60,7 +60,8 @@ class Handler(Protocol):
 
 
 class Peer:
-    """One connection. `pid`: the process at its other end, as the kernel says. `role`: "" until hello."""
+    """One connection. `pid`: the process at its other end, as the kernel says. `role`: "" until hello. `hung_up`: the
+    other end is closed, and nothing is sent any more; what it said before that is still to be read."""
 
     def __init__(self, server: Server, sock: socket.socket, pid: int) -> None:
         self.server = server
@@ -69,11 +70,12 @@ class Peer:
         self.pidfd: int | None = None
         self.role = ""
         self.open = True
+        self.hung_up = self.was_reset = False
         self.outbox: collections.deque[wire.Packet] = collections.deque()
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         """Sends now, or when there is room; does nothing once the connection is gone."""
-        if not self.open:
+        if not self.open or self.hung_up:
             return
         packet = wire.pack(fields, list(fds), blobs)
         if not self.outbox:
@@ -81,6 +83,10 @@ class Peer:
                 packet.send(self.sock)
             except BlockingIOError:
                 pass  # it has to wait
+            except ConnectionError:
+                packet.close()
+                self._hang_up()
+                return
             except OSError:
                 packet.close()
                 self.server.lose(self)
@@ -112,8 +118,15 @@ class Peer:
                 self.outbox.popleft().close()
         except BlockingIOError:
             return
+        except ConnectionError:
+            self._hang_up()
         except OSError:
             self.server.lose(self)
+
+    def _hang_up(self) -> None:
+        self.hung_up = True
+        while self.outbox:
+            self.outbox.popleft().close()
 
     def watch_death(self) -> None:
         """From here on the end of its process is told. A socket's end would not do: forked children hold it."""
@@ -333,6 +346,11 @@ class Server:
             message = wire.receive(peer.sock)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it closed without reading all of ours; the kernel says so once, and first
+            if not peer.was_reset:
+                peer.was_reset = True
+                return True
+            message = None
         except OSError:
             message = None
         except Exception as exc:
