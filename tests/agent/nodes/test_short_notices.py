@@ -36,7 +36,7 @@ def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doo
 def warn(cluster: Cluster, word: Path, lead_s: float) -> int:
     """The second node goes away so soon; the job trains until all ranks are told to leave. The step of that."""
     part = word.with_suffix(".part")
-    for rounds in range(10_000):
+    for rounds in range(1000):
         if rounds == 50:  # the pace is known by then
             part.write_text(f"+{lead_s:g}")
             os.rename(part, word)
