@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.bulk import Lane, failure
-from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.collecting import Collecting
+from ckpt.agent.gathering import Gathered
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.others import Others
-from ckpt.agent.rebuilding import Made, Rebuilding
 from ckpt.agent.remote import RemoteRanks, Wanted
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options
@@ -201,7 +201,7 @@ class Inheriting(Others):
             if error := failure(done):
                 self._fail(attempt, error)
             elif done.result() in (Verdict.COMMIT, Verdict.CLAIM):
-                self._gather_left(attempt, identity)
+                self._collect_left(attempt, identity)
             else:
                 self._fail(attempt, f"step {identity.tick.step} is {done.result().value}", identity.epoch)
 
@@ -211,42 +211,19 @@ class Inheriting(Others):
             lambda done: self._while(attempt, lambda: judged(done)),
         )
 
-    def _gather_left(self, attempt: _Attempt, identity: Identity) -> None:
-        inventory, me = attempt.inventory, attempt.network.me
-
-        def made(found: Made, error: str) -> None:
-            for rank, name in found.items():
-                inventory.made(identity, rank, "" if name == me else name)
-            if error:
-                self._fail(attempt, error)
-            else:
-                self._gather_left(attempt, identity)
-
-        def gathered(found: Gathered | None, error: str) -> None:
+    def _collect_left(self, attempt: _Attempt, identity: Identity) -> None:
+        def collected(found: Gathered | None, error: str) -> None:
             if found is not None:
                 self._commit_left(attempt, found)
                 return
-            if gathering.lacking is not None:
-                inventory.without(identity, gathering.lacking)
-            if gathering.lacking is not None and identity in inventory.complete():
-                self._gather_left(attempt, identity)  # made again from parity
-            else:
-                self._fail(attempt, error)
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            attempt.inventory.forget(identity)
+            self._choose_left(attempt)  # the one before it
 
-        missing, by_rank = inventory.missing(identity), inventory.by_rank(identity)
-        if missing:
-            mine = [node for node in attempt.following.nodes if node.name == me]
-            holders = {rank: [name or me for name in names] for rank, names in by_rank.items()}
-            nodes = [*mine, *attempt.there]
-            unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in missing}
-            at = {rank: [node.name for node in nodes if node.name not in unfit[rank]] for rank in missing}
-            then = lambda *found: self._while(attempt, lambda: made(*found))  # noqa: E731
-            Rebuilding(self.parities, nodes, identity, holders, at, then, me).begin()
-            return
-        then_commit = lambda *found: self._while(attempt, lambda: gathered(*found))  # noqa: E731
-        arenas = self._arenas_of(identity)
-        gathering = Gathering(attempt.network, self._bulk, identity, by_rank, arenas, then_commit)
-        gathering.begin()
+        mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
+        services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
+        guard = lambda what: self._while(attempt, what)  # noqa: E731
+        Collecting(*services, [*mine, *attempt.there], (), guard, collected).begin(identity)
 
     # -- the commit
 

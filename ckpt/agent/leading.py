@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
+from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fence import HERE
 from ckpt.agent.former import ask_former
-from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.gathering import Gathered
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
-from ckpt.agent.rebuilding import Made, Rebuilding
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
@@ -162,53 +162,18 @@ class Leading(Starts):
         connect()
 
     def _gather(self, start: Start, identity: Identity) -> None:
-        """What nobody holds is made again from parity first; so is what turns out to be damaged where it lies."""
-        inventory = start.inventory
-
-        def failed(error: str) -> None:
+        def collected(found: Gathered | None, error: str) -> None:
             start.resolving = False
-            log.warning("%s cannot be had from memory: %s", identity, error)
-            start.failed[identity] = error
-            inventory.forget(identity)
-
-        def gathered(found: Gathered | None, error: str) -> None:
             if found is not None:
-                start.resolving = False
                 start.gathered[identity] = found
                 return
-            if gathering.lacking is not None:
-                inventory.without(identity, gathering.lacking)
-            if gathering.lacking is not None and identity in inventory.complete():
-                log.warning("%s: %s; it is made again from parity", identity, error)
-                self._gather(start, identity)
-            else:
-                failed(error)
+            log.warning("%s cannot be had from memory: %s", identity, error)
+            start.failed[identity] = error
+            start.inventory.forget(identity)
 
-        def then(found: Gathered | None, error: str) -> None:
-            self._guard_start(start, lambda: gathered(found, error))
-
-        def made(found: Made, error: str) -> None:
-            for rank, name in found.items():
-                inventory.made(identity, rank, "" if name == me else name)
-            if error:
-                failed(error)
-            else:
-                self._gather(start, identity)
-
-        missing, me = inventory.missing(identity), self.network.me if self.network is not None else ""
-        if missing:
-            by_rank = inventory.by_rank(identity)
-            holders = {rank: [name or me for name in names] for rank, names in by_rank.items()}
-            unfit = {rank: [name or me for name in inventory.unfit.get((identity, rank), ())] for rank in missing}
-            nodes = [node.name for node in start.nodes] or [me]
-            at = {rank: [name for name in nodes if name not in unfit[rank]] for rank in missing}
-            ended = lambda found, error: self._guard_start(start, lambda: made(found, error))  # noqa: E731
-            givers = [*start.nodes, *self._others_that_hold(start)] if start.nodes else []
-            Rebuilding(self.parities, givers, identity, holders, at, ended, me).begin()
-            return
-        arenas = self._arenas_of(identity)
-        gathering = Gathering(self.network, self._bulk, identity, inventory.by_rank(identity), arenas, then)
-        gathering.begin()
+        services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
+        nodes, guard = (start.nodes, self._others_that_hold(start)), lambda what: self._guard_start(start, what)
+        Collecting(*services, *nodes, guard, collected).begin(identity)
 
     def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""

@@ -267,6 +267,7 @@ class Node(Inheriting):
         if self._attempt is not None:
             return None
         ended = bool(jobs) and jobs[-1].came_to_its_end  # then nobody comes back for what is kept of it
+        ended = ended and not any(each.epoch > jobs[-1].epoch for each in self.followings)
         keeps = bool(self.followings or self.copies.identities) and not ended
         if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
             if self.fence.stands(now_s):
