@@ -1,0 +1,130 @@
+"""A running job's agent has died, and another takes the job over: the trainers bring the arenas, and what is whole in
+them is complete again, on this node and on the others. What can be said of them is in `recovery`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from concurrent.futures import Future
+
+from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import Lane, failure
+from ckpt.agent.carrier import Carrier
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.gathering import Gathered, Gathering
+from ckpt.agent.holdings import whose
+from ckpt.agent.nodes import Nodes
+from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed
+from ckpt.agent.wire import Message
+from ckpt.types import Identity
+
+log = logging.getLogger("ckpt")
+
+
+class TakenOver(Carrier):
+    """What a job does until all of its ranks have come to this agent, if it is not the first. Main thread."""
+
+    _recovery: Recovery | None = None
+
+    def recover_from_trainers(self) -> None:
+        """This agent takes over a running job: the trainers bring the arenas."""
+        self.taken_over = True
+        self._recovery = Recovery(self.world, len(self.group.slots))
+        self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
+
+    def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
+        if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
+            self.ranks.has(rank, slots, message.fds)
+            return
+        if self.ranks.node_of(rank):
+            self._recovery.take_elsewhere(rank, slots)
+        else:
+            self._recovery.take(rank, slots, message.fds)
+        for slot in slots:
+            self.group.slots[slot].making = True
+
+    def _recover(self, recovery: Recovery) -> None:
+        """All ranks are here: what is whole in their arenas is looked for."""
+        self._recovery = None
+        whole, lost = recovery.end(keep=True)
+        for slot in lost:
+            self.group.made(slot, ())
+        if isinstance(self.ranks, Nodes):
+            self._recover_nodes(whole, self.ranks)
+            return
+        store = self._services.store
+        self._run(
+            Lane.MEMORY,
+            lambda: look_for(self.epoch, whole, self.own.reader, store),
+            lambda done: self._recovered(whole, done),
+        )
+
+    def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: Nodes) -> None:
+        """The same where other nodes have their part of it."""
+        found: dict[int, Checkpoint] = {}
+        left = set(whole)
+
+        def looked() -> None:
+            store, checkpoints = self._services.store, list(found.values())
+
+            def ended(done: Future[frozenset[Identity]]) -> None:
+                committed: Future[Found] = Future()
+                committed.set_result(Found(found, frozenset() if failure(done) else done.result()))
+                self._recovered(whole, committed)
+
+            self._run(Lane.STORE, lambda: which_committed(checkpoints, store), ended)
+
+        def gathered(slot: int, result: Gathered | None, error: str) -> None:
+            if result is not None:
+                found[slot] = result.checkpoint
+            else:
+                log.info("slot %d holds no whole snapshot: %s", slot, error)
+            left.discard(slot)
+            if not left:
+                looked()
+
+        if not whole:
+            looked()
+        for slot, by_rank in whole.items():
+            held = {whose(arena) for arena in by_rank.values()}
+            keys = {each[0][0] for each in held if each is not None}  # hashes that are missing are made anew
+            if None in held or len(keys) != 1 or next(iter(keys)).epoch != self.epoch:
+                gathered(slot, None, "not every rank has staged the same there")
+                continue
+            identity = keys.pop()
+            then = self._guarded(functools.partial(gathered, slot))
+            network, bulk = self._services.network(), self._services.bulk
+            Gathering(network, bulk, identity, nodes.holders(), by_rank, then).begin()
+
+    def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[Found]) -> None:
+        if error := failure(done):
+            self.emit("recovery.failed", f"what the trainers had in memory cannot be read: {error}", True)
+        found = Found({}, frozenset()) if error else done.result()
+        for slot, by_rank in arenas.items():
+            if self._dropped:
+                for arena in by_rank.values():
+                    arena.close()
+                continue
+            self.own.adopt(slot, by_rank)
+            sizes = {rank: arena.bytes for rank, arena in by_rank.items()}
+            self.group.made(slot, tuple(sizes.get(rank, 0) for rank in range(self.world)))
+            if slot in found.checkpoints:
+                checkpoint = found.checkpoints[slot]
+                self.checkpoints[slot] = checkpoint
+                tick, committed = checkpoint.identity.tick, checkpoint.identity in found.committed
+                self.group.holds(slot, tick, committed)
+                for level in ("local", *(["store"] if committed else [])):
+                    self._services.account.found(level, self.epoch, tick)
+        self.group.recovered()
+        steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
+        self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})
+
+    def _give_up_recovery(self, why: str) -> None:
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
+            return
+        if why:
+            log.warning("what the trainers had in memory cannot be taken over: %s", why)
+            self.group.recovered()
+        for slot in recovery.end(keep=False)[1]:
+            self.group.made(slot, ())
