@@ -270,7 +270,11 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int) -> No
     count = SCHEDULES // 2
     print(f"seeds {first}..{first + count}")
     reached = Counter[str]()
-    for seed in range(first, first + count):
+    # The schedules have to reach what they are there for: some of it one in two hundred does.
+    wanted = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed") if SCHEDULES >= 1000 else ()
+    for seed in range(first, first + 10 * count):
+        if seed >= first + count and all(reached[what] for what in wanted):
+            break
         try:
             sim = run(seed)
         except AssertionError as exc:
@@ -281,7 +285,4 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int) -> No
         reached["copied"] += sim.copied_first
         reached["restarted"] += bool(sim.restarts and sim.completed)
         reached.update(each["how"] for each in sim.outcomes)
-    if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
-        assert all(reached[what] for what in ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed")), (
-            reached
-        )
+    assert all(reached[what] for what in wanted), reached
