@@ -84,6 +84,7 @@ def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cl
     step = save_nowhere_but_in_memory(cluster, COPIES, 0, 1, 2)
     cluster.hang_up()
     assert cluster.start(0, 1, 2).fields["candidate"]["step"] == step
+    cluster.appointed()  # all nodes know by then that it has begun: else they keep what they have for it for a while
     cluster.kill(0)
     cluster.allow_commits()
     cluster.hang_up(1, 2)
