@@ -26,8 +26,8 @@ NO_LIMITS: dict[str, Any] = {"memory": None, "bandwidth": None, "peer_bandwidth"
 
 @pytest.fixture
 def soon(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first turn comes after 2 s."""
-    monkeypatch.setenv("CKPT_LINGER_S", "8")
+    """The first turn comes after 4 s."""
+    monkeypatch.setenv("CKPT_LINGER_S", "16")
 
 
 def save_nowhere_but_in_memory(cluster: Cluster, peers: Mapping[str, Any], *spread: int) -> int:
