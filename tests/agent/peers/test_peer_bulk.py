@@ -207,7 +207,7 @@ def test_connections_that_never_bring_a_whole_frame_end_in_an_error(
 ) -> None:
     monkeypatch.setattr(pull, "CUTS_MAX", 3)
     sender, receiver = node("a"), node("b")
-    with Proxy(sender.address, "a", [], every=Fault(2_000_000)) as proxy:
+    with Proxy(sender.address, "a", [], every=Fault(2_500_000)) as proxy:
         transfer = Transfer(sender, receiver, proxy.address, only=[3])
         with pytest.raises(AgentError, match="3 connections were cut without a whole frame"):
             transfer.result()
