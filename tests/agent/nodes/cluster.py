@@ -323,13 +323,6 @@ def come_back(rank: FakeRank, tries: int = 300) -> None:
     raise AssertionError(f"no agent took rank {rank.rank}")
 
 
-def await_(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not what():
-        assert time.monotonic() < deadline, "it does not become true"
-        threading.Event().wait(0.02)
-
-
 def await_end(pid: int, timeout_s: float = BOUND_S) -> None:
     """Until that process has ended; it is nobody's child here."""
     try:

@@ -13,9 +13,10 @@ import pytest
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.inheriting import Inheriting, shares
 from ckpt.agent.network import NodeAt
-from tests.agent.nodes.cluster import Cluster, await_, await_end, line
+from tests.agent.nodes.cluster import Cluster, await_end, line
 from tests.agent.nodes.test_authority import ask
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of
+from tests.agent.test_agent import wait_for
 
 __all__ = ["liar"]
 
@@ -46,7 +47,7 @@ def test_what_is_safe_with_others_is_committed_by_them_when_its_coordinator_is_l
     cluster.kill(0)
     cluster.allow_commits()
     cluster.hang_up(1, 2)
-    await_(lambda: bool(line(cluster.url)))
+    wait_for(lambda: bool(line(cluster.url)))
     assert [identity.tick.step for identity in line(cluster.url)] == [step]
 
 
@@ -69,7 +70,7 @@ def test_a_start_that_comes_while_it_is_written_goes_on_from_memory(cluster: Clu
     cluster.allow_commits()
     cluster.hang_up(1, 2)
     data = Path(cluster.url) / "data"
-    await_(lambda: data.is_dir() and any(data.iterdir()))
+    wait_for(lambda: data.is_dir() and any(data.iterdir()))
     cluster.options = {**cluster.options, "limits": NO_LIMITS}
     decision = cluster.start(1, 2, 3)
     assert decision.fields["candidate"]["step"] == step
@@ -88,7 +89,7 @@ def test_a_later_start_that_saved_nothing_is_followed_by_what_it_went_on_from(cl
     cluster.kill(0)
     cluster.allow_commits()
     cluster.hang_up(1, 2)
-    await_(lambda: bool(line(cluster.url)))
+    wait_for(lambda: bool(line(cluster.url)))
     assert [identity.tick.step for identity in line(cluster.url)] == [step]
 
 
@@ -120,13 +121,13 @@ def test_of_two_nodes_that_ask_each_other_one_goes_on_and_begins_again_when_noth
             later.say(left, NOTHING, [])
         return "at it itself" in error
 
-    await_(refused)
+    wait_for(refused)
     answer, error = ask(earlier, left, LEFT)
     assert answer is not None, error
     assert ask(later, left, LEFT)[0] is not None  # it has ended its own
     later.say(left, NOTHING, [])
     earlier.say(left, NOTHING, [])
-    await_(lambda: bool(line(cluster.url)))
+    wait_for(lambda: bool(line(cluster.url)))
 
 
 def test_who_is_asked_for_what_is_left_stays_until_the_outcome(

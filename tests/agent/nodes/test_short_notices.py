@@ -16,8 +16,9 @@ from ckpt.errors import AgentError
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.tasks import Tasks
 from ckpt.types import Tick
-from tests.agent.nodes.cluster import BOUND_S, Cluster, await_, line, together, train
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line, together, train
 from tests.agent.nodes.test_relayed_notices import one_step
+from tests.agent.test_agent import wait_for
 
 STORE = 2e5  # bytes a second of each agent's
 
@@ -91,7 +92,7 @@ def test_where_it_is_the_coordinators_own_node_that_goes_the_other_one_commits_t
             with pytest.raises(AgentError):
                 each.result(BOUND_S)
     cluster.hang_up()
-    await_(lambda: len(line(cluster.url)) > 1)
+    wait_for(lambda: len(line(cluster.url)) > 1)
     assert [identity.tick.step for identity in line(cluster.url)] == [first, step]
 
 
