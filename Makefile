@@ -2,6 +2,7 @@
 #
 #   make demo     train, kill everything with SIGKILL in the middle of a save, start again, compare bit for bit
 #   make test     all tests
+#   make deep     what of the tests takes hours: 100 kills of real nodes, 100,000 schedules, deeper exhaustive starts
 #   make check    lint, format, types, layers
 #   make bench    every benchmark, each against its ceiling in the same run
 #   make emulators   Azurite, which the tests of az:// need and skip without; needs node and npm
@@ -22,13 +23,18 @@ export CKPT_NOTICES ?= off
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
 
-.PHONY: demo test check format bench emulators clean
+.PHONY: demo test deep check format bench emulators clean
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
 
 test: .venv/.ready-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+deep: .venv/.ready-dev
+	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py tests/agent/nodes/test_lending.py
+	CKPT_SIM_DEEP=1 CKPT_SIM_SCHEDULES=100000 $(BIN)/python -m pytest tests/agent/test_leaving_exhaustive.py \
+		tests/agent/test_leaving_sim.py tests/agent/test_group_sim.py tests/agent/nodes/test_replication_sim.py
 
 check: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ import errno
 import posixpath
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -122,13 +122,15 @@ class FsspecBackend:
             with self._translated(f"delete {key}"), suppress(FileNotFoundError):
                 self._fs.rm_file(path)
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         """Removes files of puts that did not end. What an object store holds of them its own rules remove."""
         if self._is_put_atomic:
             return 0
         before_s = self.now_s() - older_than_s
         ended = 0
-        for path, found in self._find(""):
+        for path, found in (each for prefix in prefixes for each in self._find(check_prefix(prefix))):
             if posixpath.basename(path).startswith(TEMPORARY) and self._info(path, found).modified_s < before_s:
                 with self._translated(f"delete {path}"), suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._root}/{path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import botocore.config  # type: ignore[import-untyped]
@@ -14,17 +14,28 @@ from ckpt.errors import NotFound
 from ckpt.storage.failure import from_reply, lost
 
 
-def abort_uploads(url: str, bucket: str, prefix: str, config: Mapping[str, Any], before_s: float) -> int:
-    """Aborts what was begun before that time (Unix seconds, the store's clock) below the prefix; how many."""
+def abort_uploads(
+    url: str,
+    bucket: str,
+    prefix: str,
+    config: Mapping[str, Any],
+    before_s: float,
+    below: Sequence[str],
+    is_ours: Callable[[str], bool],
+) -> int:
+    """Aborts what was begun before that time (Unix seconds, the store's clock); how many. `prefix`: the store's in the
+    bucket; `below`: those in the store, to whose keys `is_ours` is put."""
     client = _client(config)
     folder = f"{prefix}/" if prefix else ""
     ended = 0
     try:
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=folder)
-        found = [upload for page in pages for upload in page.get("Uploads", [])]
-        for upload in found:
-            if upload["Initiated"].timestamp() < before_s and upload["Key"].startswith(folder):
-                ended += _abort(client, bucket, upload, url)
+        for each in below:
+            pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=folder + each)
+            for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
+                key = upload["Key"].removeprefix(folder)
+                mine = upload["Key"] == folder + key and key.startswith(each) and is_ours(key)
+                if mine and upload["Initiated"].timestamp() < before_s:
+                    ended += _abort(client, bucket, upload, url)
     except botocore.exceptions.ClientError as exc:
         raise _error(url, exc) from exc
     except botocore.exceptions.BotoCoreError as exc:

@@ -25,7 +25,7 @@ import re
 import secrets
 import ssl
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,12 +252,15 @@ class CloudBackend:
             for key in each:
                 self._delete_one(key)
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         if self._scheme != "s3":
             return 0
         from ckpt.backends.aws_uploads import abort_uploads
 
-        return abort_uploads(self.url, self._bucket, self._prefix, self._config, self.now_s() - older_than_s)
+        at = self.url, self._bucket, self._prefix, self._config
+        return abort_uploads(*at, self.now_s() - older_than_s, prefixes, is_ours)
 
     def now_s(self) -> float:
         """From the Date header of a reply; where none can be had, the modification time of a new object."""

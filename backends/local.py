@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ckpt.errors import (
@@ -124,10 +124,13 @@ class LocalBackend:
             with self._translated("delete from", folder):
                 self._sweep(folder)
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         before_s = self.now_s() - older_than_s
         ended = 0
-        for path, found in self._walk(self.url):
+        folders = [os.path.join(self.url, check_prefix(prefix)) for prefix in prefixes]
+        for path, found in (each for folder in folders for each in self._walk(folder)):
             if os.path.basename(path).startswith(TEMPORARY) and found.st_mtime < before_s:
                 with self._translated("delete", path):
                     ended += _unlink(path)

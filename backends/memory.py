@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.errors import AlreadyExists, DamagedData, NotFound
@@ -84,7 +84,9 @@ class MemoryBackend:
             with self._store.lock:
                 self._store.objects.pop(check_key(key), None)
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         return 0
 
     def now_s(self) -> float:

@@ -2,7 +2,8 @@
 
 Synthetic failures: exponential, Weibull of shape .6 (they cluster), and rates that change by 4 at once. Bars: the mean
 overhead of 200 seeds within 5 % of the best constant interval's after 20 failures, before that (and in the 20 after a
-change) within 30 %, for priors that are wrong by up to 4.
+change) within 30 %, for priors that are wrong by up to 4. It is that of all seeds together: what they lost, of all that
+they ran.
 
     python -m benchmarks.policy [--small] [--seed N] [--json FILE]
 

@@ -10,6 +10,7 @@
     |  |- TransientError     may succeed when tried again (503, reset, timeout); retried in one place only
     |  `- Unsettled          nobody knows whether it happened; settle it by reading back
     |- DamagedData         bytes that do not hash to what was recorded, or do not parse: names the object
+    |  `- NewerFormat        sound, but written by a newer ckpt: a start does not fall back behind it
     |- NoCheckpoint        nothing restorable where it was looked for
     |- SaveFailed          a checkpoint did not reach the level that was waited for
     |  |- NotStaged          ... nor will it ever reach any: that snapshot was given up; another one may
@@ -17,6 +18,8 @@
     |- Superseded          a newer start of the run owns the URL
     |- RunInUse            another living job writes to the URL
     `- AgentError          the agent could not be reached, started or understood
+       |- OtherVersion        ... it is of another release, and ends as soon as it may
+       `- NotLed             ... or waits for that of rank 0's node: later it may be
 
 `Leave` is no error but a SystemExit: the job has been asked to go, and everything it could save is saved.
 Every class has a stable `kind`, which messages and JSON carry, so that an error crosses a process boundary.
@@ -66,6 +69,10 @@ class DamagedData(CkptError):
     kind = "damaged"
 
 
+class NewerFormat(DamagedData):
+    kind = "newer-format"
+
+
 class NoCheckpoint(CkptError):
     kind = "no-checkpoint"
 
@@ -92,6 +99,14 @@ class RunInUse(CkptError):
 
 class AgentError(CkptError):
     kind = "agent"
+
+
+class OtherVersion(AgentError):
+    kind = "other-version"
+
+
+class NotLed(AgentError):
+    kind = "not-led"
 
 
 class Leave(SystemExit):

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ckpt.agent.control import Kind, Place, Word
-from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, UsageError
+from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, Superseded, UsageError
 from ckpt.events import Events, JsonLines, Sink
 from ckpt.plan.placement import ONE_COPY, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
@@ -150,10 +150,11 @@ class Checkpointer:
         self.events.add(self._receipt.hear)
         self._entered: _Parts | None = None
         self._step = 0
+        self._stored = True  # whether the store has what was restored
         self._sub = 0
         self._stepped = False
         self._in_body = False
-        self._new_structure = True
+        self._is_first_step = True
         self._answered = 0
         self._due_word = 0
         self._due_step = 0
@@ -193,12 +194,13 @@ class Checkpointer:
         self._sub = 0
         parts.saver.boundary()
         link = parts.saver.link
-        if self._new_structure:  # an optimizer's state appears in its first step
-            self._new_structure = False
+        if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
+            self._is_first_step = False
+            parts.saver.doubt()
             with contextlib.suppress(SaveFailed):  # the next snapshot will say it
                 parts.saver.settle(Tick(step))
         link.enter(step + 1)
-        word = link.words[0]
+        word = link.look(step, 0)
         if word != self._answered and (word != self._due_word or step >= self._due_step):
             self._serve(word)
         parts.updates.pending = 0
@@ -220,8 +222,8 @@ class Checkpointer:
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
         parts = self._check_use()
         parts.saver.poll()
-        self._next_tick()
-        word = parts.saver.link.words[0]
+        tick = self._next_tick()
+        word = parts.saver.link.look(tick.step, tick.sub)
         if word != self._answered:
             self._serve(word)
         if parts.saver.link.superseded_by is not None:
@@ -250,7 +252,10 @@ class Checkpointer:
         try:
             self._save_now("save", tick, numbers)
         except (SaveFailed, AgentError) as exc:
-            self._parts.saver.link.levels.put(tick, "local", False, str(exc))
+            link = self._parts.saver.link
+            if link.superseded_by is not None:
+                self._leave_superseded(link.superseded_by)
+            link.levels.put(tick, "local", False, str(exc))
             self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
         return Handle(self, tick)
 
@@ -294,6 +299,7 @@ class Checkpointer:
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
+        self._stored = found.stored
         self._receipt.start_step = self._step
         self._receipt.restored_from = self.restored.source
         self._receipt.entry_s = time.monotonic() - began_s
@@ -348,39 +354,50 @@ class Checkpointer:
         return lines
 
     def _finish_normally(self) -> CkptError | None:
-        """Saves the last step unless it is saved, and waits for its commit."""
+        """Saves the last step unless it is saved, and waits for its commit. A step that was restored from memory, and
+        that the store does not have, is saved: nobody else may be left to commit it."""
         parting = self._parts.parting
         try:
             self._end_broken_step()
+            deadline, pending = parting.exits(self._limits.exit_s), self._parts.updates.pending
+            trained = self._step != self.restored.step or self._parts.saver.last is not None
+            if trained or not (self._stored or pending):
+                return self._save_last(deadline)
         except Leave:
             parting.finish_early(self._limits.exit_s)
             raise
-        deadline = parting.exits(self._limits.exit_s)
-        if self._step == self.restored.step and self._parts.saver.last is None:
-            if self._parts.updates.pending:
-                text = (
-                    f"ckpt: {self._parts.updates.pending} optimizer updates and not one ended step: nothing of them is "
-                    "saved. Loop over ck.steps(...), or call ck.step() after each update"
-                )
-                self.events.emit("steps.none", text, loud=True)
-            return parting.leave("normal", deadline)
+        if pending:
+            text = (
+                f"ckpt: {pending} optimizer updates and not one ended step: nothing of them is "
+                "saved. Loop over ck.steps(...), or call ck.step() after each update"
+            )
+            self.events.emit("steps.none", text, loud=True)
+        return parting.leave("normal", deadline)
+
+    def _save_last(self, deadline: float) -> CkptError | None:
+        """Until then, on the monotonic clock. Errors: Leave."""
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
         tick = self._next_tick() if self._sub else Tick(self._step)
         failure: CkptError = CommitFailed("no attempt was made")
-        link, tries = self._parts.saver.link, 0
+        link, parting, tries = self._parts.saver.link, self._parts.parting, 0
         while time.monotonic() < deadline:
             restarts = link.restarts
             try:
                 self._save_now("exit", tick, {}, deadline)
                 self._wait_for(tick, "store", max(0.0, deadline - time.monotonic()))
                 return parting.leave("normal", deadline)
-            except SaveFailed as exc:
-                tries += 1
-                if link.levels.is_staged(tick) or not isinstance(exc, NotStaged) or tries > EXIT_TRIES:
-                    return parting.leave("normal", deadline) or CommitFailed(str(exc))
-                tick = self._next_tick()  # all ranks see that it was given up, and all ask for this one
-            except AgentError as exc:  # it is being started again; what it held is handed over
+            except CkptError as exc:
                 failure = exc
+            if link.superseded_by is not None:  # which cuts off what waits
+                self._leave_superseded(link.superseded_by)
+            if isinstance(failure, NotStaged) and not link.levels.is_staged(tick) and tries < EXIT_TRIES:
+                tries += 1
+                tick = self._next_tick()  # all ranks see that it was given up, and all ask for this one
+            elif not isinstance(failure, AgentError):
+                return parting.leave("normal", deadline) or CommitFailed(str(failure))
+            elif link.is_given_up:
+                break
+            else:  # it is being started again; what it held is handed over
                 self._parts.tasks.stopping.wait(ASK_AGAIN_S)
                 if link.restarts != restarts:
                     tick = self._next_tick()
@@ -433,14 +450,25 @@ class Checkpointer:
                 parts.tasks.stopping.wait(HOLD_S)
 
     def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
-        """Asks for a slot together with all ranks, and takes the snapshot."""
+        """Asks for a slot together with all ranks, and takes the snapshot. Errors: CkptError; Leave."""
         saver = self._parts.saver
         saver.quiet()  # what was taken before is reported before: the agent may give its slot to this one
-        saver.settle(tick)
+        try:
+            saver.settle(tick)
+        except SaveFailed as exc:  # the others would wait for this rank
+            saver.link.cannot_save(tick, str(exc))
+            raise
         limit_s = self._limits.exit_s if deadline is None else max(1.0, deadline - time.monotonic())
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
         saver.link.levels.retry(tick)
-        answer = saver.link.request("save", fields, limit_s).fields
+        try:
+            answer = saver.link.request("save", fields, limit_s).fields
+        except Superseded as exc:
+            self._leave_superseded(saver.link.superseded_by or str(exc))
+        except AgentError as exc:
+            if why == "save":  # the others may come to it only now, and to another agent; at the end all ask again
+                saver.link.cannot_save(tick, str(exc))
+            raise
         saver.link.levels.expect(tick)
         if answer["saved"]:
             return  # an appointment came first: all ranks have staged that very tick
@@ -465,7 +493,7 @@ class Checkpointer:
         self._parts.saver.link.enter(self._step + 1, self._sub)
         return Tick(self._step, self._sub)
 
-    def _leave_superseded(self, by: str) -> None:
+    def _leave_superseded(self, by: str) -> NoReturn:
         self.events.emit(
             "superseded", f"ckpt: {by} owns {self.url} now; this job leaves and saves nothing more", loud=True
         )

@@ -30,6 +30,8 @@ FRAME_BYTES_MAX = 1 << 30
 FRAMES_MAX = 1 << 18
 SMALL_BYTES = 1 << 20  # tensors below this are packed together into frames
 
+HERE = ""  # this node, where the nodes of a job are named
+
 PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # what may stand in a key or file name
 
 

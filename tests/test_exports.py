@@ -22,6 +22,7 @@ EXPORTED = [
     "Keep",
     "Leave",
     "Limits",
+    "NewerFormat",
     "NoCheckpoint",
     "Parity",
     "Replicas",

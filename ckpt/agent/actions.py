@@ -81,6 +81,14 @@ class Recycle:
 
 
 @dataclass(frozen=True, slots=True)
+class Unprotect:
+    """That tick was the newest of which other nodes kept copies or parity, and this memory, which was part of what made
+    it safe, is needed: it is not as safe any more."""
+
+    tick: Tick
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     request: Request
     body: dict[str, Any]
@@ -133,6 +141,17 @@ class Close:
 
 Said = Answer | Refuse | Tell | Emit | Outcome
 Acts = (
-    SetWord | SetVerdict | Divide | MakeArenas | Offer | Assemble | Replicate | Commit | Recycle | Acknowledge | Close
+    SetWord
+    | SetVerdict
+    | Divide
+    | MakeArenas
+    | Offer
+    | Assemble
+    | Replicate
+    | Commit
+    | Recycle
+    | Unprotect
+    | Acknowledge
+    | Close
 )
 Action = Acts | Said

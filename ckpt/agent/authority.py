@@ -33,7 +33,7 @@ _SAID = {
     Who.ASKED: ("outcome", "serve"),
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
     Who.SERVES: ("publish", "lend", "rebuild", "write"),
-    Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices"),
+    Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
     Who.OWNER: ("unserve", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
 }
 _WHO = {kind: who for who, kinds in _SAID.items() for kind in kinds}

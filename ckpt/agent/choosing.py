@@ -1,13 +1,15 @@
 """What a job does about the end of its machines: which of the ways to save what it has fits into the time left. Pure.
 
-What is left is compared with what was measured, as docs/guides/notices.md says. Copying comes before committing only
-where the commit may not fit: the nodes that stay then commit what the others have staged.
+What is left is compared with what was measured, as docs/guides/notices.md says; for a state that has grown since then
+that is more by as much. Copying comes before committing only where the commit may not fit: the nodes that stay then
+commit what the others have staged.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ckpt.plan.placement import Kept
 
@@ -20,6 +22,24 @@ class Course(enum.Enum):
     COPY = "copy"  # the same, but first it goes to the memory of nodes that stay, and those commit it
     PUSH = "push"  # what is complete goes where it can, nothing newer is taken
     OVER = "over"  # the deadline has passed, and the machine is still here: training goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Saving a state that takes so many bytes of memory took so many seconds."""
+
+    seconds: float
+    bytes: int
+
+    def seconds_of(self, count: int) -> float:
+        """As much more for a larger one; no less for a smaller one, since not all of it goes with the bytes."""
+        return self.seconds * max(1.0, count / self.bytes) if self.bytes else self.seconds
+
+    @staticmethod
+    def learnt(took_s: float, count: int, before: Measured | None) -> Measured:
+        """A slow one is remembered for longer than a quick one."""
+        before_s = before.seconds_of(count) if before is not None else 0.0
+        return Measured(max(took_s, 0.5 * (took_s + before_s)), count)
 
 
 def choose(left_s: float, commit_s: float, copy_s: float | None, pushes: bool) -> Course:

@@ -33,7 +33,7 @@ from ckpt.errors import AgentError, CkptError
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 
-VERSION = 1  # of the messages; an agent of another version finishes and makes room
+VERSION = 1  # of the messages; an agent of another version makes way once nobody needs it (see replacing)
 START_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 120.0
 
@@ -217,7 +217,10 @@ class Connection:
         on_message: Callable[[wire.Message], None],
         on_lost: Callable[[str], None],
         role: str = "trainer",
+        hello_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
+        """Errors: what the agent answers to hello; AgentError where it is gone, or where it does not answer within
+        `hello_s` seconds, from the TimeoutError then."""
         self._sock = sock
         self._on_message = on_message
         self._on_lost = on_lost
@@ -228,7 +231,7 @@ class Connection:
         self._made = False
         self._reader = tasks.start("agent-socket", self._read)
         try:
-            hello = self.request("hello", {"version": VERSION, "role": role})
+            hello = self.request("hello", {"version": VERSION, "role": role}, timeout_s=hello_s)
         except BaseException:
             self.close()  # nobody else will: there is no connection
             raise

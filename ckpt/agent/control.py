@@ -81,7 +81,7 @@ class Word:
 
 
 class ControlPage:
-    """Owns its mapping and its descriptor. `words` is the page as unsigned 64-bit integers: the trainer's step()
+    """Owns its mapping and its descriptor. `words` is the page as unsigned 64-bit integers: the trainer
     reads `words[0]` itself, since a call costs more than the load."""
 
     def __init__(self, fd: int) -> None:

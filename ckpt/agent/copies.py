@@ -8,6 +8,7 @@ for `described`.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.chunks import Chunks
 from ckpt.agent.holdings import Inventory, Key, sealed
 from ckpt.agent.moving import Progress
+from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
 from ckpt.errors import AgentError, CkptError, DamagedData
@@ -37,6 +39,7 @@ log = logging.getLogger("ckpt")
 PIECE_BYTES = 4 << 20  # of what lies behind the data
 COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
 ARENA_BYTES_MAX = 1 << 42
+SHOWN, RANKS_SHOWN = 4, 64
 FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
 
 
@@ -84,11 +87,11 @@ def encode_described(found: Sequence[Described]) -> bytes:
 def decode_described(blob: bytes) -> list[Described]:
     """Errors: AgentError."""
     try:
-        rows = msgpack.unpackb(blob)
+        rows = unpacked(blob, "what a node says of its snapshots")
         if not isinstance(rows, list) or len(rows) > COPIES_MAX:
             raise AgentError("a node describes more snapshots than there can be")
         return [_decoded(*row) for row in rows]
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, OverflowError) as exc:
         raise AgentError(f"a node describes its snapshots wrong: {exc}") from exc
 
 
@@ -124,11 +127,18 @@ class Copies:
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
         self.told_safe: Identity | None = None  # the newest of which that was said
         self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
+        self.may_go: Callable[[Identity], bool] = lambda identity: False  # for want of room: nobody goes on from it
         self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
 
     @property
     def bytes(self) -> int:
         return self._used_bytes + self.chunks.bytes - self.chunks.used_bytes + sum(each.bytes for each in self._spare)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of these, what the machine has given: a copy that is on its way takes pages as it comes."""
+        coming = [arena for _, arena in self._coming.values()]
+        return self.bytes - sum(max(0, arena.bytes - 512 * os.fstat(arena.fd).st_blocks) for arena in coming)
 
     @property
     def _used_bytes(self) -> int:
@@ -148,6 +158,11 @@ class Copies:
     def fits(self, sizes: Iterable[int]) -> bool:
         """Whether arenas of these sizes may come, if those that are spare go."""
         return self._room is None or self._used_bytes + sum(sizes) <= self._room()
+
+    def make_way(self, sizes: Iterable[int]) -> None:
+        """What nobody goes on from gives way to them, where they do not fit."""
+        if not self.fits(sizes):
+            self.forget(self.may_go)
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
@@ -224,6 +239,7 @@ class Copies:
 
         if not left:
             self._post(lambda: then(""))
+        self.make_way([each.size for each in wanted if (identity, each.rank) not in self.kept])
         for each in wanted:
             self._keep_one(transport, identity, source, addresses, each, ended)
 
@@ -293,16 +309,19 @@ class Copies:
         """All of it that was to come from there is here, or not."""
         (self._failed.discard if succeeded else self._failed.add)((identity, source))
 
-    def make_room(self, identity: Identity, safe: Identity | None) -> None:
+    def make_room(self, identity: Identity, safe: Identity | None, sizes: Iterable[int] = ()) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
         `safe`, came of attempts that failed. `safe`: None where that is not known: then that stays which was said to be
-        when that was known, and the newest of those that did not fail here. Errors: AgentError, see `check`."""
+        when that was known, and the newest of those that did not fail here: fewer where what is to come, of `sizes`
+        bytes, does not fit beside them. Errors: AgentError, see `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
             failed = {each for each, _ in self._failed}
             others.discard(self.told_safe or identity)
-            others -= set(sorted(others - failed)[-FAILED_MAX:])
+            left = sorted(others - failed)[-FAILED_MAX:]
+            self.forget(lambda each: each in others and each not in left)
+            others = set() if self.fits(sizes) else set(left[:-1])
         self.forget(others.__contains__)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
@@ -373,6 +392,10 @@ class Copies:
         """The copies of that checkpoint, by rank."""
         return {rank: arena for (each, rank), arena in self.kept.items() if each == identity}
 
+    def shown(self) -> dict[str, list[int]]:
+        """By checkpoint, the newest few: of which ranks there are copies."""
+        return {str(each): sorted(self.of(each))[:RANKS_SHOWN] for each in sorted(self.identities)[-SHOWN:]}
+
     def add(self, key: Key, arena: Arena) -> None:
         """One that was made here."""
         if key in self.kept:
@@ -401,7 +424,7 @@ class Copies:
             if self.bytes + size > room:
                 used, wanted = self.bytes >> 20, size >> 20
                 raise AgentError(
-                    f"{used} MiB of the {room >> 20} MiB that it lends are in use, {wanted} more are not left"
+                    f"{used} MiB of the {room >> 20} MiB that it has for others are in use, {wanted} more are not left"
                 )
         return Arena.create(size)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt.agent.arena import arena_bytes
+from ckpt.agent.comparing import Places, places_of
 from ckpt.collector import no_collecting
 from ckpt.errors import DamagedData
 from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
@@ -35,7 +36,7 @@ class Held:
 class Division:
     """`layouts`, `shares`, `arena_bytes`: by rank; the layouts with owners where ranks disagreed. `plans`: layout and
     share of each rank, encoded for it. `agreed`, `differing`: what the last hashes of one tick said; they hold until
-    all ranks have hashed the same tick again."""
+    all ranks have hashed the same tick again. `places`: which of their boxes are one."""
 
     id: str
     frame_bytes: int
@@ -45,6 +46,7 @@ class Division:
     agreed: frozenset[Key]
     differing: frozenset[str]
     plans: tuple[tuple[bytes, bytes], ...]
+    places: Places
 
 
 _LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
@@ -96,6 +98,7 @@ def make_division(
         frozenset(agreed),
         frozenset(differing),
         tuple((blobs[id(layout)], encode_share(share)) for layout, share in zip(layouts, shares, strict=True)),
+        places_of([rank.layout for rank in ranks], differing),
     )
 
 

@@ -56,6 +56,7 @@ class Round:
     tick: Tick
     division: str
     opened_s: float
+    bytes: int = 0  # of memory that it may take, all ranks' together
     staged: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
     missed: str = ""  # why it is to be abandoned
     held: dict[int, Request] = field(default_factory=dict)
@@ -136,7 +137,9 @@ class Facts:
         self._planned_version = 0
         self._dividing = False
         self._saves: dict[int, Save] = {}
+        self._unsavable: dict[int, tuple[Tick, str]] = {}  # ranks that cannot save at that tick, and why
         self._asked_s: float | None = None  # since when all ranks wait in a save
+        self._awaited_s: float | None = None  # since when some wait there for others; inf: that was told
         self._settled: Settled | None = None  # saves up to that tick have their outcome
         self._start_step: int | None = None  # None: not restored yet, nothing is appointed
         self._resumed = False  # the ranks are somewhere in the middle: nothing is appointed before each said where
@@ -155,6 +158,7 @@ class Facts:
         self._retry_copy_s = math.inf
         self._copy_failures = 0
         self._copies_lost = False
+        self._copies_lost_of_it = False  # the same, of what is being copied
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the deadline then
@@ -162,6 +166,8 @@ class Facts:
         self._end_why = ""
         self._end_waits = False
         self._given_up = False
+        self._left_over = False  # superseded, and what it has made complete is to be committed once
+        self.former_saves = False  # a former job commits what this one went on from: who leaves waits for that
         self._abandoned: deque[int] = deque(maxlen=64)
         self._word = 0  # the round in the control word
         self._closing = False
@@ -172,6 +178,8 @@ class Facts:
     def joined(self, rank: int) -> None:
         """A trainer is there, for the first time or again. What it may have said on a lost connection is missed."""
         member = self.members[rank]
+        if member.away and self.may_join(rank):
+            member.presence, member.away = Presence.HERE, False
         if member.presence is not Presence.HERE:
             member.lost_s = None  # it waits to leave, and its node's agent is there again
             self.retry_commit()  # of what began without that
@@ -181,6 +189,14 @@ class Facts:
         member.lost_s = None
         for slot in self.slots:
             slot.offered = False
+
+    def may_join(self, rank: int) -> bool:
+        """Whether it is still one of the job. One that was away for long is, as long as the epoch is not being closed:
+        nothing else takes its place before."""
+        member = self.members[rank]
+        waits = member.presence is Presence.LEFT and member.leave is not None  # its node's agent was started again
+        returns = member.away and not self._closing
+        return (member.presence is Presence.HERE or waits or returns) and not self.closed_in_store
 
     def lost(self, rank: int, now_s: float | None) -> None:
         """Its connection ended, its process did not: it may come back and join again."""
@@ -198,8 +214,8 @@ class Facts:
         member = self.members[rank]
         member.leave = None
         self._saves.pop(rank, None)
-        if member.presence is Presence.HERE:
-            member.presence = Presence.DEAD
+        if member.presence is Presence.HERE or member.away:
+            member.presence, member.away = Presence.DEAD, False
 
     def layout(self, rank: int) -> None:
         """A rank holds another state, or needs larger arenas: a new division is due."""
@@ -319,6 +335,10 @@ class Facts:
     def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:
         self._saves[rank] = Save(tick, why, metrics, request)
 
+    def unsavable(self, rank: int, tick: Tick, why: str) -> None:
+        """That rank does not ask for a snapshot at that tick, as the others do, or has given it up."""
+        self._unsavable[rank] = tick, why
+
     def leave(self, rank: int, request: Request, in_order: bool = True) -> None:
         """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts."""
         member = self.members[rank]
@@ -356,8 +376,10 @@ class Facts:
                 self.committed_tick = entry.round.tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> None:
-        """What `Replicate` asked for has ended. `error`: "" when every copy is where the placement says, and right."""
+        """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right."""
         entry = self.slots[slot]
+        if not error and self._copies_lost_of_it:
+            error = "an agent that had a part of it already was lost meanwhile"
         self.replicating = None
         entry.leases -= 1
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
@@ -381,6 +403,14 @@ class Facts:
     def copies_lost(self) -> None:
         """An agent of another node is not connected any more: what it kept for others may have gone with it."""
         self._copies_lost = True
+        self._copies_lost_of_it = self.replicating is not None
+
+    @property
+    def copied_ticks(self) -> list[Tick]:
+        """What other nodes have, or are getting."""
+        under_way = self.slots[self.replicating].round if self.replicating is not None else None
+        ticks = (self.safe_tick, under_way.tick if under_way is not None else None)
+        return [tick for tick in ticks if tick is not None]
 
     def lease(self, slot: int) -> None:
         self.slots[slot].leases += 1
@@ -395,7 +425,9 @@ class Facts:
             self._out.append(Tell({"t": "superseded", "by": by}))
 
     def retry_commit(self) -> None:
-        """All trainers are gone, and the last commit failed or may yet: try once more."""
+        """All trainers are gone, and the last commit failed or may yet: try once more. So where it is superseded, and
+        the start that did it came to nothing: what is newest here is still the run's newest."""
+        self._left_over = bool(self.superseded_by)
         if self.newest and self.newest.round:
             self.newest.round.last_try = False
 
@@ -421,6 +453,16 @@ class Facts:
         return self.slots[max(held)[1]] if held else None
 
     @property
+    def leaves_uncommitted(self) -> bool:
+        """Whether it is superseded, and its newest complete round may have to be committed all the same."""
+        return bool(self.superseded_by) and not self._given_up and self.newest_store not in (None, Store.DONE)
+
+    @property
+    def newest_store(self) -> Store | None:
+        """What became of the newest complete round in the store; None: there is none."""
+        return self.newest.round.store if self.newest is not None and self.newest.round is not None else None
+
+    @property
     def _is_stuck(self) -> bool:
         """Whether no slot is to be had before the newest is in the store: there is one only, or, of two, the other
         holds the newest that is safe, since copies of the newest have failed."""
@@ -434,6 +476,12 @@ class Facts:
         """Whether what it has made complete is as safe as what former epochs left in memory may be."""
         newest = self.newest
         return newest is not None and (not self.replicates or self.safe is not None or self.committed_tick is not None)
+
+    @property
+    def outlives_a_node(self) -> bool:
+        """Whether a checkpoint of it is in the store, or as safe in other nodes' memory as was asked for."""
+        kept = self.safe is not None and not self._copies_lost and self.replicating is None
+        return kept or self.committed_tick is not None
 
     @property
     def layouts_version(self) -> int:

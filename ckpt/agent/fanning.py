@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-HERE = ""  # who: this node itself
+from ckpt.types import HERE
+
 ALIVE_S = 1.0  # how often who waits hears that reading goes on, where there is nothing for it
 
 

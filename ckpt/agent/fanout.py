@@ -22,14 +22,15 @@ import numpy as np
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
-from ckpt.agent.fanning import HERE, Asked, Given
-from ckpt.agent.fetch import Near, Window, same_frames
+from ckpt.agent.fanning import Asked, Given
+from ckpt.agent.fetch import Near, same_frames
 from ckpt.agent.peers.transport import Fetch, Frames
+from ckpt.agent.window import Window
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event
 from ckpt.format.manifest import Manifest
 from ckpt.plan.homes import homes
-from ckpt.types import Epoch, Identity
+from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import Network, NodeAt

@@ -18,7 +18,6 @@ from ckpt.errors import AgentError
 from ckpt.types import Epoch
 
 BOUND_S = 60.0  # its connection is known to be gone up to 25 s late, and from then on it fetches nothing from here
-HERE = ""  # this agent, as who speaks
 
 
 @dataclass(slots=True)

@@ -6,14 +6,13 @@ again when every rank that wanted the frame has acknowledged it; it is read once
 reads it once for all of them (`fanout`): what others have read passes through that window. The ranks verify what
 they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
-All of it runs on the agent's main thread but the window's `cell`, which the reading threads wait in.
+All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ import numpy.typing as npt
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.memory import WINDOW_BYTES
-from ckpt.errors import AgentError, CkptError, NotFound, StorageError
+from ckpt.agent.window import Window
+from ckpt.errors import AgentError, CkptError, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
@@ -39,8 +39,6 @@ log = logging.getLogger("ckpt")
 
 TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
 AT_ONCE = 1024  # frames named in one message
-CELLS_MAX = 64
-_CELL_ALIGN = 4096
 _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
 _FAR = 1 << 19  # and to this those of memory that was filled from other nodes are added
 _HOME = 1 << 18  # memory into which this node reads for all nodes
@@ -88,46 +86,6 @@ class Near:
     offsets: npt.NDArray[np.int64]
 
 
-class Window:
-    """Shared memory of a bounded size, cut into cells of the largest frame's. Thread-safe."""
-
-    def __init__(self, frame_bytes_max: int, window_bytes: int = WINDOW_BYTES) -> None:
-        self._cell_bytes = -(-max(1, frame_bytes_max) // _CELL_ALIGN) * _CELL_ALIGN
-        count = max(1, min(CELLS_MAX, window_bytes // self._cell_bytes))
-        self.arena = Arena.create(count * self._cell_bytes)
-        self._free = list(range(count))
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def cell(self, length: int) -> tuple[int, memoryview]:
-        """A free cell: its offset in the window, and its first `length` bytes. Waits for one.
-
-        Errors: AgentError once the window is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed)
-            if self._closed:
-                raise AgentError("nobody waits for these frames any more")
-            at = self._free.pop() * self._cell_bytes
-            return at, self.arena.part((at, length))
-
-    def free_cell(self) -> int | None:
-        """The offset of a free cell; None where none is left."""
-        with self._changed:
-            return self._free.pop() * self._cell_bytes if self._free and not self._closed else None
-
-    def release(self, offset: int) -> None:
-        with self._changed:
-            self._free.append(offset // self._cell_bytes)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Ends every wait. The memory goes when the last view of it is dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self.arena.close()
-
-
 class Restore:
     """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
     `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
@@ -168,6 +126,7 @@ class Restore:
         self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
         self._from_home: set[int] = set()  # of those in the window: what another node has read
         self._bad_home: set[int] = set()  # and frames that are not to be had that way
+        self._far_read: dict[int, set[int]] = {}  # frames from there that are here -> who has not acknowledged
         self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
         self._in_window: dict[int, tuple[int, set[int]]] = {}  # frame -> (its cell's offset, who has not acknowledged)
@@ -201,6 +160,7 @@ class Restore:
                 continue
             fanned = frame in self._from_home
             from_window = self._release(frame, id(receiver))
+            self._let_go(frame, id(receiver))
             if good:
                 asked.left.discard(frame)
                 level = _level(asked, frame, from_window, fanned)
@@ -228,6 +188,8 @@ class Restore:
             self._release(frame, id(receiver))
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
+        for frame in [f for f, who in self._far_read.items() if id(receiver) in who]:
+            self._let_go(frame, id(receiver))
         for receivers in [*self._coming.values(), *self._shared.values()]:
             receivers.discard(id(receiver))
 
@@ -244,6 +206,7 @@ class Restore:
         self._waiting.clear()
         self._wanted.clear()
         self._coming.clear()
+        self._far_read.clear()
         self._shared.clear()
         if self.fan is not None:
             self.fan.close()
@@ -263,7 +226,8 @@ class Restore:
             log.exception("the agent made a mistake in handing out %s", self.identity)
             for asked in [*self._waiting, *self._asked.values()]:
                 self._asked[id(asked.receiver)] = asked
-                self._fail(asked, f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}")
+                text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
+                self._fail(asked, text, AgentError(text))  # it may be as good as any
 
     def _soon(self, what: Callable[[], None]) -> None:
         """On the main thread; may be called from any."""
@@ -325,6 +289,8 @@ class Restore:
 
     def _name_far(self, asked: Asked, frames: Collection[int], peers: PeerFrames) -> None:
         asked.far.update(frames)
+        for frame in frames:
+            self._far_read.setdefault(frame, set()).add(id(asked.receiver))
         self._name_frames(asked, frames, Near(peers.arenas, peers.places.ranks, peers.places.offsets), _FAR)
 
     def _came(self, frame: int) -> None:
@@ -334,6 +300,17 @@ class Restore:
         for who in self._coming.pop(frame, set()):
             if who in self._asked:
                 self._guard(functools.partial(self._name_far, self._asked[who], [frame], peers))
+        if frame not in self._far_read:
+            peers.release([frame])
+
+    def _let_go(self, frame: int, who: int) -> None:
+        """`who` is done with what a peer has given."""
+        waiting = self._far_read.get(frame)
+        if waiting is not None and self._peers is not None:
+            waiting.discard(who)
+            if not waiting:
+                del self._far_read[frame]
+                self._peers.release([frame])
 
     def _lacks(self, frames: list[int], why: str) -> None:
         """No peer gives them."""
@@ -474,7 +451,7 @@ class Restore:
         error = failure(done)
         if error:
             for asked in [self._asked[who] for frame in list(self._wanted) for who in self._who(frame)]:
-                self._fail(asked, f"{self.identity} cannot be read from the store: {error}")
+                self._fail(asked, f"{self.identity} cannot be read from the store: {error}", done.exception())
             return
         self.record = done.result()
         self._read()
@@ -529,8 +506,13 @@ class Restore:
     def _fail(self, asked: Asked, message: str, error: object = None) -> None:
         if self._asked.get(id(asked.receiver)) is asked:
             self.drop(asked.receiver)
-            kind = "storage" if isinstance(error, StorageError) and not isinstance(error, NotFound) else "damaged"
-            fields = {"t": "fetched", "ok": False, "message": message[:4000], "sources": asked.sources, "kind": kind}
+            fields = {
+                "t": "fetched",
+                "ok": False,
+                "message": message[:4000],
+                "sources": asked.sources,
+                "kind": _kind(error),
+            }
             asked.receiver.send(fields)
 
     def _finish(self, asked: Asked) -> None:
@@ -544,6 +526,15 @@ def _level(asked: Asked, frame: int, from_window: bool, fanned: bool) -> str:
     if from_window:
         return "peer" if fanned else "store"
     return "store" if frame in asked.home else "peer" if frame in asked.far else "local"
+
+
+def _kind(error: object) -> str:
+    """Of what ended a fetch: only what is "damaged" is struck out, and for all that this agent restores later."""
+    if isinstance(error, StorageError) and not isinstance(error, NotFound):
+        return "storage"
+    if isinstance(error, NewerFormat):
+        return NewerFormat.kind
+    return "agent" if isinstance(error, AgentError | OSError | MemoryError) else "damaged"
 
 
 def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:

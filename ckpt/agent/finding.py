@@ -48,7 +48,7 @@ class Keeps:
     @staticmethod
     def parse(epoch: Epoch, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> Keeps:
         """Errors: CkptError, ValueError, TypeError, LookupError, AttributeError, OverflowError."""
-        told, held = fields["safe"], Inventory.parse(msgpack.unpackb(blobs[0]))
+        told, held = fields["safe"], Inventory.unpack(blobs[0])
         safe = Identity.parse(str(told)) if told is not None else None
         if any(identity.epoch != epoch for identity in (*held.worlds, *([safe] if safe is not None else []))):
             raise AgentError(f"a node was asked for {epoch} and tells of another epoch")

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.carrier import tell
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import Word
 from ckpt.agent.fanout import FanOut
@@ -32,18 +31,19 @@ from ckpt.agent.memory import MemoryPlan, Taken
 from ckpt.agent.moving import Moving
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodelist import NODES_MAX
+from ckpt.agent.packed import unpacked
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.recovery import claim_told
-from ckpt.agent.relaying import Standing
+from ckpt.agent.relaying import OPERATOR, Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide, options_from
 from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, NotLed
 from ckpt.events import Event
 from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.types import FRAMES_MAX, Epoch, Identity
@@ -113,7 +113,12 @@ class Following:
     @property
     def needed(self) -> bool:
         """Whether somebody here or the coordinator has to do with it."""
-        return not self.over and (self._is_led or any(each.peer.open and not each.left for each in self._here.values()))
+        return not self.over and (self._is_led or self.has_ranks)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether some rank of it is there."""
+        return any(each.peer.open and not each.left for each in self._here.values())
 
     @property
     def lowest(self) -> int:
@@ -143,6 +148,11 @@ class Following:
         self._standing.hear(word, at_once)
         self._tell_notices()
 
+    def take_back(self, source: str) -> None:
+        """What an operator asked for, on whichever node: the coordinator passes that on."""
+        self.hear(Withdrawn(source, OPERATOR))
+        self._tell({"t": "take-back", "source": source})
+
     def _tell_notices(self) -> None:
         self._tell({"t": "notices", "standing": self._standing.told()})
 
@@ -163,7 +173,7 @@ class Following:
         if rank not in self._mine:
             raise AgentError(f"rank {rank} is not one of this node's in {self.epoch}")
         if not self._is_led:
-            raise AgentError(f"the coordinator of {self.epoch} is not connected to this node now")
+            raise NotLed(f"the coordinator of {self.epoch} is not connected to this node now")
         peer.watch_death()
         self._limit_bytes = options_from(fields["options"]).limits.memory
         known = self._here.get(rank)
@@ -258,6 +268,8 @@ class Following:
                 self._end_restore()  # all ranks have what they wanted
             case "drop":
                 self.over = True
+            case "taken-back":
+                self.hear(Withdrawn(str(fields["source"])[:200], OPERATOR))
             case "measure":
                 self._measure(channel, fields)
             case "make":
@@ -383,19 +395,19 @@ class Following:
         from ckpt.store.lineage import CommitRef
 
         manifest = decode_manifest(answer.blobs[0])
+        slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
+        room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
         near: Near | None = None
         peers: PeerFrames | None = None
         if "holders" in answer.fields:  # it is in memory, here or on other nodes
             places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
             nodes = [*self.nodes, *_givers(answer.blobs[4])]
-            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
+            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post, room)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: FanOut | None = None
         if refs and len(self.nodes) > 1:
             services = self._network, self._bulk, self._server.later, self._server.post
-            slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
-            room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
             read = lambda: self._store.reader(refs)  # noqa: E731
             fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event)
         return Restore(
@@ -464,11 +476,11 @@ class Following:
 
 
 def _givers(blob: bytes) -> list[NodeAt]:
-    """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: UsageError,
-    TypeError, ValueError."""
+    """Nodes without ranks here that hold some of a candidate, as the coordinator names them. Errors: AgentError,
+    UsageError, TypeError, ValueError."""
     return [
         NodeAt(str(name), tuple(Address.parse(str(each)) for each in addresses), ())
-        for name, addresses in msgpack.unpackb(blob)[:NODES_MAX]
+        for name, addresses in unpacked(blob, "the nodes that hold some of it")[:NODES_MAX]
     ]
 
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.choosing import Course
 from ckpt.agent.facts import REJOIN_S
 from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
@@ -32,7 +31,7 @@ from ckpt.predict.paces import Paces
 from ckpt.predict.scoring import Score
 from ckpt.predict.watching import PERIOD_S, SOURCES, Alarm
 from ckpt.settings import Settings
-from ckpt.types import Epoch
+from ckpt.types import HERE, Epoch
 
 if TYPE_CHECKING:
     from ckpt.agent.following import Following
@@ -42,7 +41,6 @@ log = logging.getLogger("ckpt")
 
 MISTAKE_S = 600.0
 SETTLE_S = 5.0  # from the first sign of a failure until it is said whose it was
-HERE = ""  # this node's name among those of a job
 Raised = Sequence[tuple[str, float | None]]  # sources, and the probabilities that they say
 
 
@@ -198,8 +196,8 @@ class Foreseeing:
         bad = next((m for m in members if m.broke or m.presence is Presence.DEAD), None)
         if bad is None:
             return next(((since_s, node) for node, since_s in _lost(job).items() if now_s - since_s >= REJOIN_S), None)
-        told = job.group.course is not Course.STAY or any(each.certain for each in job.group.notices.values())
-        if told or any(m.presence is Presence.LEFT and not m.broke and m.lost_s is None for m in members):
+        ends = any(m.presence is Presence.LEFT and not m.broke and m.lost_s is None for m in members)
+        if ends or job.group.is_warned(now_s):
             self._failed = job.epoch  # it was leaving, or at its end: that is no failure
             return None
         return now_s, job.ranks.node_of(bad.rank) if isinstance(job.ranks, Nodes) else HERE

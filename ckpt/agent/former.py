@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-import msgpack
-
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
@@ -78,7 +76,7 @@ def _ask(network: Network, start: Start, node: NodeAt, guard: Callable[[Callable
             if answer is None:
                 log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
                 return
-            start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
+            start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
             start.former.append(node)
         except Exception as exc:  # whatever it may have sent: a start waits for this
             log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)

@@ -18,6 +18,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
 from ckpt.agent.holdings import spread
+from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.remote import decode_parts, encode_parts
 from ckpt.agent.wire import Message
@@ -75,7 +76,7 @@ class Places:
         """Errors: AgentError, ValueError, TypeError, LookupError."""
         ranks = np.frombuffer(blobs[0], "<i4").astype(np.int64)
         offsets = np.frombuffer(blobs[1], "<i8").astype(np.int64)
-        told_sizes, told_holders = msgpack.unpackb(blobs[2])
+        told_sizes, told_holders = unpacked(blobs[2], "where frames lie")
         sizes = {int(rank): int(size) for rank, size in told_sizes}
         holders = {int(rank): [str(name) for name in names] for rank, names in told_holders}
         if not len(ranks) == len(offsets) == len(manifest.frames) or not set(np.unique(ranks).tolist()) <= sizes.keys():

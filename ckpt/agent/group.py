@@ -36,6 +36,7 @@ from ckpt.agent.actions import (
     Refuse,
     Replicate,
     SetWord,
+    Unprotect,
 )
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
@@ -46,6 +47,7 @@ from ckpt.types import Tick
 
 LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
+AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
@@ -67,6 +69,8 @@ class Group(Leaving):
         self._end_attempts(now_s)
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
+        self._ask_who_is_late(now_s)
+        self._judge_unknown(now_s)
         self._assemble_staged()
         if not (self.frozen or self.unsure):
             self._free_older()
@@ -85,9 +89,9 @@ class Group(Leaving):
 
     def _abandon_hopeless(self, now_s: float, steps: Sequence[int]) -> None:
         for member in self.members.seen.lost:
-            lost_s = member.lost_s
-            if lost_s is not None and (now_s >= lost_s + REJOIN_S or self.superseded_by):  # then it cannot join again
-                member.presence = Presence.LEFT if member.presence is Presence.HERE else member.presence
+            for_long = self.superseded_by or (member.lost_s is not None and now_s >= member.lost_s + REJOIN_S)
+            if for_long and member.presence is Presence.HERE:
+                member.presence, member.away = Presence.LEFT, True
         for slot, round_ in self._open():
             waiting = [r for r in range(self.world) if r not in round_.staged]
             away = waiting if self.members.seen.any_gone else ()
@@ -162,7 +166,7 @@ class Group(Leaving):
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
             return
-        self._copies_lost = False
+        self._copies_lost = self._copies_lost_of_it = False
         if peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
             newest.round.peer = Store.RUNNING
         newest.round.copy_began_s, newest.round.kept = now_s, self.kept
@@ -171,9 +175,14 @@ class Group(Leaving):
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
     def _commit_next(self, now_s: float) -> None:
-        if self.committing is not None or self.superseded_by:
+        if self.committing is not None or (self.superseded_by and not self._left_over):
             return
         newest = self.newest
+        if self._left_over:
+            self._left_over = False
+            if self.leaves_uncommitted and newest is not None and newest.round is not None:
+                self._begin_commit(newest, newest.round, now_s)
+            return
         waiting = [slot for slot in self.slots if self._waits(slot)]
         chosen = min(waiting, key=lambda s: s.round.tick, default=None)  # type: ignore[union-attr]
         if chosen is None and newest is not None and newest.round is not None:
@@ -189,21 +198,24 @@ class Group(Leaving):
         if chosen is not None and chosen.round is not None:
             if self._broken():
                 chosen.round.last_try = True
-            chosen.round.store = Store.RUNNING
-            chosen.round.commit_began_s = now_s
-            self._committed_from_s = chosen.round.opened_s
-            chosen.leases += 1
-            self.committing = chosen.number
-            self._out.append(Commit(chosen.number, chosen.round.number, chosen.round.tick, chosen.round.metrics))
+            self._begin_commit(chosen, chosen.round, now_s)
+
+    def _begin_commit(self, slot: Slot, round_: Round, now_s: float) -> None:
+        round_.store = Store.RUNNING
+        round_.commit_began_s = now_s
+        self._committed_from_s = round_.opened_s
+        slot.leases += 1
+        self.committing = slot.number
+        self._out.append(Commit(slot.number, round_.number, round_.tick, round_.metrics))
 
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
         """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
-        otherwise, or under a notice, each is."""
+        otherwise, or shortly before a machine goes away, each is."""
         if self._is_stuck or round_.explicit:
             return True
         if self._would_delay_the_last(now_s):
             return False
-        if not self._commit_every_s or self.notices:
+        if not self._commit_every_s or self.is_warned(now_s):
             return True
         if self._away is not None and round_.tick >= self._away:
             return True
@@ -239,12 +251,14 @@ class Group(Leaving):
                     self._out.append(Offer(slot.number))
 
     def _grant_saves(self, now_s: float, steps: Sequence[int]) -> None:
+        self._settle_unsavable()
         self._repeat_saves()
         saves = self._saves
         if len(saves) < self.world:
             self._asked_s = None
         elif self._asked_s is None:
             self._asked_s = now_s
+        self._name_awaited(now_s)
         if not saves:
             return
         if self.superseded_by:
@@ -256,12 +270,15 @@ class Group(Leaving):
             self._refuse_behind()
         elif len({save.tick for save in saves.values()}) > 1:
             asked = ", ".join(f"rank {rank} {save.tick}" for rank, save in sorted(saves.items()))
-            self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; asked: {asked}")
+            what = "the block has to be ended" if self._all_exit() else "ck.save() has to be called"
+            self._refuse_saves("usage", f"{what} by all ranks at the same step; asked: {asked}")
         elif len(saves) < self.world:
             tick = next(iter(saves.values())).tick
             passed = [r for r in range(self.world) if r not in saves and steps[r] > tick.step + 1]
             if passed:
-                self._refuse_saves("usage", f"rank {passed[0]} went past {tick} without calling ck.save()")
+                went, first = f"rank {passed[0]} went past", next(iter(saves))
+                ended = f"rank {first} ended the block after step {tick.step}, and {went} that"
+                self._refuse_saves("usage", ended if self._all_exit() else f"{went} {tick} without calling ck.save()")
         elif self.refusal:
             self._refuse_saves("save-failed", self.refusal)
         else:
@@ -271,8 +288,32 @@ class Group(Leaving):
         """Whether ranks that come to their end ask for different ticks of one step: some have seen an attempt fail that
         others have not, as where one node's agent was started again."""
         ticks = {save.tick for save in self._saves.values()}
-        exits = all(save.why is Why.EXIT for save in self._saves.values())
-        return len(ticks) > 1 and exits and len({tick.step for tick in ticks}) == 1
+        return len(ticks) > 1 and self._all_exit() and len({tick.step for tick in ticks}) == 1
+
+    def _all_exit(self) -> bool:
+        return all(save.why is Why.EXIT for save in self._saves.values())
+
+    def _settle_unsavable(self) -> None:
+        """A rank that cannot save does not come: nobody waits for it, now or later."""
+        for rank, (tick, why) in self._unsavable.items():
+            if self._settled is None or tick > self._settled.tick:
+                self._settled = Settled(tick, "save-failed", f"rank {rank} cannot save {tick}: {why}")
+        self._unsavable.clear()
+
+    def _name_awaited(self, now_s: float) -> None:
+        """Ranks wait in a save for others, which may never come to one: these are named, once."""
+        absent = [rank for rank in range(self.world) if rank not in self._saves]
+        if not self._saves or not absent:
+            self._awaited_s = None
+        elif self._awaited_s is None:
+            self._awaited_s = now_s
+        elif now_s - self._awaited_s >= AWAITED_S:
+            self._awaited_s = math.inf
+            tick, more = next(iter(self._saves.values())).tick, f" and {len(absent) - 8} more" * (len(absent) > 8)
+            who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {absent[:8]}{more} have"
+            what = "ck.save() and the end of the block are for all ranks, at the same step"
+            text = f"the other ranks wait to save {tick}: {who} not come to it for {AWAITED_S:.0f} s. {what}"
+            self._out.append(Emit("save.awaited", text, True, {"tick": str(tick), "ranks": absent[:100]}))
 
     def _refuse_behind(self) -> None:
         """They ask for the next tick then."""
@@ -398,7 +439,7 @@ class Group(Leaving):
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
     def _let_go(self, now_s: float) -> None:
-        if self.at_work or self._open():
+        if self.at_work or self._open() or (self.former_saves and self.newest is None):
             return
         newest = self.newest.round if self.newest else None
         unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
@@ -418,7 +459,8 @@ class Group(Leaving):
     # -- small steps
 
     def _fate(self, rank: int) -> str:
-        return "died" if self.members[rank].presence is Presence.DEAD else "left"
+        member = self.members[rank]
+        return "died" if member.presence is Presence.DEAD else "is away" if member.away else "left"
 
     def _waits(self, slot: Slot) -> bool:
         """Whether its round waits for its turn to be committed, and may not be skipped."""
@@ -451,7 +493,7 @@ class Group(Leaving):
         number = self._next_round
         self._next_round = number % ROUND_MAX + 1
         slot.state = State.GRANTED
-        slot.round = Round(number, slot.number, why, tick, self.division, now_s)
+        slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
         return slot.round
 
     def _withdraw(self, what_for: str, now_s: float, beyond: int = -1, hold: bool = False) -> bool:
@@ -483,6 +525,8 @@ class Group(Leaving):
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
+        if slot.round is not None and slot is self.safe and slot.round.tick == self.safe_tick:
+            self._out.append(Unprotect(slot.round.tick))
         slot.state = State.FREE
         slot.round = None
         self._out.append(Recycle(slot.number))

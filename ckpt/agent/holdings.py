@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.arena import Arena
 from ckpt.agent.candidates import Remembered
 from ckpt.agent.control import WORLD_MAX
+from ckpt.agent.packed import unpacked
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.parity import Row
 from ckpt.plan.rebuild import Striped, protected, rebuildable
@@ -204,6 +205,11 @@ class Inventory:
                 for striped, rows in stripes.items()
             ],
         }
+
+    @staticmethod
+    def unpack(blob: bytes) -> Inventory:
+        """What another node's agent has packed of its `fields`. Errors: as `parse`."""
+        return Inventory.parse(unpacked(blob, "what a node says it holds"))
 
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Inventory:

@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgpack
-
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.gathering import Gathered
@@ -181,7 +179,7 @@ class Inheriting(Others):
         try:
             if answer is None:
                 raise AgentError(error)
-            attempt.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
+            attempt.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
             attempt.there.append(node)
         except Exception as exc:  # whatever it may have sent: it is done without
             log.info("agent %s does not say what it holds: %s", node.name, exc)

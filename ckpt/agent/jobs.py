@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.carrier import Member, Services
+from ckpt.agent.basis import Member, Services
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import State, Store, Why
@@ -43,6 +43,7 @@ log = logging.getLogger("ckpt")
 VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: what is larger is a mistake, not a size
 SOON_S = 3600.0  # a notice of what is further away disturbs nobody
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
+NAMES_MAX = 100  # in one event
 
 
 class Job(TakenOver):
@@ -76,7 +77,7 @@ class Job(TakenOver):
         if self.failed:
             return False
         if self.group.superseded_by:
-            return self.group.at_work
+            return self.group.at_work or self._is_awaited
         group = self.group
         return not group.all_gone or group.at_work or not group.closed_in_store or group.acknowledging
 
@@ -87,6 +88,16 @@ class Job(TakenOver):
         if newest is None or newest.round is None or not group.all_gone or group.superseded_by or group.at_work:
             return False
         return newest.round.store is Store.FAILED and not group.closed_in_store and not self.failed
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether a newer start took its place, and it has what may have to be committed if that comes to nothing."""
+        return bool(self.checkpoints) and not self.failed and self.group.leaves_uncommitted
+
+    @property
+    def came_to_nothing(self) -> bool:
+        """Whether nobody is left of it, and it has made nothing complete, nor will."""
+        return self.group.all_gone and not self.group.at_work and not self.checkpoints
 
     @property
     def ended_in_order(self) -> bool:
@@ -107,8 +118,17 @@ class Job(TakenOver):
     def is_idle(self) -> bool:
         """Nobody is there, nor at work on what it left, nor waits for an answer."""
         group = self.group
-        awaited = any(member.leave is not None for member in group.members)
-        return group.all_gone and not group.at_work and not awaited and not any(slot.leases for slot in group.slots)
+        at_work = group.at_work or self._is_awaited
+        return group.all_gone and not at_work and not any(slot.leases for slot in group.slots)
+
+    @property
+    def _is_awaited(self) -> bool:
+        return any(member.leave is not None for member in self.group.members)
+
+    @property
+    def has_complete(self) -> bool:
+        """Whether there is a whole checkpoint of it that, on several nodes, is not gone with one of them."""
+        return self.group.outlives_a_node or bool(self.checkpoints and not self.nodes)
 
     def held(self) -> tuple[Identity, ...]:
         """Complete checkpoints in memory."""
@@ -170,7 +190,7 @@ class Job(TakenOver):
             "error": self.failed or group.last_error or group.refusal or None,
             "superseded_by": group.superseded_by or None,
             "frozen": group.frozen,
-            "memory": self.plan.table() if self.plan is not None else None,
+            "memory": self.memory_table(),
             "peers": self.protection.shown() if self.protection is not None else None,
             "notices": self._notices(),
             "policy": self.learning.decision.explain().splitlines() if self.learning is not None else None,
@@ -193,9 +213,7 @@ class Job(TakenOver):
             peer.refuse(int(fields["id"]), AgentError(f"the agent cannot go on with {self.epoch}: {self.failed}"))
             peer.lose()
             return
-        member = self.group.members[rank]
-        leaves = member.presence is Presence.LEFT and member.leave is not None  # its node's agent was started again
-        if not (member.presence is Presence.HERE or leaves) or self.group.closed_in_store:
+        if not self.group.may_join(rank):
             raise AgentError(f"rank {rank} has left {self.epoch}; start the job again")
         known = self._members.get(rank)
         if known is not None and known.pid != peer.pid:
@@ -222,6 +240,7 @@ class Job(TakenOver):
             self._protect(options.peers)
             self._follow(policy)
         self._limit_copies(rank)
+        self.group.told_before(int(fields.get("verdict") or 0))
         self.group.joined(rank)
         self.group.layout(rank)
         peer.reply(request_id, {}, fds)
@@ -244,7 +263,7 @@ class Job(TakenOver):
                     group.missed(rank, int(fields["round"]), why)
                 else:
                     tick = Tick.parse(str(fields["tick"]))
-                    self._compare(rank, int(fields["round"]), fields.get("sample"))
+                    self._compare(rank, fields)
                     at = (int(fields["round"]), tick, int(fields["slot"]), str(fields["division"]))
                     group.staged(rank, *at, float(fields["stall_s"]))
             case "missed":
@@ -253,6 +272,8 @@ class Job(TakenOver):
                 kind = Why.EXIT if fields["why"] == "exit" else Why.SAVE
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
                 group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
+            case "unsavable":
+                group.unsavable(rank, Tick.parse(str(fields["tick"])), str(fields["why"])[:1000])
             case "held":
                 group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
             case "wanted":
@@ -278,21 +299,30 @@ class Job(TakenOver):
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")
 
-    def _compare(self, rank: int, number: int, sample: Any) -> None:
-        """A part of one box that this rank should hold as whoever else declares it. Where it differs the round is given
-        up, and from now on every rank saves its own."""
-        if not isinstance(sample, list) or len(sample) != 3:
-            return
-        name, box, digest = str(sample[0]), tuple(_numbers(sample[1])), bytes(sample[2])
-        if self._samples[0] != number:
-            self._samples = (number, {})
-        if self._samples[1].setdefault((name, box), digest) == digest or name in self._distrusted:
-            return
-        self._distrusted.add(name)
-        self.group.missed(rank, number, f"{name} differs between the ranks")
+    def _compare(self, rank: int, fields: dict[str, Any]) -> None:
+        """Samples of what this rank should hold as whoever else declares it. Where one differs the round is given up,
+        and from now on every rank saves its own."""
+        number, division, differing = int(fields["round"]), self._division, set[str]()
+        samples, sample = fields.get("samples"), fields.get("sample")
+        if division is not None and fields["division"] == division.id and isinstance(samples, bytes):
+            differing.update(self._comparing.differing(number, division.places, rank, samples))
+        if isinstance(sample, list) and len(sample) == 3 and isinstance(sample[2], bytes):
+            name, box, digest = str(sample[0]), tuple(_numbers(sample[1])), sample[2]
+            if self._samples[0] != number:
+                self._samples = (number, {})
+            if self._samples[1].setdefault((name, box), digest) != digest:
+                differing.add(name)
+        if new := sorted(differing - self._distrusted):
+            self._distrust(rank, number, new)
+
+    def _distrust(self, rank: int, number: int, names: list[str]) -> None:
+        self._distrusted.update(names)
+        what = f"{names[0]} differs" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors differ"
+        self.group.missed(rank, number, f"{what} between the ranks")
         self.group.layout(rank)
-        text = f"{name} was the same on all ranks and is not any more: from now on each rank saves its own"
-        self.emit("replica.differs", text, True, {"tensor": name})
+        what = names[0] if len(names) == 1 else f"{len(names)} tensors, {', '.join(names[:5])}"
+        text = f"no more the same on all ranks, as it was: {what}. From now on each rank saves its own"
+        self.emit("replica.differs", text, True, {"tensor": names[0], "names": names[:NAMES_MAX]})
 
     def ended(self, peer: AnyPeer) -> None:
         """A connection of this job is gone."""
@@ -316,11 +346,15 @@ class Job(TakenOver):
     def copies_lost(self, name: str) -> None:
         """The agent of that name is not connected any more: what it kept for this job may be gone with it. It is copied
         again as soon as that can be, and until then no step is said to be safe by it."""
-        tick = self.group.safe_tick
-        if self.protection is None or tick is None or not self.protection.involves(name, Identity(self.epoch, tick)):
+        if self.reprotecting is not None:
+            self.reprotecting.lost(name)
+        protection, tick = self.protection, self.group.safe_tick
+        if protection is None:
             return
-        self.group.copies_lost()
-        if self._services.account.unprotected() is not None:
+        lost = [each for each in self.group.copied_ticks if protection.involves(name, Identity(self.epoch, each))]
+        if lost:
+            self.group.copies_lost()
+        if tick in lost and tick is not None and self._services.account.unprotected() is not None:
             text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone"
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
             self.emit("peers.lost", f"{text}, and its copies may be; they are made again when that can be", True, facts)

@@ -11,16 +11,17 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent import memory, relief
 from ckpt.agent.arena import Arena
+from ckpt.agent.basis import Services, tell
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.candidates import Remembered
-from ckpt.agent.carrier import Services, tell
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.copies import Copies
-from ckpt.agent.fence import HERE, Fence
+from ckpt.agent.fence import Fence
 from ckpt.agent.following import Following
 from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.holdings import Inventory, sealed, whose
@@ -28,6 +29,8 @@ from ckpt.agent.jobs import Job
 from ckpt.agent.listening import Listening
 from ckpt.agent.memory import Taken
 from ckpt.agent.parities import Parities
+from ckpt.agent.protection import SLOTS_MIN
+from ckpt.agent.relearning import Relearning
 from ckpt.agent.server import Server
 from ckpt.agent.showing import Showing
 from ckpt.agent.start import Start
@@ -35,10 +38,11 @@ from ckpt.agent.storeside import StoreSide
 from ckpt.events import Event, Events
 from ckpt.notices.notice import Word
 from ckpt.settings import Settings
-from ckpt.types import Epoch, Identity
+from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import Network
+    from ckpt.store.lineage import Claim
 
 
 class Keeper:
@@ -58,6 +62,8 @@ class Keeper:
         self._bulk = Bulk(server.post)
         self.copies = Copies(self._bulk, server.post)
         self.fence = Fence()
+        self.copies.bound(self._room)
+        self.copies.may_go = self._may_go
         self.copies.check = lambda epoch: self.fence.check(HERE, epoch, time.monotonic())
         self.parities = Parities(self._bulk, server.post, self.copies, self._arenas_of, lambda: self.network)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
@@ -65,6 +71,7 @@ class Keeper:
         self._listening = Listening(server.post, self._heard, self._events)
         self.showing = Showing(url, settings, server, self.status, self._event)
         self.foreseeing = Foreseeing(settings, url, server, self._events)
+        self._relearning = Relearning(self._bulk, self._store, self.foreseeing, self._events)
         self._services = Services(
             server,
             self._bulk,
@@ -162,31 +169,80 @@ class Keeper:
                 self.former.remove(job)
                 job.drop()
 
+    def _room(self) -> int:
+        """The bytes that what is kept for others may come to now: what the machine has left but for the reserve, and no
+        more than a user's limit leaves beside the slots that a job with copies has at least."""
+        reserve_bytes = memory.total_bytes() // relief.RESERVE_PARTS
+        rooms = [self.copies.taken_bytes + max(0, memory.free_bytes() - reserve_bytes)]
+        shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]
+        newest = max(shares, key=lambda each: each[0], default=None)
+        if newest is not None and (plan := newest[1].limited) is not None:
+            others_bytes = self.copies.bytes - self.copies.bytes_of(newest[0])  # they are in the plan
+            rooms.append(others_bytes + plan.left_bytes(min(SLOTS_MIN, plan.slots)))
+        return min(rooms)
+
+    def _begun(self) -> relief.Begun | None:
+        """The start that goes on now, as far as this node has a part in it. None: none, or another one begins."""
+        found = [self.current, *self.followings]
+        return self._begun_with([each.claim for each in found if each is not None and each.claim is not None])
+
+    def _begun_with(self, claims: Sequence[Claim]) -> relief.Begun | None:
+        claim = max(claims, key=lambda claim: claim.epoch, default=None)
+        if claim is None or self.fence.refusal(HERE, claim.epoch, time.monotonic()):
+            return None
+        return relief.Begun(claim.epoch, claim.parent)
+
+    def _may_go(self, identity: Identity) -> bool:
+        """Whether its memory may be had for newer ones."""
+        begun = self._begun()
+        return begun is not None and begun.outdates(identity)
+
     def _tend_memory(self, now_s: float) -> float | None:
         """Gives back what can be, where the machine runs out of it. When to look again; None: nothing is held."""
-        if not self._jobs() and not self.copies.bytes:
+        if not self._jobs() and not self.followings and not self.copies.bytes:
             return None
         if now_s < self._relieved_s + relief.PERIOD_S:
             return self._relieved_s + relief.PERIOD_S
         self._relieved_s = now_s
         free_bytes = memory.free_bytes()
         missing = relief.missing_bytes(free_bytes, memory.total_bytes())
-        freed = self.copies.cool(missing) if missing else 0
-        gone: list[Job] = []
+        freed, gone = self.copies.cool(missing) if missing else 0, 0
         if freed < missing and not self.fence.stands(now_s):
-            jobs = sorted(self.former, key=lambda job: job.epoch)  # the current one outdoes them all once it can
-            held = [relief.Held(job.epoch, job.own.arena_bytes, bool(job.checkpoints), job.is_idle) for job in jobs]
-            epochs = relief.which_go(held, missing - freed)
-            gone = [job for job in jobs if job.epoch in epochs]
-        for job in gone:
-            freed += job.own.arena_bytes
-            self.former.remove(job)
-            job.drop()
+            for give_back in (self._give_back_copies, self._give_back_starts):
+                more, count = give_back(missing - freed)
+                freed, gone = freed + more, gone + count
         if freed:
-            what = f", {len(gone)} older checkpoints among them" if gone else ""
+            what = f", {gone} older checkpoints among them" if gone else ""
             text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
             self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
         return now_s + relief.PERIOD_S
+
+    def _give_back_copies(self, missing: int) -> tuple[int, int]:
+        """Copies and parity that nobody goes on from: how many bytes, and of how many checkpoints."""
+        begun, freed, gone = self._begun(), 0, 0
+        for identity in sorted(self.copies.identities):
+            if freed < missing and begun is not None and begun.outdates(identity):
+                before = self.copies.bytes
+                self.copies.forget(identity.__eq__)
+                self.copies.cool(missing - freed)
+                freed, gone = freed + before - self.copies.bytes, gone + 1
+        return freed, gone
+
+    def _give_back_starts(self, missing: int) -> tuple[int, int]:
+        """What earlier starts have left, in the same words."""
+        jobs = {job.epoch: job for job in self.former}  # the current one outdoes them all once it can
+        followings = {each.epoch: each for each in self.followings}
+        held = [relief.Held(job.epoch, job.own.arena_bytes, job.has_complete, job.is_idle) for job in self.former]
+        held += [relief.Held(each.epoch, each.ranks.arena_bytes, False, not each.has_ranks) for each in self.followings]
+        held.sort(key=lambda each: each.epoch)
+        epochs = relief.which_go(held, missing, self._begun())
+        for epoch in epochs:
+            if epoch in jobs:
+                self.former.remove(jobs[epoch])
+                jobs[epoch].drop()
+            else:
+                followings[epoch].over = True  # it is dropped with what is kept of it
+        return sum(each.bytes for each in held if each.epoch in epochs), len(epochs)
 
     def _event(self, event: Event) -> None:
         if self.current is not None:

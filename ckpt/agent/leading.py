@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -14,7 +14,6 @@ import msgpack
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
 from ckpt.agent.fanout import FanOut
-from ckpt.agent.fence import HERE
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered
 from ckpt.agent.holdings import Inventory
@@ -30,12 +29,13 @@ from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.settings import Settings
-from ckpt.types import Epoch, Identity
+from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.network import NodeAt
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.peers.sockets import Address
+    from ckpt.format.manifest import Manifest
     from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
@@ -68,7 +68,7 @@ class Leading(Starts):
         def answered(address: Address, answer: Message | None, error: str) -> None:
             try:
                 if answer is not None:
-                    start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), str(answer.fields["name"]))
+                    start.inventory.add(Inventory.unpack(answer.blobs[0]), str(answer.fields["name"]))
             except Exception as exc:  # whatever it may have sent: a start waits for this
                 log.warning("what the memory-only node at %s says it holds cannot be read: %r", address, exc)
             start.silent.discard(str(address))
@@ -156,7 +156,7 @@ class Leading(Starts):
                 return
             if answer is None:
                 raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
-            start.inventory.add(Inventory.parse(msgpack.unpackb(answer.blobs[0])), node.name)
+            start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
             start.silent.discard(node.name)
 
         connect()
@@ -179,7 +179,7 @@ class Leading(Starts):
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
         return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
-    def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
+    def _serve_others(self, start: Start, job: Job, gathered: Gathered) -> PeerFrames | None:
         places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
         if network is None or not start.nodes:
             return None
@@ -192,7 +192,7 @@ class Leading(Starts):
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._others_that_hold(start)]
-        return PeerFrames(places, manifest, network, nodes, self._server.post)
+        return PeerFrames(places, manifest, network, nodes, self._server.post, _room_for(job, manifest))
 
     def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
         if self.network is None or len(start.nodes) < 2:
@@ -200,8 +200,7 @@ class Leading(Starts):
         identity, records = chosen.candidate.identity, chosen.candidate.records
         services = self.network, self._bulk, self._server.later, self._server.post
         read = lambda: self._store.reader(records)  # noqa: E731
-        slot_bytes = int(chosen.manifest.frames["length"].sum()) * job.ranks.count // job.world
-        room = lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)  # noqa: E731
+        room = _room_for(job, chosen.manifest)
         return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
@@ -315,3 +314,9 @@ class Leading(Starts):
         if node is not None:
             again = lambda error: self._server.later(CALL_AGAIN_S, lambda: self._call_again(name)) if error else None  # noqa: E731
             network.connect(node, again)
+
+
+def _room_for(job: Job, manifest: Manifest) -> Callable[[], int]:
+    """Bytes that a start may take on this node until all ranks have restored."""
+    slot_bytes = int(manifest.frames["length"].sum()) * job.ranks.count // job.world
+    return lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)

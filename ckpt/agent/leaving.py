@@ -7,9 +7,9 @@
   first, and those nodes commit it. Where it can reach neither and a complete one still may, nothing newer is taken.
 - An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
   appointment. Nobody leaves by either.
-- A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
+- A SIGTERM to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
   ends. Then the attempt ends at once, for all ranks: as soon as one of them is known to be gone, or none comes to a
-  boundary within a few steps.
+  boundary within a few steps. No launcher restarts by SIGUSR1: then only a rank that is gone ends it early.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any
 from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Answer, Emit, Outcome, Request, SetVerdict, Tell
-from ckpt.agent.choosing import SLACK, Course, choose, outlasts
+from ckpt.agent.choosing import SLACK, Course, Measured, choose, outlasts
+from ckpt.agent.control import Kind, Word
 from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
+from ckpt.agent.members import Presence
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
@@ -39,9 +41,15 @@ END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leav
 # Before a deadline, whatever is still under way: ranks wait until a second before it, and in a container the agent ends
 # with them.
 OUTCOME_S = 1.5
+# Until ranks are asked whether they are past the boundary at which others hold; each time twice as long as before.
+ASK_LATE_S, ASK_LATE_S_MAX = 0.1, 5.0
 EXTRA_TRIES = 3
+# So long before it is time to leave by a notice it counts already, since a machine may go early: what is complete is
+# committed out of its turn, and what goes wrong is no failure that nobody knew of. The lead of an EC2 spot notice.
+NEAR_S = 120.0
 NOTICES_MAX = 100
 SIGNAL = "signal"  # the source of a notice that a rank's signal made
+RESTARTS = "SIGTERM"  # the key of one that may be the launcher's way to restart
 FORMER = "a notice to an agent that has died"
 
 
@@ -76,6 +84,15 @@ class Report:
     told: Saved | None = None  # what was told of it already
 
 
+@dataclass(slots=True)
+class Unknown:
+    """A rank waits for the verdict on a round that is not known here. `since_s`: as far as that was looked at."""
+
+    round: int
+    request: Request
+    since_s: float | None = None
+
+
 class Leaving(Facts):
     """The facts of one job, and what follows from the notices among them."""
 
@@ -89,10 +106,12 @@ class Leaving(Facts):
         self._step_s: float | None = None  # as measured
         self._moved = (-math.inf, 0)  # when a rank was last seen in another step than the foremost before, and that
         self._slow_s = 0.0  # how long the present step takes already
-        self._saving_s: float | None = None  # from all staged to committed, as measured
-        self._copying_s: float | None = None  # from all staged to copied, as measured
+        self._saved: Measured | None = None  # from all staged to committed
+        self._copied: Measured | None = None  # from all staged to copied
         self._copy_by_s: float | None = None  # the last one goes to nodes that stay first, and until then
         self._stall_s = 0.0
+        self._ask_late_s: float | None = None  # some hold, others are awaited: when these are asked next
+        self._ask_late_every_s = ASK_LATE_S
         self._extra_asked = False
         self._extra: Tick | None = None  # a checkpoint of that tick or a later one is wanted once
         self._extra_tries = 0
@@ -105,6 +124,9 @@ class Leaving(Facts):
         self._all_said = False  # nothing is left to be acknowledged
         self._left_saved = False  # all ranks left by a notice, and what they staged last is in the store
         self._former_told = False  # ranks go since a former agent told them to, and that is reported
+        self.one_page = True  # on which all ranks read the verdict: they are on one node
+        self._former_round = 0  # by which a former agent told ranks to leave
+        self._unknown: dict[int, Unknown] = {}  # by rank: holds at a round that a former agent appointed
 
     # -- facts
 
@@ -159,7 +181,7 @@ class Leaving(Facts):
             round_.last_try = False  # that node could not do its part
         if round_ is not None and round_.commit_began_s is not None and not error:
             took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
-            self._saving_s = _learnt_s(took_s, self._saving_s)
+            self._saved = Measured.learnt(took_s, round_.bytes, self._saved)
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
 
@@ -169,7 +191,16 @@ class Leaving(Facts):
         round_ = self.slots[slot].round
         if round_ is not None and round_.copy_began_s is not None and not error:
             took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
-            self._copying_s = _learnt_s(took_s, self._copying_s)
+            self._copied = Measured.learnt(took_s, round_.bytes, self._copied)
+
+    def told_before(self, round_: int) -> None:
+        """By a rank that joins: the round by which its page says to leave, of an agent that has died; 0: by none. That
+        one told its own node's ranks so before all others, who may not have heard it."""
+        self._former_round = round_ or self._former_round
+
+    def lost(self, rank: int, now_s: float | None) -> None:
+        super().lost(rank, now_s)
+        self._unknown.pop(rank, None)
 
     def joined(self, rank: int) -> None:
         super().joined(rank)
@@ -184,6 +215,16 @@ class Leaving(Facts):
         return max(self._usual_step_s, self._slow_s)
 
     @property
+    def _saving_s(self) -> float | None:
+        """From all staged to committed, by what was measured, for what is saved now."""
+        return self._saved.seconds_of(sum(self._need)) if self._saved is not None else None
+
+    @property
+    def _copying_s(self) -> float | None:
+        """From all staged to copied, as well."""
+        return self._copied.seconds_of(sum(self._need)) if self._copied is not None else None
+
+    @property
     def _usual_step_s(self) -> float:
         return STEP_S if self._step_s is None else self._step_s
 
@@ -192,10 +233,21 @@ class Leaving(Facts):
         """How long before a deadline the last appointment has to be made."""
         return self._least_s() * SLACK + RESERVE_S
 
+    def is_warned(self, now_s: float) -> bool:
+        """Whether a machine is certain to go soon, or should have gone. One may also be told of days ahead (the end of
+        an allocation, a maintenance): until then that changes nothing."""
+        near_s = now_s + self.need_s + NEAR_S
+        certain = [each for each in self.notices.values() if each.certain]
+        return bool(self._due) or any(each.at_once or each.deadline_s <= near_s for each in certain)
+
     @property
     def doomed(self) -> frozenset[str]:
-        """The nodes that go away, as far as notices are certain; "" is this one."""
-        return frozenset(node for each in self.notices.values() if each.certain for node in each.nodes)
+        """The nodes that go away, as far as notices are certain, and before one that stays longer could have committed
+        what it keeps; "" is this one."""
+        due = {name: each for name, each in self.notices.items() if name in self._due}
+        until_s = min((each.deadline_s for each in due.values()), default=-math.inf) + self.need_s
+        going = [each for n, each in self.notices.items() if each.certain and (n in due or each.deadline_s <= until_s)]
+        return frozenset(node for each in going for node in each.nodes)
 
     @property
     def left_to_others(self) -> frozenset[str]:
@@ -249,8 +301,11 @@ class Leaving(Facts):
             times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
         if self._waits_for_agent(now_s):
             times.append(self._agent_awaited_s())
+        times += [each.since_s + REJOIN_S for each in self._unknown.values() if each.since_s is not None]
         if self._copy_by_s is not None and self._copy_by_s > now_s:
             times.append(self._copy_by_s)
+        if self._ask_late_s is not None:
+            times.append(self._ask_late_s)
         if self._report is not None:
             ends_s = self._report.deadline_s
             times += [at_s for at_s in (ends_s - OUTCOME_S, ends_s) if at_s > now_s]
@@ -305,13 +360,14 @@ class Leaving(Facts):
         if self._extra_asked:
             self._extra_asked = False
             self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
-            self._away = self._extra if self._extra_alone else self._away
+            self._away = self._extra
         newest = self.newest
         if self._extra is None:
             return
         reached = newest is not None and newest.round is not None and newest.round.tick >= self._extra
         in_vain = self._extra_tries <= 0 and not self._open()
         asked = self._extra_alone or not all(each.certain for each in self.notices.values())
+        self._away = self._away if asked else None
         if reached or in_vain or not asked:
             self._extra, self._extra_alone = None, False
 
@@ -408,6 +464,21 @@ class Leaving(Facts):
     def _tell_end(self) -> None:
         self._out.append(Tell({"t": "end", "why": self._end_why, "wait": self._end_waits, "by_s": self._leave_by_s}))
 
+    def _ask_who_is_late(self, now_s: float) -> None:
+        """Some hold, and some have not come to that boundary. One that passed it before it could see the appointment
+        may be in a collective with those that hold: it would say that it is late at its next boundary, and never get
+        there. So each is asked."""
+        round_ = next((round_ for _, round_ in self._open() if round_.held and len(round_.staged) < self.world), None)
+        if round_ is None:
+            self._ask_late_s = None
+        elif self._ask_late_s is None:
+            self._ask_late_s, self._ask_late_every_s = now_s + ASK_LATE_S, ASK_LATE_S
+        elif now_s >= self._ask_late_s:
+            self._ask_late_every_s = min(2 * self._ask_late_every_s, ASK_LATE_S_MAX)
+            self._ask_late_s = now_s + self._ask_late_every_s
+            word = Word(round_.number, round_.slot, Kind.HOLD, round_.tick.step, round_.tick.sub)
+            self._out.append(Tell({"t": "awaited", "word": word.pack()}))
+
     def _judge(self, round_: Round, leave: bool, now_s: float) -> None:
         """The verdict on a hold: once, for all ranks and for ever."""
         round_.verdict = leave
@@ -428,15 +499,36 @@ class Leaving(Facts):
         round_.held.clear()
 
     def held(self, rank: int, number: int, request: Request) -> None:
-        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on."""
+        """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on, unless others may
+        have been told to leave by it; see `_judge_unknown`."""
         slot = self._slot_of(number)
         round_ = slot.round if slot is not None else None
         if (number and self._leave_round == number) or self.is_lost_cause or self._ended:
             self._answer_held(request, True)
+        elif round_ is None and not self.one_page:
+            self._unknown[rank] = Unknown(number, request)
         elif round_ is None or round_.why is not Why.HOLD or round_.verdict is False:
             self._answer_held(request, False)
         else:
             round_.held[rank] = request
+
+    def _judge_unknown(self, now_s: float) -> None:
+        """Holds at rounds of a former agent, which may have told the ranks of its own node to leave, and nobody else:
+        those say so when they come back, to this agent (`told_before`) or on their way out (`sent_away`). So the others
+        wait for all that still live; where one does not come, they leave: the job is broken then."""
+        if not self._unknown:
+            return
+        all_came = all(m.joined or m.presence is not Presence.HERE for m in self.members)
+        for rank, asked in list(self._unknown.items()):
+            asked.since_s = now_s if asked.since_s is None else asked.since_s
+            told = asked.round == self._former_round or self._former_told or self.is_lost_cause or self._ended
+            if told or all_came or now_s >= asked.since_s + REJOIN_S:
+                del self._unknown[rank]
+                if told or not all_came:
+                    by_s = self._leave_by_s if self._leave_by_s is not None else self.deadline_s(now_s)
+                    self._out.append(Answer(asked.request, {"leave": True, "by_s": math.inf if by_s is None else by_s}))
+                else:
+                    self._answer_held(asked.request, False)
 
     def _answer_held(self, request: Request, leave: bool) -> None:
         self._out.append(Answer(request, {"leave": leave, "by_s": self._leave_by_s if leave else None}))
@@ -507,11 +599,11 @@ class Leaving(Facts):
 
     def _attempt_ends_s(self, now_s: float) -> tuple[float, float]:
         """Until when a first rank has to hold, and until when the verdict has to be there. One rank alone waits for
-        nobody who might be dead: it has all the time there is. Ranks that come from one step to the next do not hang:
-        they wait for a slot."""
+        nobody who might be dead: it has all the time there is, and so have all where no restart is behind it. Ranks
+        that come from one step to the next do not hang: they wait for a slot."""
         signals = self._attempts(now_s)
-        told_s = min(each.told_s for each in signals)
         last_s = min(each.deadline_s for each in signals) - END_S
+        told_s = min((each.told_s for each in signals if each.key == RESTARTS), default=math.inf)
         few_s = max(told_s, self._moved[0]) + ATTEMPT_STEPS * self._usual_step_s + ATTEMPT_S
         return last_s if self.world == 1 else min(few_s, last_s), last_s
 
@@ -523,8 +615,3 @@ class Leaving(Facts):
 
     def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(f"{source} {key}"[:200] for source, key in sorted(names))
-
-
-def _learnt_s(took_s: float, before_s: float | None) -> float:
-    """A slow one is remembered for longer than a quick one."""
-    return max(took_s, 0.5 * (took_s + (before_s or 0.0)))

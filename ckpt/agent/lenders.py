@@ -225,8 +225,9 @@ class Lenders:
             domains = tuple(str(each)[:100] for each in answer.fields["domains"][:DOMAINS_MAX] if each)
             if not name or "\0" in "".join((name, *domains)):
                 return "it has answered a name or a domain that is none"
-            lent = Lent(NodeAt(name, (address,), (), domains), lends)
-        except (LookupError, TypeError) as exc:
+            link = max(0, int(answer.fields["link_bytes_s"]))
+            lent = Lent(NodeAt(name, (address,), (), domains, link), lends)
+        except (LookupError, TypeError, ValueError) as exc:
             return f"it has answered what cannot be read: {exc!r:.200}"
         before = self._there.get(address)
         self._there[address] = lent

@@ -17,12 +17,11 @@ import msgpack
 
 from ckpt.agent import memory
 from ckpt.agent.bulk import Lane, failure
-from ckpt.agent.copies import decode_described
 from ckpt.agent.holdings import Inventory, sealed
 from ckpt.agent.loan import Loan
 from ckpt.agent.node import Node
-from ckpt.agent.parities import Where
 from ckpt.agent.peers.sockets import Address
+from ckpt.agent.relief import Begun
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.surviving import Whole, commit_newest
 from ckpt.agent.terms import Terms
@@ -64,7 +63,6 @@ class LendingNode(Node):
         self._cancel = threading.Event()
         self._last_error = ""
         self._ending = False  # told to end: one last attempt was begun, or is not needed
-        self.copies.bound(self._room)
         self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
 
     def close(self) -> None:
@@ -75,11 +73,20 @@ class LendingNode(Node):
 
     def _room(self) -> int:
         """The bytes that what it keeps may come to now: no more than this machine has, either."""
-        return min(self._lend.memory_bytes, self.copies.bytes + memory.free_bytes())
+        return min(self._lend.memory_bytes, self.copies.taken_bytes + memory.free_bytes())
+
+    def _may_go(self, identity: Identity) -> bool:
+        return self._loan.may_go(identity)
+
+    def _begun(self) -> Begun | None:
+        claim = self._loan.claim
+        return self._begun_with([claim] if claim is not None else [])
 
     def _answer_loan(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
+        from ckpt.agent.network import link_bytes_s
+
         body: dict[str, Any] = {"name": self.incarnation, "lends": self._room(), "domains": list(self._lend.domains)}
-        body["url"] = self.url
+        body |= {"link_bytes_s": link_bytes_s(self.addresses[0]), "url": self.url}
         channel.reply(request_id, {"busy": busy} if busy else body, [] if busy else blobs)
 
     def _inventory(self, whole: bool) -> Inventory:
@@ -106,21 +113,10 @@ class LendingNode(Node):
                 if fields["epoch"] is None:
                     self.fence.over(channel.peer)
                     self._loan.gone(channel.peer, time.monotonic())
-            case "keep":
+            case "keep" | "stripe":
                 identity = Identity.parse(str(fields["identity"]))
                 self._loan.check(channel.peer, identity)
                 self.fence.check(channel.peer, identity.epoch, time.monotonic())
-                sizes = [each.size for each in decode_described(message.blobs[0])]
-                if not self.copies.fits(sizes):
-                    self.copies.forget(self._loan.may_go)
-                super().peer_message(channel, message)
-            case "stripe":
-                identity = Identity.parse(str(fields["identity"]))
-                self._loan.check(channel.peer, identity)
-                self.fence.check(channel.peer, identity.epoch, time.monotonic())
-                where = Where.decode(identity, message.blobs[0])
-                if not self.copies.fits([name.striped.length for _, name, _ in where.chunks]):
-                    self.copies.forget(self._loan.may_go)
                 super().peer_message(channel, message)
             case "kept":
                 self._loan.check(channel.peer, Identity.parse(str(fields["identity"])))

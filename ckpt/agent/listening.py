@@ -20,7 +20,7 @@ from ckpt.tasks import Tasks
 
 if TYPE_CHECKING:
     from ckpt.notices.azure import AzureListener
-    from ckpt.notices.notice import Listener, Notice, Word
+    from ckpt.notices.notice import First, Listener, Notice, Word
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -99,6 +99,7 @@ class Listening:
         self._events = events
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
+        self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
         self._azure: AzureListener | None = None  # set by the thread that begins
 
     def follow(self, sources: Sources) -> None:
@@ -113,12 +114,18 @@ class Listening:
         tasks.start("begin", lambda: self._begin(tasks, sources))
 
     def stop(self) -> None:
-        """Nothing is told any more, and what stands is forgotten; the threads end within about a second."""
+        """Nothing is told any more, and what stands is forgotten, but for when it was first seen; the threads end
+        within about a second."""
         self.standing.clear()
         if self._tasks is not None:
             self._tasks.stopping.set()
             self._ending.append(self._tasks)
             self._tasks = None
+
+    def remember(self, notice: Notice) -> None:
+        """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
+        does not stand any more that is told."""
+        self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
 
     def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
@@ -148,18 +155,20 @@ class Listening:
         from ckpt.notices.cloud import Endpoints, listeners, which_cloud
 
         cloud = which_cloud() if sources.mode == "auto" else None
-        try:
-            found = listeners(
-                cloud,
-                Endpoints.read(dict(sources.named)),
-                slurm_job=sources.slurm_job,
-                slurm_end_s=sources.slurm_end_s,
-                file=Path(sources.file) if sources.file else None,
-                events=self._events,
-            )
-        except CkptError as exc:
-            self._events.emit("notices.failed", f"notices are not listened to: {exc}", loud=True)
-            return
+
+        def refused(exc: CkptError) -> None:
+            self._events.emit("notices.failed", f"notices of one kind are not listened to: {exc}", loud=True)
+
+        found = listeners(
+            cloud,
+            Endpoints.read(dict(sources.named)),
+            slurm_job=sources.slurm_job,
+            slurm_end_s=sources.slurm_end_s,
+            file=Path(sources.file) if sources.file else None,
+            events=self._events,
+            refused=refused,
+            first=self._first,
+        )
         from ckpt.notices.azure import AzureListener
 
         self._azure = next((each for each in found if isinstance(each, AzureListener)), None)

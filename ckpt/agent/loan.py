@@ -12,10 +12,14 @@ when it commits by itself what it keeps. Pure: no I/O, no clock of its own.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ckpt.agent.terms import Terms
 from ckpt.errors import AgentError, Superseded
 from ckpt.types import Epoch, Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim
 
 RETRY_S = 30.0  # until a commit that failed is tried again, doubled each time up to RETRY_S_MAX
 RETRY_S_MAX = 600.0
@@ -76,10 +80,16 @@ class Loan:
 
     # -- what follows
 
+    @property
+    def claim(self) -> Claim | None:
+        """Of the epoch that is lent to."""
+        terms = self.terms.get(self.epoch) if self.epoch is not None else None
+        return terms.claim if terms is not None else None
+
     def may_go(self, identity: Identity) -> bool:
         """Whether its memory may be had for newer ones: an epoch that has begun did not go on from it."""
-        terms = self.terms.get(self.epoch) if self.epoch is not None else None
-        return terms is not None and identity.epoch < terms.claim.epoch and identity != terms.claim.parent
+        claim = self.claim
+        return claim is not None and identity.epoch < claim.epoch and identity != claim.parent
 
     def keep_terms(self, held: set[Epoch]) -> None:
         """Those of epochs of which nothing is held any more are forgotten."""

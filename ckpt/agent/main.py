@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def _serve(given: argparse.Namespace) -> None:
     from ckpt.agent.node import Node
     from ckpt.agent.server import Server
 
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
     server = Server(given.socket)
     node = Node(given.url, read(), server)
     _say(given.ready_fd, "ok")

@@ -24,6 +24,7 @@ class Member:
     presence: Presence = Presence.HERE
     joined: bool = False
     lost_s: float | None = None  # since when its connection is gone though its process lives
+    away: bool = False  # it counts as left because it was lost for long; it may still come back
     leave: Any = None  # a request that waits for what is under way
     broke: bool = False  # it left by an exception: the others wait for it in vain
     members: Members | None = None  # of which it is one

@@ -25,6 +25,7 @@ from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.greeting import Greeting, Listener, Loop, dial
 from ckpt.agent.peers.secret import SECRET_BYTES
 from ckpt.agent.peers.sockets import Address, Place, resolve
+from ckpt.agent.peers.transport import MakeTransport, Transport
 from ckpt.agent.wire import Message
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError, UsageError
@@ -41,12 +42,14 @@ ANYWHERE = Address("0.0.0.0", 0)
 @dataclass(frozen=True, slots=True)
 class NodeAt:
     """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
-    `domains`: the failure domains that it lies in, widest first."""
+    `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
+    that is not known."""
 
     name: str
     addresses: tuple[Address, ...]
     ranks: tuple[int, ...]
     domains: tuple[str, ...] = ()
+    link_bytes_s: int = 0
 
 
 def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
@@ -57,8 +60,9 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
             tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
             tuple(ranks),
             tuple(domain[:100] for domain in domains[:DOMAINS_MAX]),
+            link_bytes_s,
         )
-        for name, addresses, domains, ranks in decode_nodes(blob)
+        for name, addresses, domains, ranks, link_bytes_s in decode_nodes(blob)
     ]
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
         raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
@@ -80,11 +84,19 @@ class Receiver(Protocol):
 class Network:
     """Owns the listener, the channels and the transport. `me`: this agent's name."""
 
-    def __init__(self, loop: Loop, bulk: Bulk, me: str, receiver: Receiver, clock: Clock | None = None) -> None:
-        """`clock`: by which answers are waited for."""
+    def __init__(
+        self,
+        loop: Loop,
+        bulk: Bulk,
+        me: str,
+        receiver: Receiver,
+        clock: Clock | None = None,
+        transport: MakeTransport = TcpTransport,
+    ) -> None:
+        """`clock`: by which answers are waited for. `transport`: makes what moves frames."""
         self.me = me
         self._clock = clock or SystemClock()
-        self.transport = TcpTransport(self._greet)
+        self.transport: Transport = transport(self._greet)
         self.limit_bytes_s: float | None = None
         self.progress = Progress()  # of what other agents were asked
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
@@ -419,6 +431,16 @@ def addresses_of(at: Address) -> list[Address]:
                 if not ip.is_link_local:
                     found.append((int(ip.is_loopback), Address(str(ip), at.port)))
     return [address for _, address in sorted(found)][:ADDRESSES_MAX]
+
+
+def link_bytes_s(address: Address) -> int:
+    """What the link that this host has that address on carries each way, as the system says (psutil); 0 where it says
+    nothing, as of the loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == address.host for each in addresses):
+            stats = psutil.net_if_stats().get(name)
+            return stats.speed * 1_000_000 // 8 if stats is not None else 0  # Mbit/s, 0 where it is not known
+    return 0
 
 
 def _look_up(addresses: Sequence[Address]) -> list[Place]:

@@ -13,18 +13,19 @@ import msgpack
 
 from ckpt.agent.bulk import Lane
 from ckpt.agent.client import VERSION
+from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
-from ckpt.agent.jobs import finite
-from ckpt.agent.relearning import Relearning
+from ckpt.agent.jobs import Job, finite
+from ckpt.agent.relaying import OPERATOR, Standing
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.showing import job_facts
 from ckpt.agent.starts import LISTED_MAX
 from ckpt.agent.storeside import Pass, keep_from
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, OtherVersion
 from ckpt.events import Event
-from ckpt.notices.notice import Notice, Withdrawn
+from ckpt.notices.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity
 
@@ -35,6 +36,8 @@ ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit w
 RETRY_S = 30.0
 NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
 END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
+END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that time runs
+END_RESERVE_S = 5.0  # at its end, when it is tried no more
 
 
 class Node(Inheriting):
@@ -47,7 +50,9 @@ class Node(Inheriting):
         self._retry_s = 0.0  # when an orphan's commit is tried again
         self._limit_s = math.inf  # and when that ends
         self._told_of_end = False
-        self._relearning = Relearning(self._bulk, self._store, self.foreseeing, self._events)
+        self._makes_way = False
+        self._ends_s = math.inf  # when this process is taken to be killed, on the monotonic clock
+        self._warned_until_s = -math.inf  # the deadline of what SIGUSR1 told, on that clock
 
     def close(self) -> None:
         self._end_attempt()
@@ -141,14 +146,24 @@ class Node(Inheriting):
     def _hello(self, peer: Peer, message: Message) -> None:
         version = int(message.fields["version"])
         if version != VERSION:
-            raise AgentError(
-                f"the agent of {self.url} speaks version {VERSION} of its messages, this process version {version}: "
-                "they are of two releases of ckpt. The agent ends with its job; start again then"
-            )
+            self._refuse_version(version, str(message.fields["role"]))
         peer.role = str(message.fields["role"])
         self._served = self._served or peer.role == "trainer"
         body = {"version": VERSION, "incarnation": self.incarnation, "pid": os.getpid()}
         peer.reply(int(message.fields["id"]), body)
+
+    def _refuse_version(self, version: int, role: str) -> None:
+        """Where a trainer is refused for it, and nobody needs this agent, it makes way: what is not in the store yet is
+        committed as it always is, and it does not linger. Errors: AgentError; OtherVersion where it is to be waited
+        for."""
+        text = f"the agent of {self.url} speaks version {VERSION} of its messages, this process version {version}: "
+        text += "they are of two releases of ckpt"
+        used = any(not job.group.all_gone for job in self._jobs()) or any(each.needed for each in self.followings)
+        used = used or self._start is not None or any(peer.role == "trainer" for peer in self._server.peers)
+        if role != "trainer" or used:
+            raise AgentError(f"{text}. The agent ends with its job; start again then")
+        self._makes_way = True
+        raise OtherVersion(f"{text}. The agent ends as soon as what it has is in the store")
 
     def _tool(self, peer: Peer, message: Message) -> None:
         fields, request_id = message.fields, int(message.fields["id"])
@@ -160,10 +175,10 @@ class Node(Inheriting):
                 raise AgentError(f"no job is running on {self.url}")
             source = str(fields.get("source", "unknown"))[:200]
             if fields.get("cancel"):
-                self._heard(Withdrawn(source, "preempt"))
+                self._take_back(source)
             else:
                 deadline_s = time.time() + finite(fields["deadline_s"], "preempt: deadline_s")
-                self._heard(Notice(deadline_s, source, True, "preempt", "ckpt preempt"), at_once=True)
+                self._heard(Notice(deadline_s, source, True, OPERATOR, "ckpt preempt"), at_once=True)
             peer.reply(request_id, {})
         else:
             rule = keep_from(fields.get("keep") or {}, "keep")
@@ -200,6 +215,7 @@ class Node(Inheriting):
             "peer_bandwidth": self.network.limit_bytes_s if self.network is not None else None,
             "following": [each.status() for each in self.followings],
             "former": [{**each.status(), **job_facts(each), **NOT_OF_FORMER} for each in self.former[-4:]],
+            "copies": self.copies.shown(),
             "lenders": self.lenders.table(),
             "struck": {str(identity): why[:500] for identity, why in list(self._struck.items())[-20:]},
         }
@@ -225,43 +241,80 @@ class Node(Inheriting):
     # -- notices
 
     def _tend_notices(self) -> None:
-        """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too."""
-        job = self.current
+        """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too.
+        SIGUSR1 is a notice only: who sends it to every process of a job means the machine."""
+        job, now_s = self.current, time.monotonic()
+        if self._server.end_asked:
+            self._ends_s = min(self._ends_s, now_s + END_LEAD_S)
+        if self._server.warned:
+            self._server.warned = False
+            self._warn(now_s)
         if self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
             told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
             self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
         if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
+            self._standing = Standing()
+
+    def _warn(self, now_s: float) -> None:
+        if now_s >= self._warned_until_s:
+            left_s = self._settings.sigusr1_s
+            self._warned_until_s = now_s + left_s
+            told = f"the agent got SIGUSR1; {left_s:g} s are taken to be left"
+            self._heard(Notice(time.time() + left_s, "agent", True, "SIGUSR1", told), at_once=True)
 
     # -- the end
 
     def _tend_orphans(self, now_s: float) -> float | None:
-        """Nobody is left, and something is not committed: it is tried again, and at last given up."""
+        """Nobody is left, and something is not committed: it is tried again, and at last given up; by an agent that was
+        asked to end, as long as it may be there still."""
+        left_over = self._left_over()
+        if left_over is not None and left_over.group.newest_store is Store.NEW:
+            left_over.group.retry_commit()
+        if self.current is not None:
+            saves = [job for job in self.former if job is left_over or job.group.committing is not None]
+            self.current.group.former_saves = any(job.group.newest_store is not Store.FAILED for job in saves)
         orphans = [job for job in self._jobs() if job.is_orphan]
+        if left_over is not None and left_over.group.newest_store is Store.FAILED:
+            orphans.append(left_over)
         if not orphans or self._start is not None:
             self._limit_s = math.inf
             return None
+        again_s = min(RETRY_S, self._settings.linger_s / 4)
         if self._limit_s == math.inf:
             self._limit_s = now_s + ORPHAN_LINGERS * self._settings.linger_s
-            self._retry_s = now_s + RETRY_S
-        if now_s >= self._limit_s or self._server.end_asked:
+            self._retry_s = now_s + again_s
+        if self._ends_s < math.inf:
+            self._limit_s = min(self._limit_s, self._ends_s - END_RESERVE_S)
+            self._retry_s = min(self._retry_s, now_s + END_RETRY_S)
+        if now_s >= self._limit_s:
             for job in orphans:
                 log.warning("the newest checkpoint of %s was not committed: %s", job.epoch, job.group.last_error)
                 job.group.give_up()
             return None
         if now_s >= self._retry_s:
-            self._retry_s = now_s + RETRY_S
+            self._retry_s = now_s + again_s
             for job in orphans:
                 job.group.retry_commit()
         return min(self._retry_s, self._limit_s)
+
+    def _left_over(self) -> Job | None:
+        """A job that was superseded by starts that came to nothing, and whose newest checkpoint is not in the store: it
+        is still the newest of the run."""
+        for job in reversed(self._jobs() if self._start is None else []):
+            if job.is_left_over:
+                return job if all(each.epoch < job.epoch for each in self.followings) else None
+            if not job.came_to_nothing:
+                break
+        return None
 
     def _end_s(self, now_s: float) -> float | None:
         """When the agent may end; None: not before something happens."""
         waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
         jobs = self._jobs()
         busy = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
-        if self._start is not None or waiting or busy:
+        if self._start is not None or waiting or busy or self._left_over() is not None:
             self._idle_since_s = now_s
             return None
         if self._attempt is not None:
@@ -272,11 +325,13 @@ class Node(Inheriting):
         if keeps and not self._server.end_asked:  # it lost its ranks and its coordinator, not its memory
             if self.fence.stands(now_s):
                 return None  # who has asked for it may be at work on it
-            return self._idle_since_s + self._settings.linger_s
+            in_store = self._makes_way and self._turns.settled
+            return now_s if in_store else self._idle_since_s + self._settings.linger_s
         if not jobs:
-            return self._idle_since_s + IDLE_S if not (self._served or self._server.end_asked) else now_s
+            wanted = not (self._served or self._server.end_asked or self._makes_way)
+            return self._idle_since_s + IDLE_S if wanted else now_s
         held = any(job.checkpoints for job in jobs)  # what came before the newest is superseded by it
-        if jobs[-1].ended_in_order or not held or self._server.end_asked:
+        if jobs[-1].ended_in_order or not held or self._server.end_asked or self._makes_way:
             return now_s
         return self._idle_since_s + self._settings.linger_s
 

@@ -7,17 +7,20 @@ from typing import Any
 
 import msgpack
 
-from ckpt.errors import UsageError
+from ckpt.agent.packed import unpacked
+from ckpt.errors import AgentError, UsageError
 
 BLOB_BYTES_MAX = 16 << 20
 NODES_MAX = 4096
 
-Told = tuple[str, list[str], list[str], list[int]]  # name of the agent, addresses, domains, ranks
+Told = tuple[str, list[str], list[str], list[int], int]  # name, addresses, domains, ranks, link_bytes_s: see NodeAt
 
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
-    """`nodes`: of each name, addresses, domains and ranks, rank 0's first."""
-    rows = [[node["name"], node["addresses"], node["domains"], node["ranks"]] for node in nodes]
+    """`nodes`: of each name, addresses, domains, ranks and, if it is known, link_bytes_s; rank 0's first."""
+    rows = [
+        [node["name"], node["addresses"], node["domains"], node["ranks"], node.get("link_bytes_s", 0)] for node in nodes
+    ]
     packed: bytes = msgpack.packb(rows)
     return packed
 
@@ -32,12 +35,12 @@ def decode_nodes(blob: bytes) -> list[Told]:
     if len(blob) > BLOB_BYTES_MAX:
         raise UsageError(f"nodes takes {len(blob)} bytes; at most {BLOB_BYTES_MAX}")
     try:
-        rows = msgpack.unpackb(blob, max_map_len=0, max_ext_len=0)
+        rows = unpacked(blob, "the list of nodes")
         if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
             raise UsageError("nodes is no list of nodes")
         return [
-            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)))
-            for name, addresses, domains, ranks in rows
+            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)), max(0, int(link)))
+            for name, addresses, domains, ranks, link in rows
         ]
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
+    except (AgentError, ValueError, TypeError, OverflowError) as exc:
         raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc

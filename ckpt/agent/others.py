@@ -25,14 +25,14 @@ from ckpt.agent.leading import CALL_AGAIN_S, Leading
 from ckpt.agent.listening import Sources
 from ckpt.agent.moving import Moving, Progress
 from ckpt.agent.peers.transport import Frames
-from ckpt.agent.relaying import words
+from ckpt.agent.relaying import Standing, given_back, is_operators, words
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import options_from
 from ckpt.agent.wire import Message
 from ckpt.agent.writing import write_part
 from ckpt.errors import AgentError, CkptError, Superseded
-from ckpt.notices.notice import Word
+from ckpt.notices.notice import Notice, Withdrawn, Word
 from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
@@ -44,22 +44,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 
+RANKS_NOTICES_MAX = 16  # told to ranks: they go into one message
+
+
 class Others(Leading):
     """See Starts. Everything runs on the agent's main thread."""
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
         self._writes = Progress()  # of parts of others' commits
+        self._standing = Standing()  # on this node
 
     # -- what this node's ranks say
 
     def _listen(self, peer: Peer, message: Message) -> None:
         """The job has several nodes: this agent is to be reached by the others'."""
+        from ckpt.agent.network import link_bytes_s
+
         fields = message.fields
         network = self._open_network(str(fields["name"] or self.incarnation)[:100])
         addresses = network.listen(bytes(fields["secret"]), str(fields["at"]))
         self._awaiting = [each for each in self._awaiting if each.open and each is not peer] + [peer]
-        peer.reply(int(fields["id"]), {"name": network.me, "addresses": [str(address) for address in addresses]})
+        told = {"name": network.me, "addresses": [str(each) for each in addresses]}
+        peer.reply(int(fields["id"]), {**told, "link_bytes_s": link_bytes_s(addresses[0])})
 
     def _open_network(self, name: str) -> Network:
         from ckpt.agent.network import Network
@@ -80,6 +87,7 @@ class Others(Leading):
         if network is None:
             raise AgentError(f"this agent was not told to listen for the coordinator of {epoch}")
         found = next((each for each in self.followings if each.epoch == epoch), None)
+        handed = self._given_back(message) if found is None else []
         if found is None:
             newer = [each.epoch for each in self.followings if each.epoch > epoch]
             if newer:
@@ -89,15 +97,57 @@ class Others(Leading):
             standing = self._listening.standing.values()
             found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
+            self._hear_again(handed)  # first: it may be refused, and comes again
         found.join(peer, message)
         self._awaiting = [each for each in self._awaiting if each is not peer]
         if int(fields["rank"]) == found.lowest:
             self._listening.follow(Sources.parse(fields.get("notices")))
+        self._tell_standing(peer)
+
+    def _join(self, peer: AnyPeer, message: Message) -> None:
+        handed = self._given_back(message) if isinstance(peer, Peer) and self.current is None else []
+        try:
+            super()._join(peer, message)
+        finally:
+            self._hear_again(handed if self.current is not None else [])
+        if isinstance(peer, Peer):
+            self._tell_standing(peer)
+
+    def _given_back(self, message: Message) -> list[tuple[Notice, bool]]:
+        """What the first rank that comes to this agent knows of what stood here when a former one died."""
+        handed = given_back(message.fields.get("standing") or []) if message.fields["resume"] else []
+        for notice, _ in handed:
+            self._listening.remember(notice)
+        return handed
+
+    def _hear_again(self, handed: Sequence[tuple[Notice, bool]]) -> None:
+        for notice, at_once in handed:
+            self._heard(notice, at_once)
+
+    def _tell_standing(self, peer: Peer) -> None:
+        if told := self._standing.told():
+            peer.send({"t": "standing", "notices": told[-RANKS_NOTICES_MAX:]})
 
     def _heard(self, word: Word, at_once: bool = False) -> None:
+        self._standing.hear(word, at_once)
+        body = {"t": "standing", "notices": self._standing.told()[-RANKS_NOTICES_MAX:]}
+        for peer in self._server.peers:
+            if peer.role == "trainer":
+                peer.send(body)
         super()._heard(word, at_once)
         for each in self.followings:
             each.hear(word, at_once)
+
+    def _take_back(self, source: str) -> None:
+        """What an operator asked for, on whichever node that was and this is."""
+        for each in self.followings:
+            each.take_back(source)
+        job = self.current
+        if job is not None:
+            for name in [name for name in job.group.notices if name[0] == source and is_operators(name[1])]:
+                job.hear(Withdrawn(*name))
+            for node in job.nodes[1:]:
+                job.share_of(node.name).tell({"t": "taken-back", "source": source})
 
     def _following(self, peer: AnyPeer) -> tuple[Following, int] | None:
         for each in self.followings:
@@ -314,7 +364,8 @@ class Others(Leading):
         wanted = decode_described(message.blobs[0])
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
             safe = fields["safe"]
-            self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None)
+            sizes = [each.size for each in wanted]
+            self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None, sizes)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
         moving = Moving(channel, request_id, self.copies.progress, self._server.later)
 
@@ -328,6 +379,8 @@ class Others(Leading):
         elif message.kind == "notices":
             for word, at_once in words(channel.peer, fields["standing"], job.notices_left()):
                 job.hear(word, at_once, channel.peer)
+        elif message.kind == "take-back":
+            self._take_back(str(fields["source"])[:200])
         elif message.kind == "lacks":
             job.group.lacks(int(fields["slot"]))
         elif message.kind == "steps":

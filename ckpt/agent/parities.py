@@ -29,6 +29,7 @@ from ckpt.agent.folding import (
     Origin,
     row_from,
 )
+from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames
 from ckpt.errors import AgentError, CkptError
@@ -69,7 +70,7 @@ class Where:
     def decode(identity: Identity, blob: bytes) -> Where:
         """Errors: AgentError."""
         try:
-            nodes, ranks, chunks = msgpack.unpackb(blob)
+            nodes, ranks, chunks = unpacked(blob, "where a checkpoint is to be had")
             if len(chunks) > CHUNKS_MAX:
                 raise AgentError("more parities are spoken of than there can be")
             return Where(
@@ -84,7 +85,7 @@ class Where:
                     for name, row, length, sources, frames in chunks
                 ],
             )
-        except (ValueError, TypeError, OverflowError, AttributeError, msgpack.UnpackException) as exc:
+        except (ValueError, TypeError, OverflowError, AttributeError) as exc:
             raise AgentError(f"where a checkpoint is to be had was told wrong: {exc}") from exc
 
     def check(self, snapshots: Mapping[int, Described]) -> None:
@@ -147,7 +148,7 @@ class Parities:
                 where.check(snapshots)
                 world, told = int(fields["world"]), fields["safe"]
                 safe = Identity.parse(str(told)) if told is not None else None
-                self._copies.make_room(identity, safe)
+                self._copies.make_room(identity, safe, [name.striped.length for _, name, _ in where.chunks])
                 chunks = self._copies.chunks
                 drop = chunks.replace if safe in (None, identity) else chunks.only  # None: it may be the one that is
                 drop(identity, [name for _, name, _ in where.chunks])
@@ -172,8 +173,11 @@ class Parities:
         if any(chunks.is_coming(name) for name in new):
             raise AgentError("it is on its way already")
         lengths = [name.striped.length for name in new]
+        self._copies.make_way(lengths)
         if not self._copies.fits(lengths):
-            raise AgentError(f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node lends")
+            raise AgentError(
+                f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node has for others"
+            )
         short = sum(lengths) - memory.free_bytes()
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.copies import Copies
 from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.folding import SCRATCH_BYTES
+from ckpt.agent.hosts import lost_with_hosts, told_apart
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.parities import Parities
 from ckpt.agent.rebuilding import Rebuilding
@@ -43,6 +44,7 @@ class Protection:
     ) -> None:
         self.option = option
         self.placement: Placement | None = None
+        self.with_hosts: dict[str, list[str]] = {}  # whose state goes with one machine, by what that is called
         self._risks: dict[str, float] = {}
         self._used: dict[Identity, Placement] = {}  # of the newest checkpoints: where they went, wherever the next goes
         self._anew = False  # whoever was together need not stay so
@@ -54,6 +56,11 @@ class Protection:
     def protects(self) -> bool:
         """Whether anything is kept by another node."""
         return self.placement is not None and any(kept.losses for kept in self.placement.kept)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody who could keep anything."""
+        return len(self._nodes) == 1 and not self._lenders()
 
     def foresees(self, risks: Mapping[str, float]) -> bool:
         """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
@@ -87,15 +94,24 @@ class Protection:
         are used by all; `fixed`: so many slots are in use already."""
         slots = fixed if fixed is not None else min(plan.slots for plan in plans.values())
         if self.option is None or slots < SLOTS_MIN:
-            self.placement = None
+            self.placement, self.with_hosts = None, {}
             return slots
         before, self._anew = None if self._anew else self.placement, False
         scratch_bytes = SCRATCH_BYTES if isinstance(self.option, Parity) else 0
         names = {node.name for node in self._nodes}
+        lent = [each for each in self._lenders() if each.node.name not in names]
+        told = {node.name: node.domains for node in (*self._nodes, *(each.node for each in lent))}
+        domains = told_apart(told)
         lenders = [
-            Node(each.node.name, lend_bytes=each.lend_bytes, domains=each.node.domains, trains=False)
-            for each in self._lenders()
-            if each.node.name not in names
+            Node(
+                each.node.name,
+                lend_bytes=each.lend_bytes,
+                domains=domains[each.node.name],
+                up_bytes_s=each.node.link_bytes_s or None,
+                down_bytes_s=each.node.link_bytes_s or None,
+                trains=False,
+            )
+            for each in lent
         ]
         for wanted in range(slots, SLOTS_MIN - 1 if fixed is None else slots - 1, -1):
             nodes = [
@@ -103,13 +119,16 @@ class Protection:
                     node.name,
                     bytes=sizes[node.name],
                     lend_bytes=max(0, plans[node.name].left_bytes(wanted) - scratch_bytes),
-                    domains=node.domains,
+                    domains=domains[node.name],
                     risk=self._risks.get(node.name),
+                    up_bytes_s=node.link_bytes_s or None,
+                    down_bytes_s=node.link_bytes_s or None,
                 )
                 for node in self._nodes
             ]
             nodes += lenders
             self.placement = place(nodes, self.option, before)
+            self.with_hosts = lost_with_hosts(told, self.placement)
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):
                 return wanted  # no more memory would make it any safer
@@ -168,6 +187,7 @@ class Protection:
                     "keeps_bytes": load.keeps_all_bytes,
                     "sends_bytes": load.sends_bytes,
                     "receives_bytes": load.receives_bytes,
+                    "seconds": load.seconds,
                 }
                 for load in placement.loads
             ],
@@ -175,7 +195,7 @@ class Protection:
             "scratch_bytes": SCRATCH_BYTES if parity else 0,
             "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
             "exposed": list(placement.exposed),
-            "notes": list(placement.notes),
+            "notes": [*self._of_hosts(), *placement.notes],
         }
 
     def shown(self) -> dict[str, Any]:
@@ -196,9 +216,17 @@ class Protection:
         sends = max(load.sends_bytes for load in placement.loads)
         least = min(kept.losses for kept in placement.kept)
         text = f"any {least} of {len(placement.loads)} nodes may be lost" if least else "not every node has one"
-        notes = "".join(f"; {note}" for note in placement.notes[:3])
+        notes = "".join(f"; {note}" for note in [*self._of_hosts(), *placement.notes][:3])
         how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
         return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
+
+    def _of_hosts(self) -> list[str]:
+        return [
+            f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine ({host}), and it is lost "
+            "with that"
+            for host, names in sorted(self.with_hosts.items())
+            if self.protects
+        ]
 
     def replicate(
         self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], None]

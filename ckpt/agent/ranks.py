@@ -39,6 +39,7 @@ class Ranks:
         self.reader = Reader(self.progress.moved)
         self._bulk = bulk
         self._taken = taken
+        self.limited: memory.MemoryPlan | None = None  # the newest plan, where it is the user's limit that bounds it
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
 
     @property
@@ -96,7 +97,9 @@ class Ranks:
         free_bytes = memory.free_bytes()
         taken = self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
-        then(memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes), "")
+        plan = memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes)
+        self.limited = plan if plan.allowed_bytes == limit_bytes else None
+        then(plan, "")
 
     def for_a_while_bytes(self, slot_bytes: int, limit_bytes: int | None) -> int:
         """What may be taken here until all ranks have restored, where a slot of theirs will take so much."""

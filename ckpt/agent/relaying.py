@@ -13,6 +13,7 @@ from typing import Any
 from ckpt.errors import AgentError
 from ckpt.notices.notice import MOVED_S, Notice, Withdrawn, Word
 
+OPERATOR = "preempt"  # the key of what an operator asks for
 NOTICES_MAX = 64  # that stand on one node
 
 Name = tuple[str, str]  # source and key
@@ -46,6 +47,34 @@ class Standing:
         ]
 
 
+def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, bool]]:
+    """What `Standing.told` made, as a rank gives it back to another agent of its node. Errors: as `words`."""
+    now_s = time.time() if now_s is None else now_s
+    if not isinstance(told, list) or len(told) > NOTICES_MAX:
+        raise AgentError(f"a rank gives back more than {NOTICES_MAX} notices")
+    return [
+        (
+            Notice(
+                now_s + _left_s(each),
+                str(each["source"])[:200],
+                bool(each["certain"]),
+                str(each["key"])[:200],
+                str(each["message"])[:500],
+            ),
+            bool(each["at_once"]),
+        )
+        for each in told
+    ]
+
+
+def _left_s(each: Any) -> float:
+    """Errors: AgentError, ValueError, TypeError, LookupError."""
+    left_s = float(each["left_s"])
+    if not abs(left_s) < 1e9:
+        raise AgentError(f"a node says that it has {left_s} s left")
+    return left_s
+
+
 def _end(node: str) -> str:
     return f" on node {node}"
 
@@ -53,6 +82,11 @@ def _end(node: str) -> str:
 def bare(key: str, node: str) -> str:
     """The key as that node's source gave it; "" is the coordinator's."""
     return key.removesuffix(_end(node)) if node else key
+
+
+def is_operators(key: str) -> bool:
+    """Whether that is what an operator asked for, on any node."""
+    return key == OPERATOR or key.startswith(OPERATOR + _end(""))
 
 
 def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, bool]]:
@@ -67,9 +101,7 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
     stand: set[Name] = set()
     for each in told:
         name = str(each["source"])[:200], str(each["key"])[:200] + end
-        left_s = float(each["left_s"])
-        if not abs(left_s) < 1e9:
-            raise AgentError(f"a node says that it has {left_s} s left")
+        left_s = _left_s(each)
         stand.add(name)
         if name in known and abs(known[name] - left_s) <= MOVED_S:
             continue

@@ -1,16 +1,21 @@
-"""What a job had learnt of failures and of predictions, where the agent that knew it is gone: one that takes over a
-running job, or that coordinates for the first time a job that comes back from the memory of several nodes, reads it
-from the run's records. Else it would hand on only what it has seen itself, and the next start would know no more.
+"""What a job has of what was learnt before it, of failures and of predictions.
+
+A start goes on with what the one before it knew, here or in the record that it comes from, and counts that that one
+failed. Where the agent that knew is gone (one takes over a running job, or coordinates for the first time a job that
+comes back from the memory of several nodes), it is read from the run's records; else it would hand on only what it has
+seen itself, and the next start would know no more.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.agent.bulk import Bulk, Lane, failure
-from ckpt.agent.learning import ABOUT
+from ckpt.agent.learning import ABOUT, Learning, class_of
 from ckpt.agent.storeside import StoreSide
 from ckpt.events import Events
 from ckpt.policy.remembered import recall
@@ -19,6 +24,9 @@ from ckpt.types import Epoch
 if TYPE_CHECKING:
     from ckpt.agent.foreseeing import Foreseeing
     from ckpt.agent.jobs import Job
+    from ckpt.agent.network import NodeAt
+    from ckpt.format.manifest import Record
+    from ckpt.store.run import RunView
 
 log = logging.getLogger("ckpt")
 
@@ -35,6 +43,43 @@ class Relearning:
         self._events = events
         self._asked: Epoch | None = None
 
+    def goes_on(
+        self,
+        learning: Learning,
+        parent: Epoch,
+        former: Job | None,
+        record: Record | None,
+        view: RunView | None,
+        nodes: Sequence[NodeAt],
+    ) -> None:
+        """A start goes on from epoch `parent`. `former`: that epoch's job, if this agent had it. `record`: what was
+        restored, if the store gave it. `view`: of the store, if it answered. `nodes`: of the start."""
+        closed = view.closed if view is not None else {parent}  # else nobody is left who could have closed it
+        if former is not None and former.learning is not None:
+            self._from_former(learning, former, former.learning, record is not None, nodes)
+        elif former is None and record is not None and ABOUT in record.about:
+            self._tell(self._recall(learning, record.about[ABOUT]))
+            if parent not in closed:
+                claims = view.claims if view is not None else ()
+                agents = next((len(each.agents) for each in claims if each.epoch == parent), 0)
+                learning.failed(class_of(max(1, agents), agents > 1, True, False))
+        elif former is None and record is None and parent not in closed:
+            learning.owed = class_of(1, True, False, False)  # its coordinator's node: what that had learnt is read next
+
+    def _from_former(
+        self, learning: Learning, former: Job, learnt: Learning, from_store: bool, nodes: Sequence[NodeAt]
+    ) -> None:
+        now_s = time.monotonic()
+        gone_s = now_s if former.gone_s is None else former.gone_s
+        learnt.decide(gone_s)
+        learning.inherit(learnt.known)
+        if former.ended_in_order:
+            return
+        lost = {node.name for node in former.nodes} - {node.name for node in nodes}
+        learning.failed(class_of(len(lost), learnt.peers, from_store, former.group.is_warned(gone_s)))
+        near: Literal["local", "peer"] = "peer" if lost else "local"
+        learning.recovered("store" if from_store else near, now_s - gone_s)
+
     def tend(self, job: Job | None) -> None:
         """After anything happened. `job`: the current one. Once for each that may lack something: what is known already
         counts once all the same. Where the store does not answer it goes on with what it learns itself."""
@@ -47,16 +92,23 @@ class Relearning:
         self._bulk.run(Lane.STORE, lambda: read_learnt(self._store), lambda done: self._read(job, done))
 
     def _read(self, job: Job, done: Future[list[Any]]) -> None:
-        refused = failure(done)
-        if not refused and job.learning is not None:
-            for value in done.result():
-                recalled = recall(value)
-                refused = recalled.refused or refused
-                job.learning.inherit(recalled.known)
-                self._foreseeing.inherit(recalled.sources)
-        if job.learning is not None:
-            job.learning.pay()
-            job.follow_learning()
+        refused, learning = failure(done), job.learning
+        if learning is None:
+            return
+        for value in [] if refused else done.result():
+            refused = self._recall(learning, value) or refused
+        learning.pay()
+        job.follow_learning()
+        self._tell(refused)
+
+    def _recall(self, learning: Learning, value: object) -> str:
+        """From a record; why not, "" where all is well."""
+        recalled = recall(value)
+        learning.inherit(recalled.known)
+        self._foreseeing.inherit(recalled.sources)
+        return recalled.refused
+
+    def _tell(self, refused: str) -> None:
         if refused:
             self._events.emit("policy.refused", f"ckpt: what the job had learnt before is not all known now: {refused}")
 

@@ -20,6 +20,7 @@ from ckpt.agent import memory
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import STEP_MAX, SUB_MAX, Word
 from ckpt.agent.network import Network
+from ckpt.agent.packed import unpacked
 from ckpt.agent.server import Peer
 from ckpt.agent.wire import Message, error_fields
 from ckpt.errors import AgentError
@@ -259,7 +260,7 @@ def _written(answer: Message, wanted: Wanted) -> Written:
     from ckpt.store.keys import parse_pack
     from ckpt.store.packs import Written
 
-    packs = tuple((str(key), int(size)) for key, size in msgpack.unpackb(answer.blobs[1]))
+    packs = tuple((str(key), int(size)) for key, size in unpacked(answer.blobs[1], "packs"))
     places = np.frombuffer(answer.blobs[0], PLACE).copy()
     sizes = np.array([size for _, size in packs], np.int64)
     keys = [parse_pack(key) for key, _ in packs]
@@ -298,7 +299,8 @@ def decode_parts(blob: bytes, declared: dict[int, tuple[bytes, Declaration]]) ->
     """`declared`: what is known of earlier ones, by rank; what is new goes there. Errors: CkptError; for what is no
     such message any Exception."""
     parts = []
-    for rank, data, hashes, (shared, own), (shared_at, own_at), metrics in msgpack.unpackb(blob, strict_map_key=False):
+    rows = unpacked(blob, "what a node says of its ranks")
+    for rank, data, hashes, (shared, own), (shared_at, own_at), metrics in rows:
         if data is not None:
             declared[rank] = digest_of(data), decode(data, f"the declaration of rank {rank}")
         declaration = declared[rank][1]

@@ -89,7 +89,7 @@ class Replication:
             wanted, addresses = decode_described(blob), self._network.addresses(node)
             then = lambda error: self._ended(source, holder, error)  # noqa: E731
             try:
-                self._copies.make_room(self._identity, self._safe)
+                self._copies.make_room(self._identity, self._safe, [each.size for each in wanted])
             except AgentError as exc:
                 self._ended(source, holder, str(exc))
                 return

@@ -3,13 +3,15 @@
 A start restores from memory what other nodes hold, and that may be less than was asked for: who kept a copy is gone, or
 who had the original. Until a newer checkpoint is as safe, the next loss would be one too many. So plain copies are made
 of it at once, from whoever has them to who has not (plan/reprotect.py), by the way that copies always take; nothing is
-dropped for it, and nothing waits for it. Main thread only.
+dropped for it, and nothing waits for it. Who fails to give what he has, since it is damaged there, or gone, is asked
+again only where nobody else has it; and once another has given it he does not count any more. Main thread only.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ log = logging.getLogger("ckpt")
 RETRY_S_MAX = 60.0
 COPIES_TOLD = 64  # in an event
 
-# (name, message, loud, data): see Carrier.emit.
+# (name, message, loud, data): see Basis.emit.
 Emit = Callable[[str, str, bool, dict[str, Any]], None]
 
 
@@ -56,6 +58,8 @@ class Reprotecting:
         self._holders = {rank: set(names) for rank, names in holders.items()}
         self._sizes = dict(sizes)
         self._left: set[Copy] = set()  # of those under way
+        self._failed: Counter[tuple[int, str]] = Counter()  # how often that node did not give that rank's snapshot
+        self._short: tuple[int, ...] = ()  # ranks of which it was said that there is no memory for them
         self._done: list[Copy] = []
         self._errors: list[str] = []
         self._over = self._ended = False
@@ -74,10 +78,11 @@ class Reprotecting:
             for name, at in self._nodes.items()
         ]
         told = {rank: sorted(names) for rank, names in self._holders.items()}
-        plan = reprotect(told, self._sizes, nodes, copies)
-        if plan.short:
+        plan = reprotect(told, self._sizes, nodes, copies, self._failed)
+        if plan.short and plan.short != self._short:
             text = f"{len(plan.short)} ranks of step {self.identity.tick.step} stay on fewer nodes than was asked for"
             self._emit("peers.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])})
+        self._short = plan.short
         if not plan.copies:
             self._over = True
             return
@@ -88,6 +93,13 @@ class Reprotecting:
             by_source.setdefault(copy.source, []).append(copy)
         for source, theirs in by_source.items():
             self._publish(source, theirs)
+
+    def lost(self, name: str) -> None:
+        """That agent is not connected any more, and what it had may have gone with it."""
+        if not self._ended and any(name in names for names in self._holders.values()):
+            for names in self._holders.values():
+                names.discard(name)
+            self._over = False
 
     def end(self) -> None:
         """It is not needed any more."""
@@ -152,9 +164,12 @@ class Reprotecting:
         self._left.discard(copy)
         if error:
             self._errors.append(f"from {copy.source} to {copy.holder}: {error}")
+            self._failed.update((rank, copy.source) for rank in copy.ranks)
         else:
             self._done.append(copy)
             for rank in copy.ranks:
+                failed = {name for name in self._nodes if self._failed.pop((rank, name), 0)}
+                self._holders[rank] -= failed - {copy.source}
                 self._holders[rank].add(copy.holder)
         if not self._left:
             self._finish()
@@ -177,7 +192,6 @@ class Reprotecting:
             text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"
             self._emit("peers.failed", text, True, facts)
             return
-        self._over = True
         text = f"step {step} had lost copies: {count >> 20:,} MiB are in other nodes' memory again"
         self._emit("peers.reprotected", f"{text} after {seconds:.2f} s", False, facts)
 

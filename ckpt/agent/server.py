@@ -156,6 +156,7 @@ class Server:
         self.path = path
         self.peers: set[Peer] = set()
         self.end_asked = False  # by a signal
+        self.warned = False  # by SIGUSR1, and nobody has taken notice yet
         self._selector = selectors.DefaultSelector()
         self._lost: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -170,6 +171,7 @@ class Server:
         self._handler = handler
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_warning)  # Slurm sends it to every process of a step
         while True:
             wake_s = self._settle()
             while self._lost:
@@ -301,6 +303,10 @@ class Server:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.end_asked = True
+        os.eventfd_write(self._wake, 1)
+
+    def _on_warning(self, number: int, frame: object) -> None:
+        self.warned = True
         os.eventfd_write(self._wake, 1)
 
     def _on_wake(self, events: int) -> None:

@@ -12,34 +12,41 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ckpt.agent import candidates
+from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Lane
 from ckpt.agent.candidates import Candidate
-from ckpt.agent.carrier import tell
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
-from ckpt.agent.fence import HERE
 from ckpt.agent.fetch import Restore
 from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
-from ckpt.agent.learning import ABOUT, Learning, class_of
 from ckpt.agent.moving import SAY_S
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, CkptError, DamagedData, NoCheckpoint, NotFound, StorageError, Superseded, UsageError
+from ckpt.errors import (
+    AgentError,
+    CkptError,
+    DamagedData,
+    NewerFormat,
+    NoCheckpoint,
+    NotFound,
+    StorageError,
+    Superseded,
+    UsageError,
+)
 from ckpt.events import Event
-from ckpt.policy.remembered import recall
 from ckpt.settings import Settings, adopt_store_environment
-from ckpt.types import FRAMES_MAX, Epoch, Identity
+from ckpt.types import FRAMES_MAX, HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.fanout import FanOut
@@ -47,7 +54,6 @@ if TYPE_CHECKING:
     from ckpt.agent.network import NodeAt
     from ckpt.agent.peerframes import PeerFrames
     from ckpt.agent.peers.sockets import Address
-    from ckpt.format.manifest import Record
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
@@ -216,7 +222,9 @@ class Starts(Keeper):
         self._for(start, lambda: self._resolve(held), lambda done: self._resolved(start, done))
 
     def _resolve(self, held: list[tuple[Candidate, Checkpoint | None]]) -> tuple[Resolved | None, dict[Identity, str]]:
-        """On a thread: the first candidate whose manifest can be read, and those before it that cannot."""
+        """On a thread: the first candidate whose manifest can be read, and those before it that cannot.
+
+        Errors: NewerFormat: going on from an older one would make a branch of what a newer ckpt has saved."""
         from ckpt.format.record import encode_manifest
 
         damaged: dict[Identity, str] = {}
@@ -226,6 +234,12 @@ class Starts(Keeper):
                 return Resolved(candidate, manifest, encode_manifest(manifest), checkpoint.metrics), damaged
             try:
                 record = self._store.reader(candidate.records).record
+            except NewerFormat as exc:
+                raise NewerFormat(
+                    f"step {candidate.identity.tick.step}, the newest of {self.url} that is left, was saved by a newer "
+                    f"ckpt ({exc}); what is older is not gone on from instead. Install that ckpt here, too, or go back "
+                    f"on purpose: ckpt branch {self.url} --at STEP"
+                ) from exc
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)
                 continue
@@ -296,7 +310,7 @@ class Starts(Keeper):
             self._bulk,
             self._server.later,
             self._server.post,
-            peers=self._serve_others(start, gathered) if gathered is not None else None,
+            peers=self._serve_others(start, job, gathered) if gathered is not None else None,
             fan=self._fan_out(start, job, chosen) if records else None,
         )
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
@@ -308,6 +322,7 @@ class Starts(Keeper):
             "candidate": {
                 "identity": str(identity),
                 "level": self._level_of(start, identity),
+                "stored": bool(records),
                 "step": identity.tick.step,
                 "metrics": chosen.metrics,
             },
@@ -366,39 +381,12 @@ class Starts(Keeper):
         self._end_restore()
         self._start = None
         if job.learning is not None and parent is not None:
-            self._inherit(job.learning, parent, record, start)
+            former = next((each for each in self.former if each.epoch == parent.epoch), None)
+            self._relearning.goes_on(job.learning, parent.epoch, former, record, start.view, start.nodes)
         claim = self._claim(job, parent, start)
         job.begin_training(claim, resumed=False)
         self._tell_others_of_claim(job, claim)
         peer.reply(int(fields["id"]), {})
-
-    def _inherit(self, learning: Learning, parent: Identity, record: Record | None, start: Start) -> None:
-        """What the start that is gone on from has learnt of failures; and that it failed, if it did."""
-        former = next((each for each in self.former if each.epoch == parent.epoch), None)
-        now_s = time.monotonic()
-        if former is not None and former.learning is not None:
-            gone_s = now_s if former.gone_s is None else former.gone_s
-            former.learning.decide(gone_s)
-            learning.inherit(former.learning.known)
-            if not former.ended_in_order:
-                lost = {node.name for node in former.nodes} - {node.name for node in start.nodes}
-                warned = any(each.certain for each in former.group.notices.values())
-                learning.failed(class_of(len(lost), former.learning.peers, record is not None, warned))
-                near: Literal["local", "peer"] = "peer" if lost else "local"
-                learning.recovered("store" if record is not None else near, now_s - gone_s)
-        elif former is None and record is not None and ABOUT in record.about:
-            recalled = recall(record.about[ABOUT])
-            learning.inherit(recalled.known)
-            self.foreseeing.inherit(recalled.sources)
-            if recalled.refused:
-                self._events.emit("policy.refused", f"ckpt: {recalled.refused}")
-            closed = start.view.closed if start.view is not None else {parent.epoch}
-            if parent.epoch not in closed:  # nobody is left who could have closed it
-                claims = start.view.claims if start.view is not None else ()
-                agents = next((len(each.agents) for each in claims if each.epoch == parent.epoch), 0)
-                learning.failed(class_of(max(1, agents), agents > 1, True, False))
-        elif former is None and record is None and start.view is not None and parent.epoch not in start.view.closed:
-            learning.owed = class_of(1, True, False, False)  # its coordinator's node: what that had learnt is read next
 
     def _started(self, peer: Peer, epoch: str) -> Start:
         start = self._start
@@ -513,7 +501,7 @@ class Starts(Keeper):
         """Puts a checkpoint together that lies on several nodes, and then chooses again."""
         raise NotImplementedError
 
-    def _serve_others(self, start: Start, gathered: Gathered) -> PeerFrames | None:
+    def _serve_others(self, start: Start, job: Job, gathered: Gathered) -> PeerFrames | None:
         """The nodes give each other what they hold of it; what this one gets."""
         raise NotImplementedError
 

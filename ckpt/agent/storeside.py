@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.errors import CkptError, StorageError, UsageError
+from ckpt.errors import CkptError, NewerFormat, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.every import Best, Keep, Limits
@@ -163,7 +163,7 @@ class StoreSide:
             self.run(impatient=True).close(epoch, reason)
 
     def reader(self, refs: Collection[CommitRef]) -> FrameReader:
-        """Of the first record that can be read. Errors: that of the last one."""
+        """Of the first record that can be read. Errors: that of the last one; NewerFormat where one needs that."""
         from ckpt.store.reader import FrameReader, open_record
 
         failed: CkptError | None = None
@@ -171,7 +171,7 @@ class StoreSide:
             try:
                 return FrameReader(self.backend, open_record(self.backend, ref))
             except CkptError as exc:
-                failed = exc
+                failed = failed if isinstance(failed, NewerFormat) else exc
         raise failed or StorageError("no record of it is in the store")
 
     def restored(self, parent: Identity | None, record: Record | None) -> None:

@@ -72,6 +72,12 @@ def judge(view: RunView, claim: Claim, identity: Identity) -> Verdict:
     return Verdict.CLAIM if claimed_late else Verdict.COMMIT
 
 
+def check_due(store: StoreSide, claim: Claim, identity: Identity) -> None:
+    """On a thread. Errors: Superseded where that checkpoint need not be committed any more; StorageError."""
+    if (now := judge(store.run().view(), claim, identity)) not in (Verdict.COMMIT, Verdict.CLAIM):
+        raise Superseded(f"{identity} is {now.value}")
+
+
 def commit_newest(store: StoreSide, found: Sequence[Whole], cancel: threading.Event) -> Identity | None:
     """On a thread: commits the newest of these that is still to be, and returns it; None where nothing is to be done.
     One that is damaged, or on no line, is passed over.

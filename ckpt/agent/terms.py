@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.holdings import texts
+from ckpt.agent.packed import unpacked
 from ckpt.agent.storeside import options_from
 from ckpt.types import Epoch
 
@@ -49,8 +50,8 @@ class Terms:
 
     @staticmethod
     def decode(blob: bytes) -> Terms:
-        """Errors: as `parse`."""
-        fields = msgpack.unpackb(blob, max_ext_len=0)
+        """Errors: as `parse`; AgentError."""
+        fields = unpacked(blob, "the terms of a loan")
         if not isinstance(fields, dict):
             raise TypeError("the terms of a loan are no map")
         return Terms.parse(fields)

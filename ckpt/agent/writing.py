@@ -86,9 +86,12 @@ class Parts:
         margin_s: float,
         clock: Clock | None = None,
         spared: frozenset[str] = frozenset(),
+        safe: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`spared`: nodes that may be gone before they have written anything: who has copies is asked first."""
-        self._spared = spared
+        """`spared`: nodes that may be gone before they have written anything: who has copies is asked first. `safe`:
+        whether all copies are where they should be: only then somebody else is asked while a node has not failed, since
+        nobody is asked twice, and who has none yet would be needed once it fails."""
+        self._spared, self._safe = spared, safe
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._holders, self._ask, self._post = ranks, holders, ask, post
         self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
@@ -130,6 +133,7 @@ class Parts:
 
     def _begin(self, part: _Part) -> None:
         others = [n for n in self._holders().get(part.name, ()) if n not in self._spared] if self._spared else []
+        others = others if self._safe() else []
         if part.name in self._spared and others:
             part.names = [*others[1:], part.name]
             self._have_written(part, others[0])
@@ -170,7 +174,7 @@ class Parts:
 
     def _look(self, part: _Part) -> None:
         due_s = overdue_s(self._written, part.nbytes, self._margin_s)
-        if self._over or part.future.done() or due_s is None or part.errors or part.asked > 1:
+        if self._over or part.future.done() or due_s is None or part.errors or part.asked > 1 or not self._safe():
             return  # whoever failed has been followed by another; and of those that are slow one is enough
         left_s = due_s - (self._clock.now_s() - self._began_s)
         if left_s > 0:

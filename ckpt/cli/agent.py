@@ -34,6 +34,7 @@ def agent(
     """Lend this machine's memory to the run's jobs: a node that trains nothing. Ctrl-C or SIGTERM ends it.
 
     It needs CKPT_SECRET_FILE, and a job names it with CKPT_PEERS=HOST:PORT."""
+    from ckpt.agent.hosts import domains_here
     from ckpt.agent.lending import Lend
     from ckpt.agent.main import lend
     from ckpt.agent.peers.secret import read_file
@@ -47,7 +48,7 @@ def agent(
             "file that holds the same; make one with: (umask 077; openssl rand -hex 32 > FILE)"
         )
     named = settings.domain if domain is None else domain
-    domains = tuple(each for each in named.split("/") if each)
+    domains = tuple(domains_here(named))
     terms = Lend(read_file(settings.secret_file), listen, parse_size(memory), domains, commit_after_s)
 
     def listening(addresses: list[str]) -> None:

@@ -17,6 +17,7 @@ class Exit(enum.IntEnum):
     AGENT = 6
     FAILED = 7
     INTERRUPTED = 130
+    UNREAD = 141  # as of a process that SIGPIPE has ended
 
 
 MEANING: dict[Exit, str] = {
@@ -29,6 +30,7 @@ MEANING: dict[Exit, str] = {
     Exit.AGENT: "no agent runs here for the URL, or it could not be understood",
     Exit.FAILED: "anything else that went wrong, such as a save that did not arrive or a script that failed",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
+    Exit.UNREAD: "whoever read what it printed has seen enough, as in `ckpt ls URL | head`",
 }
 
 # The first class that fits counts.

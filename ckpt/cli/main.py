@@ -7,6 +7,7 @@ in exits.py; an error of ckpt is one line on standard error, never a traceback.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -82,20 +83,31 @@ _WRONG_CALL = next(each for each in typer.BadParameter.__mro__ if each.__name__ 
 
 def main() -> None:
     try:
+        status = _run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        status = Exit.UNREAD
+    sys.exit(status)
+
+
+def _run() -> int:
+    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints."""
+    try:
         app = make_app(sys.argv[1:])
-        sys.exit(app(standalone_mode=False))  # it returns the status that a command ends with, or None
+        return int(app(standalone_mode=False) or Exit.OK)  # the status that a command ends with, or None
     except CkptError as error:
         print(f"error: {error}", file=sys.stderr)
         _as_json(error.kind, str(error))
-        sys.exit(exit_of(error))
+        return exit_of(error)
     except typer.Abort:
-        sys.exit(Exit.INTERRUPTED)
+        return Exit.INTERRUPTED
     except Exception as error:
         if not isinstance(error, _WRONG_CALL):
             raise
         error.show()  # type: ignore[attr-defined]  # on standard error, with the usage
         _as_json(UsageError.kind, error.format_message())  # type: ignore[attr-defined]
-        sys.exit(Exit.USAGE)
+        return Exit.USAGE
 
 
 def _as_json(kind: str, message: str) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli import live, out, target
-from ckpt.errors import UsageError
+from ckpt.errors import DamagedData, UsageError
 
 if TYPE_CHECKING:
     from ckpt.policy.every import Keep
     from ckpt.store.prune import PrunePlan
+    from ckpt.store.run import Run, RunView
 
 LAUNCH = "ckpt command line"  # the launch that this is, for whoever watches the store
 
@@ -49,17 +50,21 @@ def prune(
     best: Annotated[str | None, typer.Option("--best", metavar="METRIC:min|max", help="Keep the best one.")] = None,
     also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Let this one go, too.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, it is only said what would be done.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Read and hash the newest first: what else goes may be needed.")
+    ] = True,
     json: out.Json = False,
 ) -> None:
     """Let old checkpoints and leftovers go. Without --yes nothing is changed.
 
-    What goes is retired first; its data is deleted by a later prune, once nobody can still need it."""
+    What goes is retired first; its data is deleted by a later prune, once nobody can still need it. Of a run that no
+    job is at work on the newest checkpoint is read and hashed before, as `ckpt verify --newest` does."""
     from ckpt.storage import canonical
 
     keep = _keep(last, every, best)
     sock = live.find_agent(url)
     if sock is None:
-        body = _prune_closed(url, keep, also or [], yes)
+        body = _prune_closed(url, keep, also or [], yes, check, json)
     else:
         with live.talk(sock) as agent:  # a running job has one decider, and that is its agent
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
@@ -80,7 +85,7 @@ def _identities(url: str, which: list[str]) -> list[str]:
         return [str(target.choose(url, view, each).identity) for each in which]
 
 
-def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool) -> dict[str, Any]:
+def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool, json: bool) -> dict[str, Any]:
     from ckpt.settings import read
     from ckpt.store.prune import Pruner
     from ckpt.store.run import Run
@@ -93,8 +98,26 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool) -> dict[str,
             view = run.view()
         pruner = Pruner(run, None)
         plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
+        if yes and check and plan.retire:
+            _check_newest(run, view, url, json)
         aborted = pruner.execute(plan) if yes else 0
     return _plan_facts(plan, aborted)
+
+
+def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
+    """It never goes, so it is what is left where it is the only one; it need not be good for that. Errors: DamagedData;
+    StorageError."""
+    from ckpt.store.verify import verify
+
+    with out.progress("verifying the newest", json=json) as report:
+        (found,) = verify(run, view.line[-1:], report)
+    if not found.is_good:
+        problem = found.problems[0]
+        raise DamagedData(
+            f"step {found.ref.identity.tick.step}, the newest of {url}, is damaged ({problem.key}: {problem.what}): "
+            "nothing was let go, since what is older may be what the run has left. Let the damaged one go first (ckpt "
+            "branch to an older step, then ckpt prune --also), or give --no-check"
+        )
 
 
 def _plan_facts(plan: PrunePlan, aborted: int) -> dict[str, Any]:

@@ -29,13 +29,21 @@ Which = Annotated[
 ]
 
 
+class Unread(BrokenPipeError):
+    """Nobody reads on what is printed. Without a number: what has that of a broken pipe click ends with 1."""
+
+
 def say(text: str = "") -> None:
-    print(text)
+    """Errors: Unread."""
+    try:
+        print(text)
+    except BrokenPipeError:
+        raise Unread from None
 
 
 def as_json(body: Mapping[str, Any]) -> None:
     """What JSON has no number for (infinite, not a number) is null."""
-    print(json.dumps(finite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
+    say(json.dumps(finite(dict(body)), default=str, indent=1 if sys.stdout.isatty() else None))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:

@@ -20,6 +20,7 @@ Facts = dict[str, Any]
 Row = tuple[str, str, str]  # label, text, style; without a label it belongs to the one before
 
 EVENTS = 5
+NODES = 8
 # What a terminal has no room for goes in this order: rows where it is too low, columns where it is too narrow.
 ROWS_LEAST = (
     "memory",
@@ -294,6 +295,18 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
     text += f"{out.size(plan['commit_bytes'])} for commits: {out.size(plan['total_bytes'])} of "
     text += f"{out.size(plan['allowed_bytes'])} ({plan['bound']})"
     yield "memory", text, "" if plan["slots"] > 2 else "yellow"
+    rows = plan.get("nodes", [])
+    if len(rows) < 2:
+        return
+    for row in rows[:NODES]:
+        uses = ", ".join(f"{name} {out.size(row[f'{name}_bytes'])}" for name in ("slots", "kept", "copies", "buffers"))
+        text = f"{row['node'][:16]}: {uses}: {out.size(row['total_bytes'])} of {out.size(row['allowed_bytes'])}"
+        if row["sends_bytes"] or row["receives_bytes"]:
+            text += f"; each time sends {out.size(row['sends_bytes'])}, gets {out.size(row['receives_bytes'])}"
+        yield "", text, "" if row["total_bytes"] <= row["allowed_bytes"] else "yellow"
+    left_out = len(rows) - len(rows[:NODES]) + plan["nodes_left_out"]
+    if left_out:
+        yield "", f"and {left_out} more nodes (--json)", ""
 
 
 def _notices(notices: Facts) -> Iterator[Row]:

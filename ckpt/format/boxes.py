@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.errors import UsageError
 from ckpt.format.columns import Ints, Reader, Writer
 from ckpt.types import DTYPE_CODE, DTYPES, ITEMSIZE, Box
 
@@ -97,6 +98,10 @@ class BoxColumns:
 
 
 def write_tensors(out: Writer, tensors: Sequence[TensorLike]) -> None:
+    """Errors: UsageError where a reader would refuse them."""
+    at_most("tensors", len(tensors), TENSORS_MAX)
+    at_most("dimensions of one tensor", max((len(tensor.shape) for tensor in tensors), default=0), NDIM_MAX)
+    at_most("numbers in all shapes", sum(len(tensor.shape) for tensor in tensors), NUMBERS_MAX)
     out.strings("tensors", [tensor.name for tensor in tensors])
     out.strings("owners", [tensor.owner for tensor in tensors])
     out.array("tensors.dtype", [DTYPE_CODE[tensor.dtype] for tensor in tensors], "|u1")
@@ -118,6 +123,9 @@ def read_tensors(source: Reader) -> TensorColumns:
 
 
 def write_boxes(out: Writer, tensor: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Errors: UsageError where a reader would refuse them."""
+    at_most("boxes", len(boxes), BOXES_MAX)
+    at_most("numbers in all boxes", sum(len(box.shape) for box in boxes), NUMBERS_MAX)
     out.array("boxes.tensor", tensor, "<u4", delta=True)
     out.array("boxes.offset", _flat(box.offset for box in boxes), "<u8")
     out.array("boxes.shape", _flat(box.shape for box in boxes), "<u8")
@@ -175,6 +183,13 @@ def _random(x: UInts, seed: np.uint64) -> UInts:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) % _PRIME
+
+
+def at_most(what: str, count: int, count_max: int) -> None:
+    """For what can be too many where all that there is fits into memory: else it is written and cannot be read.
+    Errors: UsageError."""
+    if count > count_max:
+        raise UsageError(f"{count} {what}, where a checkpoint has at most {count_max}")
 
 
 def capped(source: Reader, name: str, count_max: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, NewerFormat, UsageError
 from ckpt.format.manifest import Codec
 from ckpt.types import DTYPES, ITEMSIZE
 
@@ -120,7 +120,7 @@ def decode(codec: int, dtype_code: int, data: Buffer, out: memoryview, scratch: 
     elif codec == Codec.PLANES:
         _decode_planes(source, target, scratch)
     else:
-        raise DamagedData(f"a frame of {DTYPES[dtype_code]} in codec {codec}: a newer ckpt is needed to read it")
+        raise NewerFormat(f"a frame of {DTYPES[dtype_code]} in codec {codec}: a newer ckpt is needed to read it")
 
 
 def _unit(dtype_code: int) -> int:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, NewerFormat, UsageError
 
 MAGIC = b"\x89ckpt\r\n\x1a"
 VERSION = 1
@@ -144,13 +144,14 @@ class Reader:
         if data.nbytes < HEADER.size or bytes(data[: len(MAGIC)]) != MAGIC:
             raise self.damaged(f"not a file of ckpt (it begins with {bytes(data[:8])!r})")
         _, version, found, zero, count = HEADER.unpack_from(data)
-        if version != VERSION:
-            raise self.damaged(
-                f"format version {version}, and this ckpt reads version {VERSION}: "
-                + ("a newer ckpt is needed" if version > VERSION else "there never was such a version")
-            )
+        if version < VERSION:
+            raise self.damaged(f"format version {version}: there never was such a version")
         if xxhash.xxh3_128_digest(data[:-HASH_BYTES]) != bytes(data[-HASH_BYTES:]):
-            raise self.damaged("its bytes do not hash to what was written (xxh3-128)")
+            what = f"; it says format version {version}, for which a newer ckpt is needed" if version > VERSION else ""
+            raise self.damaged(f"its bytes do not hash to what was written (xxh3-128){what}")
+        if version > VERSION:  # every version ends with that hash, so this is no flipped bit
+            text = f"format version {version}, and this ckpt reads version {VERSION}: a newer ckpt is needed"
+            raise NewerFormat(f"{self.what}: {text}")
         if found != kind or zero != 0:
             raise self.damaged(f"kind {found}, where {kind.name.lower()} ({int(kind)}) was expected")
         start = HEADER.size + count * SECTION.itemsize

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import UsageError
+from ckpt.errors import NewerFormat, UsageError
 from ckpt.format.boxes import (
     ITEMSIZES,
     BoxColumns,
     TensorColumns,
+    at_most,
     capped,
     covered_once,
     read_boxes,
@@ -45,7 +46,9 @@ _COMMIT_KEY = re.compile(rf"commits/({_IDENTITY})-({_PART})")
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a commit record. Errors: UsageError where a name or the whole does not fit the format."""
+    """The bytes of a commit record. Errors: UsageError where a name, a number or the whole does not fit the format."""
+    at_most("packs", len(record.packs), FRAMES_MAX)
+    at_most("metrics", len(record.metrics), METRICS_MAX)
     out = Writer(Kind.RECORD)
     out.strings("identity", [str(record.identity), record.writer])
     _write_manifest(out, record.manifest)
@@ -81,7 +84,7 @@ def decode(data: bytes | memoryview, key: str) -> Record:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Errors: UsageError where a name or the whole does not fit the format."""
+    """Errors: UsageError where a name, a number or the whole does not fit the format."""
     out = Writer(Kind.MANIFEST)
     _write_manifest(out, manifest)
     return out.finish()
@@ -93,6 +96,9 @@ def decode_manifest(data: bytes | memoryview, what: str = "a manifest") -> Manif
 
 
 def _write_manifest(out: Writer, manifest: Manifest) -> None:
+    at_most("frames", len(manifest.frames), FRAMES_MAX)
+    at_most("extents", len(manifest.extents), EXTENTS_MAX)
+    at_most("ranks", len(manifest.coordinates), RANKS_MAX)
     write_tensors(out, manifest.tensors)
     out.array("tensors.values", [spec.values for spec in manifest.tensors], "|u1")
     write_boxes(out, [tensor for tensor, _ in manifest.boxes], [box for _, box in manifest.boxes])
@@ -188,7 +194,8 @@ def _read_places(source: Reader, manifest: Manifest, packs: tuple[tuple[str, int
     if places["pack"].max() >= len(packs):
         raise source.damaged("a place in a pack that is not there")
     if places["codec"].max() > Codec.PLANES:
-        raise source.damaged(f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed")
+        text = f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed"
+        raise NewerFormat(f"{source.what}: {text}")
     sizes = np.array([size for _, size in packs], np.uint64)
     length = places["length"].astype(np.uint64)
     room = sizes[places["pack"]]

@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.events import Events
 from ckpt.notices.asking import Fault, keep_asking
 from ckpt.notices.metadata import Reply, Service, http_time_s, iso_time_s, words
-from ckpt.notices.notice import Known, Notice, Tell
+from ckpt.notices.notice import First, Known, Notice, Tell
 
 POLL_S = 5.0  # what the documentation of spot notices asks for
 TOKEN_TTL_S = 21600
@@ -42,20 +42,25 @@ class AwsListener:
         events: Events | None = None,
         timeout_s: float = 2.0,
         now_s: Callable[[], float] = time.time,
+        first: First | None = None,
     ) -> None:
         self._service = Service(endpoint, now_s)
         self._events = events
         self._timeout_s = timeout_s
         self._now_s = now_s
+        self._first: First = {} if first is None else first
         self._token = ""
         self._token_until_s = 0.0  # by the monotonic clock
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
+        def known(source: str) -> Known:
+            return Known(tell, self._first.setdefault(source, {}))
+
         questions: list[tuple[str, Known, Hear]] = [
-            ("/latest/meta-data/spot/instance-action", Known(tell), self._spot),
-            ("/latest/meta-data/events/recommendations/rebalance", Known(tell), self._rebalance),
-            ("/latest/meta-data/events/maintenance/scheduled", Known(tell), self._maintenance),
-            ("/latest/meta-data/autoscaling/target-lifecycle-state", Known(tell), self._lifecycle),
+            ("/latest/meta-data/spot/instance-action", known("aws-spot"), self._spot),
+            ("/latest/meta-data/events/recommendations/rebalance", known("aws-rebalance"), self._rebalance),
+            ("/latest/meta-data/events/maintenance/scheduled", known("aws-maintenance"), self._maintenance),
+            ("/latest/meta-data/autoscaling/target-lifecycle-state", known("aws-lifecycle"), self._lifecycle),
         ]
 
         def ask() -> float:

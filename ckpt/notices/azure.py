@@ -16,7 +16,7 @@ from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.notices.asking import Fault, keep_asking
 from ckpt.notices.metadata import Reply, Service, http_time_s, words
-from ckpt.notices.notice import Known, Notice, Tell, Word
+from ckpt.notices.notice import First, Known, Notice, Tell, Word
 
 POLL_S = 1.0
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -39,12 +39,14 @@ class AzureListener:
         timeout_s: float = 5.0,
         first_answer_s: float = FIRST_ANSWER_S,
         now_s: Callable[[], float] = time.time,
+        first: First | None = None,
     ) -> None:
         self._service = Service(endpoint, now_s)
         self._events = events
         self._timeout_s = timeout_s
         self._first_answer_s = first_answer_s
         self._now_s = now_s
+        self._first: First = {} if first is None else first
         self._own_name = ""
         self._has_answered = False
         self._standing: frozenset[str] = frozenset()  # replaced as a whole, so that another thread may read it
@@ -55,7 +57,7 @@ class AzureListener:
             self._standing = kept | {word.key} if isinstance(word, Notice) else kept
             tell(word)
 
-        known = Known(tell_and_keep)
+        known = Known(tell_and_keep, self._first.setdefault(self.name, {}))
         self._standing = frozenset()
 
         def ask() -> float:

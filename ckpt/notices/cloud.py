@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.notices.aws import AwsListener
 from ckpt.notices.azure import AzureListener
 from ckpt.notices.files import FileListener
 from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener
-from ckpt.notices.notice import Listener
+from ckpt.notices.notice import First, Listener
 from ckpt.notices.slurm import SlurmListener
 
 DMI = Path("sys/class/dmi/id")
@@ -102,23 +103,35 @@ def listeners(
     slurm_end_s: float | None = None,
     file: Path | None = None,
     events: Events | None = None,
+    refused: Callable[[UsageError], None] | None = None,
+    first: First | None = None,
 ) -> list[Listener]:
     """Those that fit; signals are not among them (see ckpt.notices.signals). Starts nothing.
 
     `slurm_job`, `slurm_end_s`: SLURM_JOB_ID and SLURM_JOB_END_TIME, "" and None where they are not set.
-    Errors: UsageError for an address or a job id that cannot be one.
+    `refused`: told of an address or a job id that cannot be one; the others are made all the same. Errors: that
+    UsageError, where nobody is to be told. `first`: what listeners before these have seen, and these go on with.
     """
     found: list[Listener] = []
+
+    def made(make: Callable[[], Listener]) -> None:
+        try:
+            found.append(make())
+        except UsageError as exc:
+            if refused is None:
+                raise
+            refused(exc)
+
     if not endpoints.aws_is_disabled and (endpoints.aws or cloud is Cloud.AWS):
         usual = AWS_ADDRESS_IPV6 if endpoints.aws_is_ipv6 else AWS_ADDRESS
-        found.append(AwsListener(endpoints.aws or usual, events=events))
+        made(lambda: AwsListener(endpoints.aws or usual, events=events, first=first))
     if endpoints.gcp or cloud is Cloud.GCP:
-        for question in (PREEMPTED, MAINTENANCE):
-            found.append(GcpListener(question, endpoints.gcp or GCP_ADDRESS, events=events))
+        made(lambda: GcpListener(PREEMPTED, endpoints.gcp or GCP_ADDRESS, events=events, first=first))
+        made(lambda: GcpListener(MAINTENANCE, endpoints.gcp or GCP_ADDRESS, events=events, first=first))
     if endpoints.azure or cloud is Cloud.AZURE:
-        found.append(AzureListener(endpoints.azure or AZURE_ADDRESS, events=events))
+        made(lambda: AzureListener(endpoints.azure or AZURE_ADDRESS, events=events, first=first))
     if slurm_job:
-        found.append(SlurmListener(slurm_job, slurm_end_s, events=events))
+        made(lambda: SlurmListener(slurm_job, slurm_end_s, events=events))
     if file is not None:
-        found.append(FileListener(Path(os.path.abspath(file)), events=events))
+        made(lambda: FileListener(Path(os.path.abspath(file)), events=events, first=first))
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt.events import Events
 from ckpt.notices.asking import Fault, keep_asking
 from ckpt.notices.metadata import iso_time_s, words
-from ckpt.notices.notice import Known, Notice, Tell
+from ckpt.notices.notice import First, Known, Notice, Tell
 
 POLL_S = 1.0
 LEAD_S = 30.0
@@ -41,14 +41,16 @@ class FileListener:
         *,
         events: Events | None = None,
         now_s: Callable[[], float] = time.time,
+        first: First | None = None,
     ) -> None:
         self._path = path
         self._lead_s = lead_s
         self._events = events
         self._now_s = now_s
+        self._first: First = {} if first is None else first
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = Known(tell)
+        known = Known(tell, self._first.setdefault(self.name, {}))
         key = words(os.fspath(self._path))
         seen_s: float | None = None
 
@@ -62,7 +64,7 @@ class FileListener:
             seen_s = self._now_s() if seen_s is None else seen_s
             deadline_s = deadline_of(found[0], min(seen_s, found[1]))
             if deadline_s is None:
-                deadline_s = seen_s + self._lead_s
+                deadline_s = known.earliest(key, seen_s + self._lead_s)
             known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
             return POLL_S
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ckpt.events import Events
 from ckpt.notices.asking import Fault, keep_asking
 from ckpt.notices.metadata import Service
-from ckpt.notices.notice import Known, Notice, Tell
+from ckpt.notices.notice import First, Known, Notice, Tell
 
 POLL_S = 1.0  # only where the service does not wait
 WAIT_S = 60  # what a long poll asks for; the service answers with the unchanged value then
@@ -70,6 +70,7 @@ class GcpListener:
         timeout_s: float = 5.0,
         wait_s: int = WAIT_S,
         now_s: Callable[[], float] = time.time,
+        first: First | None = None,
     ) -> None:
         self.name = question.source
         self._question = question
@@ -78,9 +79,10 @@ class GcpListener:
         self._timeout_s = timeout_s
         self._wait_s = wait_s
         self._now_s = now_s
+        self._first: First = {} if first is None else first
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = Known(tell)
+        known = Known(tell, self._first.setdefault(self.name, {}))
         etag = ""  # of the value that was seen last; "": none, so that the answer is the value as it is
 
         def ask() -> float:

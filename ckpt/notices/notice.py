@@ -15,6 +15,7 @@ from ckpt.notices.asking import Fault
 
 T = TypeVar("T")
 
+STALE_S = 600.0  # what was seen so long before it is seen again may have ended meanwhile
 MOVED_S = 3.0  # a time that moves by less is the same time: services give whole seconds, and replies take a moment
 
 
@@ -45,6 +46,7 @@ class Withdrawn:
 
 
 Word = Notice | Withdrawn
+First = dict[str, dict[str, float]]  # by source and key: the deadline of what counts from when it was first seen
 Tell = Callable[[Word], None]
 
 
@@ -65,22 +67,28 @@ class Listener(Protocol):
 
 
 class Known:
-    """What one source has told and not taken back. Belongs to the thread that listens."""
+    """What one source has told and not taken back. Belongs to the thread that listens. `first`: what `earliest` found
+    for the source; given to the next one that listens to it, the time goes on from where it was."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, first: dict[str, float] | None = None) -> None:
         self._tell = tell
         self._told: dict[str, Notice] = {}
+        self._first = {} if first is None else first
 
     def earliest(self, key: str, deadline_s: float) -> float:
         """The deadline told for this key, if there is one and it is earlier; for events that name no time."""
-        told = self._told.get(key)
-        return deadline_s if told is None else min(told.deadline_s, deadline_s)
+        told, first_s = self._told.get(key), self._first.get(key, deadline_s)
+        if told is not None:
+            return min(told.deadline_s, deadline_s)
+        self._first[key] = min(first_s, deadline_s) if deadline_s - first_s <= STALE_S else deadline_s
+        return self._first[key]
 
     def standing(self, source: str, notices: Iterable[Notice]) -> None:
         """These, and no others, stand now: tells what is new, what has moved, and what is gone."""
         now = {each.key: each for each in notices}
-        for key in [key for key in self._told if key not in now]:
-            del self._told[key]
+        for key in [key for key in {**self._told, **self._first} if key not in now]:
+            self._told.pop(key, None)
+            self._first.pop(key, None)
             self._tell(Withdrawn(source, key))
         for notice in now.values():
             self._stands(notice)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.notices.asking import Fault, keep_asking
-from ckpt.notices.notice import Known, Notice, Tell
+from ckpt.notices.notice import MOVED_S, Known, Notice, Tell
 
 POLL_S = 300.0  # each question goes to the one controller of the cluster
 POLL_NEAR_S = 60.0  # ... in the last quarter of an hour
@@ -30,8 +30,9 @@ _LEFT = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,3}):)?(\d{1,3}):(\d{2})")  # [days-
 
 
 class SlurmListener:
-    """`end_s`: the value of SLURM_JOB_END_TIME, None where it is not set. Where it is set nothing is asked, and a time
-    limit that is changed later is not seen. Both clocks, Slurm's and ours, are taken to agree then.
+    """`end_s`: the value of SLURM_JOB_END_TIME, None where it is not set. Where it is set squeue is asked once, a
+    quarter of an hour before it, whether the time limit was changed meanwhile, and once more for each change; where it
+    gives no answer the end stays as it was. Both clocks, Slurm's and ours, are taken to agree then.
 
     Errors: UsageError for a job id that Slurm would not have given.
     """
@@ -60,7 +61,7 @@ class SlurmListener:
     def listen(self, stop: threading.Event, tell: Tell) -> None:
         known = Known(tell)
         if self._end_s is not None:
-            known.standing(self.name, [self._notice(self._end_s)])
+            self._follow_end(self._end_s, known, stop)
             stop.wait()
             return
 
@@ -71,6 +72,23 @@ class SlurmListener:
             return POLL_NEAR_S if left_s is not None and left_s < NEAR_S else POLL_S
 
         keep_asking(self.name, stop, ask, self._events)
+
+    def _follow_end(self, end_s: float, known: Known, stop: threading.Event) -> None:
+        while True:
+            known.standing(self.name, [self._notice(end_s)])
+            if stop.wait(max(0.0, end_s - NEAR_S - self._now_s())):
+                return
+            asked_s, before_s = self._now_s(), end_s
+            try:
+                left_s = time_left_s(self._output(stop))
+            except Fault:
+                return
+            if left_s is None:
+                known.standing(self.name, [])
+                return
+            end_s = asked_s + left_s
+            if abs(end_s - before_s) <= MOVED_S:
+                return
 
     def _notice(self, end_s: float) -> Notice:
         return Notice(end_s, self.name, True, self._job_id, f"the allocation of Slurm job {self._job_id} ends")

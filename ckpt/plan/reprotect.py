@@ -8,7 +8,8 @@ After nodes have gone, some ranks' snapshots of a checkpoint lie on fewer nodes 
   and those that have it;
 - deterministic, whatever the order of what is given.
 Who keeps it is left to `placement.place`, so that what is lost together stays apart here too: what is short of copies
-counts as the state of the node that gives it, which is, of those that have it, the one with the least to give so far.
+counts as the state of the node that gives it, which is, of those that have it, one that has failed in that least often,
+and of these the one with the least to give so far.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, replace
 
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Replicas, place
+
+NONE_FAILED: Mapping[tuple[int, str], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,16 @@ class Reprotection:
 
 
 def reprotect(
-    holders: Mapping[int, Sequence[str]], sizes: Mapping[int, int], nodes: Sequence[Node], copies: int
+    holders: Mapping[int, Sequence[str]],
+    sizes: Mapping[int, int],
+    nodes: Sequence[Node],
+    copies: int,
+    failed: Mapping[tuple[int, str], int] = NONE_FAILED,
 ) -> Reprotection:
     """`holders`: by rank, which nodes have its snapshot; those that are not among `nodes` are gone. `sizes`: of the
     snapshots, bytes. `nodes`: what each lends counts for this alone, and its own state not at all; those that do not
     train are asked for what they have and lend nothing. `copies`: how many further ones each snapshot is to have.
+    `failed`: by rank and node that has its snapshot, how often that did not give it.
 
     Errors: UsageError where two nodes have one id, or copies is less than 1."""
     ids = {node.id for node in nodes}
@@ -53,7 +61,7 @@ def reprotect(
     gives = dict.fromkeys(sorted(ids), 0)
     source: dict[int, str] = {}
     for rank in lacking:
-        source[rank] = min(held[rank], key=lambda name: (gives[name], name))
+        source[rank] = min(held[rank], key=lambda name: (failed.get((rank, name), 0), gives[name], name))
         gives[source[rank]] += sizes[rank]
     placed = place([replace(node, bytes=gives[node.id], trains=True) for node in nodes], Replicas(copies), None, 1)
     keeps = {kept.node: kept.holders for kept in placed.kept}

@@ -9,9 +9,11 @@ It does not retry: `ckpt.storage.retry` is the one place that does.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from ckpt.storage.names import is_key
 
 Buffer = bytes | bytearray | memoryview
 
@@ -63,9 +65,12 @@ class Backend(Protocol):
         """Deletes them; a key that is not there is no error."""
         ...
 
-    def abort_uploads(self, older_than_s: float) -> int:
-        """Aborts unfinished multipart uploads (or removes temporary files) below this URL that are older, by the
-        store's clock; the number ended. 0 where the store has no such thing."""
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
+        """Aborts unfinished multipart uploads (or removes temporary files) below these prefixes of this URL that are
+        older, by the store's clock; the number ended. 0 where the store has no such thing. `is_ours`: whether an upload
+        to that key is ours to end; a temporary file is known by its name. What else lies beside is not looked at."""
         ...
 
     def now_s(self) -> float:

@@ -22,6 +22,7 @@ from typing import TypeVar
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import is_key
 
 T = TypeVar("T")
 
@@ -106,8 +107,10 @@ class Retrying:
         each = list(keys)
         self._again(f"delete {len(each)} objects", lambda: self.inner.delete(each))
 
-    def abort_uploads(self, older_than_s: float) -> int:
-        return self._again("abort uploads", lambda: self.inner.abort_uploads(older_than_s))
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
+        return self._again("abort uploads", lambda: self.inner.abort_uploads(older_than_s, prefixes, is_ours))
 
     def now_s(self) -> float:
         return self._again("ask the time", self.inner.now_s)

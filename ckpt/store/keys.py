@@ -28,6 +28,7 @@ CLOSED = "closed/"
 DATA = "data/"
 RETIRED = "retired/"
 LEASES = "leases/"
+PREFIXES = (COMMITS, EPOCHS, ALIVE, CLOSED, DATA, RETIRED, LEASES)
 
 # Short enough that `<identity>-<writer>` is one part of a key (64 characters) up to sub-tick 99,999,999.
 WRITER = re.compile(r"[0-9a-z]{1,16}")
@@ -96,6 +97,14 @@ def parse_pack(key: str) -> PackKey | None:
         return None
     pack = PackKey(identity, parts[2], match[1], int(match[2]))
     return pack if pack_key(pack.identity, pack.owner, pack.writer, pack.number) == key else None
+
+
+def is_ours(key: str) -> bool:
+    """Whether a run may have such a key. One store may hold more than runs, also below our prefixes."""
+    if any(parse_epoch(key, prefix) is not None for prefix in (EPOCHS, ALIVE, CLOSED)):
+        return True
+    lease = key.startswith(LEASES) and WRITER.fullmatch(key.removeprefix(LEASES)) is not None
+    return lease or any(parse(key) is not None for parse in (parse_record, parse_pack, parse_retired))
 
 
 def parse_epoch(key: str, prefix: str) -> Epoch | None:

@@ -167,7 +167,7 @@ class Pruner:
             backend.delete(plan.packs)
         if plan.leases:
             backend.delete(plan.leases)
-        ended = backend.abort_uploads(self.grace_s)
+        ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
         self.run.events.emit(
             "prune.done",
             f"{backend.url}: retired {len(plan.retire)} checkpoints and {len(abandoned)} abandoned commits, "

@@ -20,7 +20,7 @@ from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
-from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StateMismatch, UsageError
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
@@ -85,7 +85,7 @@ class Attempt(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was restored. `level` "none": nothing."""
+    """What was restored. `level` "none": nothing. `stored`: whether the store has it, wherever it came from."""
 
     tick: Tick
     level: Any
@@ -93,6 +93,7 @@ class Found:
     source: str
     sources: dict[str, int]
     steps_lost: int | None = None
+    stored: bool = True
 
 
 def enter(
@@ -163,7 +164,9 @@ def _join_and_restore(
     )
     done = {"epoch": terms.epoch, "identity": found.identity}
     collective.together(group, lambda: saver.link.request("restored", done, SILENCE_S) if group.rank == 0 else None)
-    saver.settle(found.tick)
+    is_told = collective.together(group, lambda: saver.settle(found.tick))
+    if not is_told and (found.identity is not None or asked.init is not None):
+        saver.doubt()  # the agent knows what was there before
     return found
 
 
@@ -197,6 +200,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "options": repr(asked.options),
             "state": sorted(asked.state),
             "peers": list(settings.peers),
+            "secret": settings.secret_file is not None,
             "switches": [asked.strict, asked.generators, asked.take_over, asked.init or ""],
         }
     )
@@ -226,10 +230,10 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
 def _nodes(
     group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes. Else the agents are
-    told to listen, and their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError,
-    UsageError."""
-    if len({said["agent"] for said in facts}) == 1 and not facts[0]["peers"]:
+    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes and no secret, by
+    which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and their names,
+    addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
+    if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"]):
         return []
     hosts = {said["agent"]: said["host"] for said in facts}
     if group.rank == 0 and len(set(hosts.values())) < len(hosts):
@@ -307,7 +311,8 @@ def _restore(
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.tick.step} from {where}"
             lost = decision.fields.get("steps_lost")
-            return Found(identity.tick, level, str(identity), source, sources, lost), decision
+            stored = bool(candidate["stored"])
+            return Found(identity.tick, level, str(identity), source, sources, lost, stored), decision
         failures.append(f"step {identity.tick.step}: {bad}")
         events.emit(
             "restore.struck",
@@ -324,7 +329,9 @@ def _restore(
     source = "nothing"
     if asked.init is not None:
         init = asked.init
-        collective.together(group, lambda: load_weights(init, saver.walker))
+        cast = collective.together(group, lambda: load_weights(init, saver.walker))
+        if cast and group.rank == 0:
+            events.emit("init.cast", f"ckpt: init={asked.init!r} has other dtypes: {cast}", loud=True)
         source = f"weights of {asked.init}"
     return Found(Tick(0), "none", None, source, {}), decision
 
@@ -353,6 +360,10 @@ def _try(
     if filled.value is None:
         return filled.failure, {}
     collective.together(group, targets.finish)
+    if targets.dropped:
+        names = ", ".join(targets.dropped)
+        text = f"ckpt: the generators {names} are not restored: this process has none of these so far. Where it is to "
+        events.emit("generator.dropped", f"{text}go on with them, call torch.cuda.init() before the block", loud=True)
     return "", {level: sources.get(level, 0) + filled.value.get(level, 0) for level in {*sources, *filled.value}}
 
 
@@ -363,6 +374,8 @@ def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
     def trying() -> Attempt[T]:
         try:
             return Attempt(work())
+        except NewerFormat:
+            raise
         except DamagedData as exc:
             return Attempt(None, str(exc) or type(exc).__name__)
 

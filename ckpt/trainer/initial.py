@@ -1,10 +1,13 @@
 """`init=`: weights to begin with, where the run has no checkpoint: a .safetensors file, a folder of them, or the newest
-checkpoint of another ckpt URL. Only modules are filled; names are canonical ("model.0.weight") or the module's own."""
+checkpoint of another ckpt URL. Only modules are filled; names are canonical ("model.0.weight") or the module's own. A
+tied weight is found under any of its names; a module that says itself how it is loaded gets its state that way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,62 +21,103 @@ from ckpt.plan.reshard import Want
 from ckpt.storage import open as open_store
 from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
+from ckpt.trainer import names
 from ckpt.trainer.fill import Filler
+from ckpt.trainer.shard import Cutter
 from ckpt.trainer.walk import StateWalker, Walk
+from ckpt.trainer.wants import empty_like
 
 Place = tuple[Entry, str, tuple[torch.Tensor, ...]]  # an entry, the name it has in the source, its local tensors
 
 
-def load_weights(where: str, walker: StateWalker) -> None:
-    """Fills every tensor of every module in the state from `where`.
+def load_weights(where: str, walker: StateWalker) -> str:
+    """Fills every tensor of every module in the state from `where`. Says in words what was converted to another dtype;
+    "" where nothing was.
 
     Errors: StateMismatch names what is missing there or has another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
-    modules = [key for key, value in walker.state.items() if isinstance(value, nn.Module)]
+    modules = {key: value for key, value in walker.state.items() if isinstance(value, nn.Module)}
     if not modules:
         raise UsageError("init= fills modules, and there is none in state=")
+    wanted = [each for key, module in modules.items() for each in _wanted(key, module, walker, walk)]
     path = Path(where)
     files = _files(path) if path.exists() else []
-    if files:
-        _from_files(files, walk, modules)
-    else:
-        _from_run(where, walk, modules)
+    cast = _from_files(files, wanted) if files else _from_run(where, wanted)
+    for key, module in modules.items():
+        if names.is_custom(module):
+            held = {each.key: each.tensor for each in wanted if each.module == key}
+            with torch.no_grad():
+                names.unwrap(module).load_state_dict(held, strict=False)
+    return cast
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. Of a module
+    with its own way of loading: a new `tensor`, for that `key` of its state_dict()."""
+
+    module: str
+    entry: Entry
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    key: str = ""
+    tensor: torch.Tensor | None = None
+
+
+def _wanted(path: str, module: nn.Module, walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
+    first: dict[str, str] = walk.shared["aliases"]
+
+    def known_as(name: str) -> tuple[str, ...]:
+        home = first.get(name, name)
+        known = dict.fromkeys((name, home, *(other for other, its in first.items() if its == home)))
+        return (*known, *(each[len(path) + 1 :] for each in known if each.startswith(f"{path}.")))
+
+    if not names.is_custom(module):
+        for entry, tensors in zip(walk.layout.entries, walk.tensors, strict=True):
+            if entry.name.startswith(f"{path}."):
+                yield _Wanted(path, entry, known_as(entry.name), tensors)
+        return
+    cutter = Cutter(math.prod(size for _, size in walker.coordinate.mesh))
+    for name, key, value in names.state_dict_items(module):
+        if isinstance(value, torch.Tensor):
+            full, new = names.join(path, name), empty_like(value)
+            pieces = cutter.pieces(new, full)
+            entry = Entry(full, pieces.dtype, pieces.shape, pieces.boxes)
+            yield _Wanted(path, entry, known_as(full), pieces.locals, key, new)
 
 
 def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def _places(walk: Walk, modules: list[str], there: Callable[[str], tuple[int, ...] | None], where: str) -> list[Place]:
+def _places(wanted: list[_Wanted], there: Callable[[str], tuple[int, ...] | None], where: str) -> list[Place]:
     """What to fill and from which name. `there`: the shape of a tensor in the source; None where it has none."""
     found: list[Place] = []
     wrong: list[str] = []
-    for entry, tensors in zip(walk.layout.entries, walk.tensors, strict=True):
-        key = next((key for key in modules if entry.name.startswith(f"{key}.")), None)
-        if key is None:
-            continue
-        names = (entry.name, entry.name[len(key) + 1 :])
-        name = next((name for name in names if there(name) is not None), None)
+    for each in wanted:
+        entry = each.entry
+        name = next((name for name in each.names if there(name) is not None), None)
         if name is None:
             wrong.append(f"{entry.name} is not there")
         elif (shape := there(name)) != entry.shape:
             wrong.append(f"{entry.name} has shape {list(shape or ())} there and {list(entry.shape)} here")
         else:
-            found.append((entry, name, tensors))
+            found.append((entry, name, each.tensors))
     if wrong:
         more = f" (and {len(wrong) - 20} more)" if len(wrong) > 20 else ""
         raise StateMismatch(f"init={where!r} does not fit the modules: {'; '.join(wrong[:20])}{more}")
     return found
 
 
-def _from_files(files: list[Path], walk: Walk, modules: list[str]) -> None:
+def _from_files(files: list[Path], wanted: list[_Wanted]) -> str:
+    cast: list[str] = []
     with ExitStack() as stack:
         homes: dict[str, tuple[SafetensorsReader, TensorHead]] = {}
         for file in files:
             reader = stack.enter_context(SafetensorsReader(file))
             homes.update((name, (reader, head)) for name, head in reader.tensors.items())
         shapes = {name: head.shape for name, (_, head) in homes.items()}
-        for entry, name, tensors in _places(walk, modules, shapes.get, str(files[0].parent)):
+        for entry, name, tensors in _places(wanted, shapes.get, str(files[0].parent)):
             reader, head = homes[name]
             if not head.bytes:
                 continue
@@ -81,20 +125,24 @@ def _from_files(files: list[Path], walk: Walk, modules: list[str]) -> None:
             if dtype is None:
                 lacks = f"which torch {torch.__version__} does not have"
                 raise StateMismatch(f"init={str(files[0].parent)!r}: {name} is {head.dtype}, {lacks}")
+            if head.dtype != entry.dtype:
+                cast.append(f"{entry.name} from {head.dtype} to {entry.dtype}")
             whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
             for box, tensor in zip(entry.boxes, tensors, strict=True):
                 cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
                 with torch.no_grad():
                     tensor.copy_(whole[cut])
+    more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
+    return f"{', '.join(cast[:5])}{more}"
 
 
-def _from_run(where: str, walk: Walk, modules: list[str]) -> None:
+def _from_run(where: str, wanted: list[_Wanted]) -> str:
     store = open_store(where)
 
     def use(record: Record) -> None:
         manifest = record.manifest
         specs = {spec.name: spec for spec in manifest.tensors if not spec.values and not spec.owner}
-        places = _places(walk, modules, lambda name: specs[name].shape if name in specs else None, where)
+        places = _places(wanted, lambda name: specs[name].shape if name in specs else None, where)
         wants: list[Want] = []
         tensors: list[torch.Tensor] = []
         for entry, name, live in places:
@@ -125,3 +173,4 @@ def _from_run(where: str, walk: Walk, modules: list[str]) -> None:
         raise UsageError(f"init={where!r} is no .safetensors file or folder, and no ckpt run: {exc}") from exc
     finally:
         store.close()
+    return ""

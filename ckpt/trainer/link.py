@@ -15,19 +15,20 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ckpt.agent import client, wire
+from ckpt.agent import client, replacing, wire
 from ckpt.agent.arena import Arena
-from ckpt.agent.control import ControlPage
+from ckpt.agent.control import ControlPage, Place, Word
+from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.collector import no_collecting
-from ckpt.errors import AgentError, CkptError, Superseded
+from ckpt.errors import AgentError, CkptError, NotLed, Superseded
 from ckpt.events import Event, Events
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.plan.layout import Declaration, Layout, Staging
@@ -39,14 +40,16 @@ from ckpt.trainer.walk import Walk
 from ckpt.types import Tick
 
 RECONNECT_TRIES = 20
+AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
 RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
+DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
 _NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What this rank says of itself whenever it joins an agent. `nodes`: see `Link.listen`; none where all ranks are on
-    one and no memory-only nodes are named: `peers`, where those listen."""
+    one, with neither memory-only nodes named (`peers`: where those listen) nor a secret's file."""
 
     epoch: str
     rank: int
@@ -104,20 +107,21 @@ class End:
 
 @dataclass(slots=True)
 class Link:
-    """One rank's end. `bind(slot, walk, staging, data)` prepares the copies into an arena; it runs on a thread of
-    `tasks`. `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
+    """One rank's end. `bind(slot, walk, layout, staging, data)` prepares the copies into an arena; it runs on a thread
+    of `tasks`. `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
 
     url: str
     settings: Settings
     events: Events
     tasks: Tasks
-    bind: Callable[[int, Walk, Staging, memoryview], None]
+    bind: Callable[[int, Walk, Layout, Staging, memoryview], None]
     quiet: Callable[[], None]
     levels: Levels = field(default_factory=Levels)
     words: memoryview = _NOTHING_APPOINTED
     superseded_by: str | None = None
     end: End | None = None
     on_end: Callable[[End], None] = lambda end: None
+    on_late: Callable[[int, int], None] = lambda round_, step: None  # see Saver.late
     slots: dict[int, Slot] = field(default_factory=dict)
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
@@ -128,9 +132,13 @@ class Link:
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
     _entered: tuple[int, int] = (0, 0)
+    _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
+    _looked: tuple[int, int, int] = (0, 0, 0)  # the last boundary, and the word that was seen there
+    _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
     _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
     _offer: Offer | None = None
     _plan: Plan | None = None
+    _differing: frozenset[str] = frozenset()  # tensors that ceased to be replicas since the offer, as a plan said
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: bool = False
     _given_up: bool = False
@@ -141,13 +149,14 @@ class Link:
     def connect(self) -> None:
         """Errors: AgentError."""
         self.calm.set()
-        sock = client.connect(self.url, self.settings)
-        self._connection = client.Connection(sock, self.tasks, self._on_message, self._on_lost)
+        say = self._on_message, self._on_lost
+        self._connection = replacing.meet(self.url, self.settings, self.tasks, self.events, *say)
 
     @property
     def connection(self) -> client.Connection:
         if self._connection is None:
-            raise AgentError("there is no agent at present; it is being started again")
+            state = "it could not be started again" if self._given_up else "it is being started again"
+            raise AgentError(f"there is no agent at present; {state}")
         return self._connection
 
     @property
@@ -155,13 +164,15 @@ class Link:
         return self.connection.incarnation
 
     def listen(self, secret: bytes) -> dict[str, Any]:
-        """Has the agent take part in a job of several nodes: its name and addresses. Errors: AgentError, UsageError."""
+        """Has the agent take part in a job of several nodes: its name, addresses, domains and link. Errors: AgentError,
+        UsageError."""
         wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
         answer = self.connection.request("listen", wanted).fields
         node = {
             "name": str(answer["name"]),
             "addresses": [str(each) for each in answer["addresses"]],
-            "domains": [each for each in self.settings.domain.split("/") if each],
+            "domains": domains_here(self.settings.domain),
+            "link_bytes_s": int(answer["link_bytes_s"]),
         }
         host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
         port = str(answer["addresses"][0]).rpartition(":")[2]
@@ -185,6 +196,8 @@ class Link:
             "values_bytes": self._offer.values_bytes,
             "resume": resume,
             "arenas": slots,
+            "verdict": self._verdict,
+            "standing": self._still_standing() if resume else [],
             "notices": Sources.of(self.settings).fields(),
         }
         answer = self.connection.request(
@@ -193,7 +206,7 @@ class Link:
             fds=[self.slots[number].arena.fd for number in slots],
             blobs=[
                 encode_layout(self._offer.walk.layout),
-                self._offer.hashes,
+                hashes_but(self._offer, self._differing, self.terms.rank),
                 *([encode_nodes(self.terms.nodes)] if self.terms.nodes else []),
             ],
         )
@@ -202,9 +215,23 @@ class Link:
             old, self._page = self._page, page
             self.words = page.words
             if old is not None:
-                self._left_by = old.leaves()
+                self._left_by = old.leaves() or self._left_by
                 old.close()
         self._publish()
+        if self._gave_up is not None:
+            self._notify("unsavable", self._gave_up)
+
+    def _still_standing(self) -> list[dict[str, Any]]:
+        """The notices that the agent had heard on this node, which the next one may not hear again."""
+        told_s, notices = self._standing
+        gone_s = time.monotonic() - told_s
+        return [{**each, "left_s": float(each["left_s"]) - gone_s} for each in notices]
+
+    @property
+    def _verdict(self) -> int:
+        """The round by which an agent has told this rank to leave; 0: none has."""
+        with self._lock:
+            return (self._page.leaves() if self._page is not None else 0) or self._left_by
 
     # -- what the step path needs
 
@@ -213,6 +240,19 @@ class Link:
         page = self._page
         if page is not None and self.terms is not None:
             page.enter(self.terms.rank, step, sub)
+
+    def look(self, step: int, sub: int) -> int:
+        """The control word as it is at that boundary, after `enter`."""
+        word = self.words[0]
+        self._looked = step, sub, word
+        return word
+
+    def _awaited(self, word: int) -> None:
+        """Other ranks hold there. Where this one is past it, and has not seen the appointment, it does not come."""
+        step, sub, seen = self._looked
+        told = Word.unpack(word)
+        if told is not None and seen != word and told.place(step, sub) is not Place.EARLY:
+            self.on_late(told.round, told.step)
 
     def _publish(self) -> None:
         """On the page of an agent that was started again: this rank may not come to another step, where the others wait
@@ -227,6 +267,7 @@ class Link:
         with self._lock:
             self._offer = offer
             self._plan = None
+            self._differing = frozenset()
             for slot in self.slots.values():
                 slot.plan = None
         self._notify(
@@ -244,6 +285,12 @@ class Link:
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
         self._notify(kind, fields)
+
+    def cannot_save(self, tick: Tick, why: str) -> None:
+        """This rank does not come to that save, or waits for it no longer: the others are not to wait for it, nor is an
+        agent that knows nothing of it."""
+        self._gave_up = {"tick": str(tick), "why": why[:1000]}
+        self._notify("unsavable", self._gave_up)
 
     def request(
         self, kind: str, fields: dict[str, Any], timeout_s: float | None, blobs: Sequence[bytes] = ()
@@ -316,9 +363,13 @@ class Link:
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
             self.levels.fail_all(f"{self.superseded_by} owns the run now")
+        elif message.kind == "standing":
+            self._standing = time.monotonic(), list(fields["notices"])
         elif message.kind == "end":
             self.end = End(str(fields["why"]), bool(fields["wait"]), float(fields["by_s"]))
             self.on_end(self.end)
+        elif message.kind == "awaited":
+            self._awaited(int(fields["word"]))
         elif message.kind == "recovered":
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
             self.levels.fail_unknown(known, "the agent was restarted before all ranks had staged it")
@@ -342,6 +393,7 @@ class Link:
         with self._lock:
             if self._offer is offer:
                 self._plan = plan
+                self._differing = frozenset(entry.name for entry in layout.entries if entry.owner)
 
     def _on_arena(self, message: wire.Message) -> None:
         number = int(message.fields["slot"])
@@ -367,7 +419,8 @@ class Link:
         slot.arena.warm(self.calm.wait)
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
-        self.bind(number, plan.walk, plan.staging, slot.arena.data(0, plan.staging.data_bytes))
+        layout, data = plan.declaration.layout, slot.arena.data(0, plan.staging.data_bytes)
+        self.bind(number, plan.walk, layout, plan.staging, data)
         with self._lock:
             if self._plan is not plan or self.slots.get(number) is not slot:
                 return
@@ -420,7 +473,9 @@ class Link:
         delay_s = 0.05 * 2 ** (self._in_vain - 1)
         if self._in_vain > 1:
             self.tasks.stopping.wait(min(delay_s, 10.0))
-        for _ in range(RECONNECT_TRIES if self._in_vain <= RESTARTS_IN_VAIN else 0):
+        tries, until_s = RECONNECT_TRIES if self._in_vain <= RESTARTS_IN_VAIN else 0, time.monotonic() + AWAY_S
+        while tries:
+            tries -= 1
             if self._closed or self.superseded_by is not None or self.tasks.stopping.is_set():
                 break
             try:
@@ -428,6 +483,7 @@ class Link:
             except (CkptError, OSError) as exc:
                 self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
                 self._drop_connection()
+                tries += isinstance(exc, NotLed) and time.monotonic() < until_s
                 self.tasks.stopping.wait(delay_s)
                 delay_s = min(10.0, 2 * delay_s)
                 continue
@@ -516,3 +572,13 @@ def _same_shapes(layout: Layout, walked: Layout) -> bool:
 
 def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
+
+
+def hashes_but(offer: Offer, differing: Collection[str], rank: int) -> bytes:
+    """The hashes of an offer that is made again, to an agent that does not know what differs by now: of these tensors
+    they are old, and such are given that no other rank gives."""
+    if not (offer.hashes and differing):
+        return offer.hashes
+    hashes = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2).copy()
+    hashes[[entry.name in differing for entry in offer.walk.layout.entries for _ in entry.boxes]] = DIFFERS, rank
+    return hashes.tobytes()

@@ -86,7 +86,8 @@ class Parting:
 
     def _verdict(self, round_: int) -> tuple[bool, float | None]:
         """Whether to leave, and until when. An agent that dies has told nobody to leave, or has written that it did;
-        the next one knows nothing of that round, and says: go on."""
+        the next one knows nothing of that round, and says: go on. Where none comes any more, ranks on other nodes may
+        have been told to leave: the job is broken anyway, and what this one has is staged."""
         while True:
             try:
                 said = self._link.request("held", {"round": round_}, None).fields
@@ -95,7 +96,8 @@ class Parting:
                     return True, math.inf  # the deadline went with it
                 while not self._link.is_back:
                     if self._link.is_given_up:
-                        return False, None
+                        terms = self._link.terms
+                        return (True, math.inf) if terms is not None and len(terms.nodes) > 1 else (False, None)
                     self._tasks.stopping.wait(AGAIN_S)
             else:
                 return bool(said["leave"]), said.get("by_s")

@@ -16,22 +16,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.format import values
-from ckpt.format.frames import frame_hash, hash_bytes
+from ckpt.format.columns import STRING_BYTES_MAX
+from ckpt.format.record import METRICS_MAX
 from ckpt.plan.layout import Layout, Staging
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import Link, Offer, Plan, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import Replicas
+from ckpt.trainer.samples import Samples, Taken
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 from ckpt.types import Epoch, Identity, Tick
+
+NAMES_BYTES_MAX = 32 << 10  # of all metrics of a save: they have to fit into a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,7 @@ class _Filling:
     shared: bytes
     own: bytes
     about: bytes
-    sample: list[Any] | None
-
-
-SAMPLE_BYTES = 64 << 10  # of one replicated tensor, hashed at each snapshot so that all ranks' can be compared
+    samples: Taken | None
 
 
 class Saver:
@@ -76,6 +75,7 @@ class Saver:
         self.events = events
         self.receipt = receipt
         self.link = Link(url, settings, events, tasks, self._bind, self.quiet)
+        self.link.on_late = self.late
         self._snapshotter = snapshotter
         self._replicated = replicated
         self._replicas = Replicas()
@@ -84,6 +84,8 @@ class Saver:
         self._open = 0
         self._last: Tick | None = None
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
+        self._doubted = False  # whether what the agent was told of replicas may not hold any more
+        self._samples: Samples | None = None  # of the present walk and plan
         self.thread = threading.current_thread()
         self.forked = False
         self.restarts_follow = settings.restarts_left > 0
@@ -97,22 +99,29 @@ class Saver:
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
         return Offer(self.walk, hashes, tick, size)
 
+    def doubt(self) -> None:
+        """The state was changed in a way that may end the likeness of replicas: at its restore, and in the first step,
+        since what begins the same on all ranks need not stay so. They are hashed anew before the next snapshot."""
+        self._doubted = self._replicated
+
     def settle(self, tick: Tick) -> bool:
-        """Tells the agent of a changed structure; whether it had changed.
+        """Tells the agent of a changed structure, or of replicas that were doubted; whether there was anything to tell.
 
         Errors: SaveFailed when the state cannot be saved as it is now."""
         try:
             if self.walker.changed():
                 self._offered = False
                 self.walk = self.walker.walk()
-            if self._offered:
+                self._samples = None
+            if self._offered and not self._doubted:
                 return False
+            self._offered = False
             self.link.offer(self.make_offer(tick))
         except UsageError as exc:
             raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
         except Exception as exc:  # of an object of the user's, in its state_dict()
             raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
-        self._offered = True
+        self._offered, self._doubted = True, False
         return True
 
     def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
@@ -144,14 +153,14 @@ class Saver:
         if len(shared) + len(own) + len(about) + 256 > room:
             self.link.offer(self.make_offer(tick))
             return "values"
+        samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
         slot.arena.begin_fill()
         self.link.calm.clear()  # threads that prepare other arenas would take half of the memory's bandwidth
         try:
             snapshot = self._snapshotter.take(number)
         finally:
             self.link.calm.set()
-        sample = self._sample(tick, plan.declaration.layout) if self._replicated else None
-        filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, sample)
+        filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, samples)
         self.receipt.stalls_s.append(time.perf_counter() - started_s)
         self.link.levels.expect(tick)
         self._last = tick
@@ -213,24 +222,21 @@ class Saver:
 
     # -- inside
 
-    def _bind(self, number: int, walk: Walk, staging: Staging, data: memoryview) -> None:
+    def _bind(self, number: int, walk: Walk, layout: Layout, staging: Staging, data: memoryview) -> None:
         self._snapshotter.bind(number, walk, staging, data)
+        if self._replicated:
+            self._samples_of(walk, layout)  # now, and not while training stands still
 
-    def _sample(self, tick: Tick, layout: Layout) -> list[Any] | None:
-        """[name, box, hash] of a part of one box that whoever else declares it should hold alike: in turns, and at all
-        ranks the same part of the same box, as it was at the boundary."""
-        entries = zip(layout.entries, self.walk.tensors, self.walk.replica, strict=True)
-        shared = [(e, live[0]) for e, live, replica in entries if replica and not e.owner and live]
-        if not shared:
-            return None
-        turn = zlib.crc32(str(tick).encode())  # scattered: steps that are saved have factors in common
-        entry, live = shared[turn % len(shared)]
-        flat = live.detach().reshape(-1)
-        count = min(flat.numel(), max(1, SAMPLE_BYTES // live.element_size()))
-        start = turn % (flat.numel() - count + 1)
-        part = flat[start : start + count].cpu().contiguous().view(torch.uint8)
-        box = [*entry.boxes[0].offset, *entry.boxes[0].shape]
-        return [entry.name, box, hash_bytes(*frame_hash(part.numpy().data))]
+    def _sample(self, tick: Tick, layout: Layout) -> Taken | None:
+        """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
+        samples = self._samples_of(self.walk, layout)
+        return samples.take(zlib.crc32(str(tick).encode()))  # scattered: saved steps have factors in common
+
+    def _samples_of(self, walk: Walk, layout: Layout) -> Samples:
+        known = self._samples
+        if known is None or known.layout is not layout:
+            known = self._samples = Samples(walk, layout)
+        return known
 
     def _stage(self) -> None:
         while (filling := self._fillings.get()) is not None:
@@ -269,7 +275,7 @@ class Saver:
                 "stall_s": filling.snapshot.stall_s,
                 "lazy": filling.snapshot.lazy,
                 "why": why,
-                "sample": filling.sample,
+                **(filling.samples.fields() if filling.samples is not None else {}),
             },
         )
 
@@ -298,7 +304,7 @@ def _encode(tree: Any) -> bytes:
 
 def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
     """Leaves out what is not finite, with an event: a loss that diverged is no reason not to save.
-    Errors: UsageError for what is no number."""
+    Errors: UsageError for what is no number, and for more of them than a checkpoint keeps."""
     found = {}
     try:
         for name, value in (metrics or {}).items():
@@ -311,4 +317,10 @@ def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, f
                 events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
     except (TypeError, ValueError, AttributeError):
         raise UsageError(f"ck.save(metrics={metrics!r}): a dict of names and numbers") from None
+    sizes = [len(name.encode(errors="surrogatepass")) for name in found]
+    if len(found) > METRICS_MAX or sum(sizes) > NAMES_BYTES_MAX or max(sizes, default=0) > STRING_BYTES_MAX:
+        raise UsageError(
+            f"ck.save(metrics=) of {len(found)} numbers whose names have {sum(sizes)} bytes: at most {METRICS_MAX} "
+            f"numbers, {NAMES_BYTES_MAX} bytes of names and {STRING_BYTES_MAX} of one are kept"
+        )
     return found

@@ -35,12 +35,14 @@ HOST_STATE = frozenset({"step", "mu_product"})
 class Targets:
     """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`: what
     does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
-    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out."""
+    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out. `dropped`:
+    generators of the process that were saved, and that this one has not (CUDA's, before CUDA is used)."""
 
     wants: list[Want]
     tensors: list[torch.Tensor]
     mismatch: Mismatch
     extra: tuple[str, ...]
+    dropped: tuple[str, ...]
     _installs: list[Callable[[], None]]
 
     def finish(self) -> None:
@@ -88,7 +90,9 @@ def plan_targets(
     wants.installs.append(lambda: generators.restore(streams, mine, everyone, walker.coordinate, step))
     extra = plan.extra(mine or next(iter(everyone), None))
     alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
-    return Targets(wants.wants, wants.tensors, wants.mismatch(extra if alone else ()), extra, wants.installs)
+    kept = {name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.generators}
+    dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
+    return Targets(wants.wants, wants.tensors, wants.mismatch(extra if alone else ()), extra, dropped, wants.installs)
 
 
 @dataclass(frozen=True, slots=True)

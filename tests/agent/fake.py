@@ -21,6 +21,7 @@ import numpy as np
 from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.hosts import domains_here
 from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.errors import AgentError, CkptError
 from ckpt.format import values
@@ -90,6 +91,7 @@ class FakeRank:
         self.taken: list[int] = []
         self.options: dict[str, Any] = OPTIONS
         self.notices: dict[str, Any] | None = None  # what its node is to listen to
+        self.standing: list[dict[str, Any]] = []  # as its agent said
         self.peers: list[str] = []  # where memory-only nodes listen
         self.parent: str | None = None
         self.ancestors: list[Any] = []
@@ -138,7 +140,8 @@ class FakeRank:
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has this node's agent take part in a job of several; how it is told of to the others."""
         answer = self.request("listen", {"secret": secret, "at": self.settings.listen, "name": ""}).fields
-        return {"name": answer["name"], "addresses": answer["addresses"], "domains": []}
+        told = {key: answer[key] for key in ("name", "addresses", "link_bytes_s")}
+        return {**told, "domains": domains_here(self.settings.domain)}
 
     def nodes_told(self) -> list[bytes]:
         return [encode_nodes(self.nodes)] if self.nodes else []
@@ -166,6 +169,8 @@ class FakeRank:
             "values_bytes": 100,
             "resume": resume,
             "arenas": slots,
+            "standing": self.standing if resume else [],
+            "verdict": self.page.leaves() if self.page is not None else 0,
             "leader": leader_of(self.nodes),
             "peers": self.peers,
             "notices": self.notices,
@@ -360,6 +365,8 @@ class FakeRank:
                 self.on_arena(fields, message)
             elif message.kind == "level":
                 self.levels[fields["tick"], fields["level"]] = bool(fields["ok"]), fields["message"]
+            elif message.kind == "standing":
+                self.standing = fields["notices"]
             elif message.kind == "superseded":
                 self.superseded = fields["by"]
             elif message.kind == "event":

@@ -17,10 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
+import xxhash
 
 from ckpt.agent import client, wire
 from ckpt.agent.control import Kind
-from ckpt.errors import AgentError, CkptError, NoCheckpoint, SaveFailed, Superseded, UsageError
+from ckpt.errors import AgentError, CkptError, NewerFormat, NoCheckpoint, SaveFailed, Superseded, UsageError
+from ckpt.format.columns import HASH_BYTES
 from ckpt.settings import read
 from ckpt.storage import canonical
 from ckpt.storage import open as open_store
@@ -308,6 +310,34 @@ def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(
     again = ranks(1)
     with pytest.raises(NoCheckpoint):
         again[0].begin()
+
+
+def test_a_start_that_is_too_old_for_the_newest_checkpoint_is_an_error_and_goes_on_from_no_older_one(
+    url: str, ranks: Callable[..., list[FakeRank]]
+) -> None:
+    """It would make a branch of all that the newer ckpt has saved."""
+    job = ranks(1)
+    start(job)
+    together(job, one_step)
+    job[0].save(Tick(1, 1))
+    train(job, 3)
+    finish(job)
+    agent = job[0].connection.agent_pid
+    job[0].connection.close()
+    wait_gone(agent)
+    assert committed_steps(url) == [1, 3]
+    newest = max(Path(url, "commits").iterdir())
+    body = bytearray(newest.read_bytes()[:-HASH_BYTES])
+    body[8] += 1  # the format's version
+    newest.write_bytes(body + xxhash.xxh3_128_digest(bytes(body)))
+    again = ranks(1)
+    with pytest.raises(NewerFormat, match=f"step 3.*newer ckpt is needed.*ckpt branch {url} --at"):
+        again[0].begin()
+    again[0].connection.close()
+    newest.write_bytes(bytes([*body[:40], body[40] ^ 1, *body[41:]]))
+    third = ranks(1)
+    assert start(third).fields["candidate"]["step"] == 1, "what is damaged is passed over"
+    finish(third)
 
 
 def test_saves_at_different_steps_are_an_error_on_all_ranks(ranks: Callable[..., list[FakeRank]]) -> None:

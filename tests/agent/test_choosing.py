@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.choosing import Course, choose, outlasts
+from ckpt.agent.choosing import Course, Measured, choose, outlasts
 from ckpt.agent.control import Kind
 from ckpt.agent.facts import Store
 from ckpt.agent.leaving import Standing
@@ -52,6 +52,16 @@ def test_copies_outlast_the_nodes_that_go_where_somebody_who_stays_has_each() ->
     assert outlasts(striped, {"b"})
     assert not outlasts(striped, {"b", "c"})
     assert not outlasts((*RING[:1], Kept("b", 0)), {"b"}), "it has nobody who keeps a copy"
+
+
+def test_what_was_measured_is_scaled_up_only_and_a_slow_one_is_remembered() -> None:
+    first = Measured.learnt(10.0, 100, None)
+    assert first.seconds_of(300) == 30.0
+    assert first.seconds_of(50) == 10.0
+    assert Measured.learnt(2.0, 100, first).seconds == 6.0
+    assert Measured.learnt(2.0, 300, first).seconds == 16.0
+    assert Measured.learnt(20.0, 100, first).seconds == 20.0
+    assert Measured(3.0, 0).seconds_of(1 << 40) == 3.0, "of how much it was is not known"
 
 
 class Linked(Warned):
@@ -148,15 +158,27 @@ TABLE: dict[tuple[float, float | None], dict[float, tuple[Course, str]]] = {
 }
 
 
+# What stands besides, and is about other times: the end of an allocation, as each node hears it, and a maintenance.
+FAR = {
+    "nothing": [],
+    "slurm": [("slurm", "7", ""), ("slurm", "7 on node b", "b")],
+    "maintenance": [("aws-maintenance", "1", "")],
+}
+
+
+@pytest.mark.parametrize("far", FAR)
 @pytest.mark.parametrize(
     ("links", "lead_s", "course", "level"),
     [(links, lead_s, *found) for links, row in TABLE.items() for lead_s, found in row.items()],
 )
 def test_from_two_minutes_to_two_seconds_what_is_chosen_fits_and_is_reported(
-    links: tuple[float, float | None], lead_s: float, course: Course, level: str
+    links: tuple[float, float | None], lead_s: float, course: Course, level: str, far: str
 ) -> None:
     driver = Linked(*links)
     driver.measured()
+    for source, key, node in FAR[far]:
+        end_s = driver.now_s + 2 * 86400.0
+        driver.group.warn(Standing(source, key, end_s, driver.now_s, nodes=frozenset({node})))
     deadline_s = driver.now_s + lead_s
     driver.group.warn(Standing("cloud", "1 on node b", deadline_s, driver.now_s, nodes=frozenset({"b"})))
     driver.decide()
@@ -220,6 +242,16 @@ def test_where_every_node_goes_nobody_is_left_to_copy_to() -> None:
     assert driver.group.course is Course.PUSH
     driver.run(driver.outcomes)
     assert driver.outcomes()[0]["level"] == "local", "whose copies go as well"
+
+
+def test_a_node_that_goes_soon_after_is_no_survivor() -> None:
+    driver = Linked(100e6, 1000e6)
+    driver.measured()
+    for node, lead_s in (("b", 10.0), ("", 15.0)):
+        driver.group.warn(Standing("cloud", node, driver.now_s + lead_s, driver.now_s, nodes=frozenset({node})))
+    driver.decide()
+    assert driver.group.doomed == {"", "b"}
+    assert driver.group.course is Course.PUSH
 
 
 def test_what_is_complete_is_pushed_to_where_it_can_still_go() -> None:

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from ckpt.agent.fanning import ALIVE_S, HERE, Asked, Given
+from ckpt.agent.fanning import ALIVE_S, Asked, Given
+from ckpt.types import HERE
 
 NODES, FRAMES = 4, 30
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckpt.agent.authority import Who, epoch_of, who_says
-from ckpt.agent.fence import BOUND_S, HERE, Fence
+from ckpt.agent.fence import BOUND_S, Fence
 from ckpt.errors import AgentError
-from ckpt.types import Epoch
+from ckpt.types import HERE, Epoch
 
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 

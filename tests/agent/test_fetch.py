@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ import pytest
 
 from ckpt.agent import memory
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.fetch import Restore, Window
-from ckpt.errors import AgentError, StorageError
+from ckpt.agent.fetch import Restore
+from ckpt.agent.window import Window
+from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import FRAME, Manifest
 from ckpt.tasks import Tasks
@@ -59,6 +61,26 @@ class Source:
     manifest: Manifest
 
 
+@dataclass
+class Failing:
+    """A store whose record cannot be opened."""
+
+    error: Exception
+
+    @property
+    def record(self) -> Any:
+        raise self.error
+
+
+class Full(Rank):
+    """A rank that cannot be given memory."""
+
+    def send(self, fields: dict[str, Any], fds: Any = ()) -> None:
+        if fields["t"] == "region":
+            raise OSError(errno.ENOMEM, "no memory")
+        super().send(fields, fds)
+
+
 class Loop:
     """The agent's main thread, run by the test."""
 
@@ -80,7 +102,9 @@ class Loop:
         self.ranks.append(Rank(self.post, self))
         return self.ranks[-1]
 
-    def begin(self, count: int, reader: Reader | None, world: int = 1, window_bytes: int = 1 << 20) -> Restore:
+    def begin(
+        self, count: int, reader: Reader | Failing | None, world: int = 1, window_bytes: int = 1 << 20
+    ) -> Restore:
         self.restore = Restore(
             *(IDENTITY, manifest(count), world, None, (lambda: reader) if reader else None),
             *(self.bulk, lambda delay_s, what: self.timers.append(what), self.post, window_bytes),
@@ -148,6 +172,38 @@ def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: 
     restore.got(rank, [], [4])
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TransientError("503 Slow Down"), "storage"),
+        (NotFound("there is no such record"), "damaged"),
+        (DamagedData("no record"), "damaged"),
+        (MemoryError(), "agent"),
+    ],
+    ids=repr,
+)
+def test_only_what_is_damaged_is_told_as_damaged_where_a_record_cannot_be_opened(
+    error: Exception, kind: str, loop: Loop
+) -> None:
+    """A checkpoint whose store does not answer now is not struck out for it."""
+    restore = loop.begin(10, Failing(error))
+    rank = loop.rank()
+    restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert rank.outcome["kind"] == kind
+
+
+def test_a_mistake_of_the_agents_own_is_not_told_as_damage(loop: Loop) -> None:
+    restore = loop.begin(10, Reader(Source(manifest(10))))
+    rank = Full(loop.post, loop)
+    loop.ranks.append(rank)
+    restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert rank.outcome["kind"] == "agent"
 
 
 def test_the_same_checkpoint_under_another_numbering_is_found_by_hash(loop: Loop) -> None:

@@ -16,6 +16,7 @@ import pytest
 from ckpt.agent import client
 from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.learning import ABOUT
+from ckpt.agent.listening import Sources
 from ckpt.format import record
 from ckpt.predict.model import save
 from ckpt.predict.scoring import OUTCOMES_MIN, Score
@@ -200,24 +201,29 @@ def test_a_killed_trainer_makes_its_alarm_come_true_and_the_others_have_missed_i
 @pytest.mark.parametrize(
     ("warned", "first", "then", "counted"),
     [
-        (False, "exception", "exception", 1),
-        (False, "normal", "normal", 0),
-        (False, "normal", "exception", 0),
-        (True, "exception", "exception", 0),
+        ("", "exception", "exception", 1),
+        ("", "normal", "normal", 0),
+        ("", "normal", "exception", 0),
+        ("soon", "exception", "exception", 0),
+        ("in days", "exception", "exception", 1),
     ],
 )
 def test_what_raises_has_failed_unless_the_job_was_at_its_end_or_told_to_leave(
-    warned: bool, first: str, then: str, counted: int, url: str, foreseen: None, tmp_path: Path
+    warned: str, first: str, then: str, counted: int, url: str, foreseen: None, tmp_path: Path
 ) -> None:
     """What was counted is in the file when the agent has ended."""
     job = [FakeRank(url, rank, 2) for rank in range(2)]
+    if warned == "in days":
+        job[0].notices = Sources("given", slurm_job="7", slurm_end_s=time.time() + 2 * 86400).fields()
     try:
         for rank in job:
             rank.connect()
         start(job)
         wait_for(lambda: bool(predictions(job[0])))
-        if warned:
+        if warned == "soon":
             job[0].request("notice", {"key": "SIGTERM", "deadline_s": time.time() + 3600})
+        elif warned:
+            wait_for(lambda: bool(status(url)["job"]["notices"]["standing"]))
         job[1].notify("leave", {"id": 10**6, "outcome": first})
         wait_for(lambda: status(url)["job"]["ranks"][1] == "left")
         job[0].notify("leave", {"id": 10**6, "outcome": then})

@@ -9,9 +9,9 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.control import Kind
-from ckpt.agent.facts import State, Store, Why
+from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import Standing
+from ckpt.agent.leaving import NEAR_S, RESERVE_S, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -316,6 +316,41 @@ def test_nothing_is_appointed_while_a_rank_waits_in_a_save() -> None:
     assert driver.word() is None
 
 
+def test_a_rank_that_cannot_save_ends_the_save_for_all_and_for_who_comes_later() -> None:
+    driver = Driver(world=3)
+    driver.save(Tick(4, 1), ranks=range(1))
+    driver.group.unsavable(1, Tick(4, 1), "x is no tensor")
+    driver.decide()
+    assert driver.answers("save") == {0: "save-failed"}
+    driver.save(Tick(4, 1), ranks=range(2, 3))
+    refused = [action for action in driver.said if isinstance(action, do.Refuse)]
+    assert [action.kind for action in refused] == ["save-failed"] * 2
+    assert all("rank 1 cannot save" in action.message and "x is no tensor" in action.message for action in refused)
+    driver.save(Tick(5, 1))
+    driver.stage(driver.answers("save")[0]["round"], Tick(5, 1), driver.answers("save")[0]["slot"])
+    assert all(type(answer) is dict for answer in driver.answers("save").values())
+
+
+def test_ranks_that_are_waited_for_in_a_save_are_named_once() -> None:
+    driver = Driver(world=3)
+    driver.save(Tick(4, 1), ranks=range(1))
+    for driver.now_s in (9.0, 11.0, 12.0, 30.0):
+        driver.decide()
+    named = [action for action in driver.said if isinstance(action, do.Emit) and action.name == "save.awaited"]
+    assert [(action.loud, action.data) for action in named] == [(True, {"tick": str(Tick(4, 1)), "ranks": [1, 2]})]
+    assert "ranks [1, 2] have not come" in named[0].message
+
+
+def test_a_rank_that_ends_the_block_before_the_others_is_named() -> None:
+    driver = Driver()
+    driver.save(Tick(4), Why.EXIT, range(1))
+    driver.steps = [5, 6]
+    driver.decide()
+    (refused,) = [action for action in driver.said if isinstance(action, do.Refuse)]
+    assert refused.kind == "usage"
+    assert refused.message == "rank 0 ended the block after step 4, and rank 1 went past that"
+
+
 def test_a_rank_that_goes_past_a_save_is_named_to_the_others() -> None:
     driver = Driver()
     driver.save(Tick(3, 1), ranks=range(1))
@@ -400,6 +435,7 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
     driver.group.replicated(slot, "", driver.now_s)
     driver.commit()
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [first, second]
+    assert not [each for each in driver.said if isinstance(each, do.Unprotect)]
     held = driver.group.safe
     assert held is not None
     assert held.round is not None
@@ -427,8 +463,11 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     driver.decide()
     held = [slot.round.tick for slot in driver.group.slots if slot.round is not None]
     assert sorted(held) == [first, second]
+    lost = lambda: [each.tick for each in driver.said if isinstance(each, do.Unprotect)]  # noqa: E731
+    assert lost() == []
     driver.commit()
     assert driver.group.safe is None
+    assert lost() == [first], "nobody is told any more that it is safe there"
     assert driver.group.safe_tick == first, "those who keep it do not drop it for attempts that fail"
     third = driver.complete()
     assert third > second
@@ -505,6 +544,25 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     assert made() == [tick, tick, tick]
     tells = [each for each in driver.said if isinstance(each, do.Tell) and each.body.get("level") == "peer"]
     assert len(tells) == 1
+
+
+def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_safe() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    assert not driver.group.copied_ticks
+    tick = driver.complete()
+    assert driver.group.copied_ticks == [tick]
+    driver.group.copies_lost()  # it was the first to have all that it keeps
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.decide()
+    assert driver.group.safe is None
+    assert driver.levels("peer") == {str(tick): False}
+    driver.now_s += 10.0
+    driver.decide()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.decide()
+    assert driver.group.copied_ticks == [tick]
+    assert driver.levels("peer") == {str(tick): True}
 
 
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
@@ -652,6 +710,28 @@ def test_a_superseded_job_decides_nothing_more() -> None:
     assert driver.word() is None
 
 
+def test_what_a_superseded_job_has_is_committed_once_when_the_start_that_did_it_came_to_nothing() -> None:
+    driver = Driver(policy=Every(steps=10))
+    driver.complete()
+    driver.complete()  # while the first is being committed
+    driver.group.supersede("00000002-x")
+    driver.commit()
+    driver.decide()
+    assert driver.group.committing is None
+    assert driver.group.leaves_uncommitted
+    driver.group.retry_commit()
+    driver.decide()
+    driver.commit("the store does not answer")
+    driver.decide()
+    assert driver.group.committing is None
+    assert driver.group.leaves_uncommitted
+    driver.group.retry_commit()
+    driver.decide()
+    driver.commit()
+    assert driver.group.committed_tick == Tick(20)
+    assert not driver.group.leaves_uncommitted
+
+
 def test_an_outdated_plan_is_not_used() -> None:
     driver = Driver()
     driver.group.layout(0)
@@ -723,6 +803,41 @@ def test_a_rank_that_comes_back_is_offered_every_slot_again(rank: int) -> None:
     assert offered == [0, 1, 2]
 
 
+def test_a_rank_that_was_away_for_long_comes_back_and_snapshots_are_taken_again() -> None:
+    driver = Driver()
+    driver.group.lost(1, 0.0)
+    driver.now_s = REJOIN_S
+    driver.decide()
+    driver.save(Tick(1, 1))
+    assert set(driver.answers("save").values()) == {"save-failed"}
+    assert driver.group.may_join(1)
+    driver.group.joined(1)
+    driver.group.layout(1)
+    driver.decide()
+    assert driver.group.planned(3, "d", (100, 100), 3)
+    driver.make_ready()
+    assert driver.word() is not None
+    driver.complete()
+    assert driver.group.newest is not None
+
+
+@pytest.mark.parametrize("how", ["closed", "died", "left"])
+def test_a_rank_that_was_away_does_not_come_back_once_the_epoch_is_closed_or_it_is_gone(how: str) -> None:
+    driver = Driver(world=1 if how == "closed" else 2)
+    driver.group.lost(0, 0.0)
+    if how == "left":
+        driver.group.leave(0, "request")
+    driver.now_s = REJOIN_S
+    said = driver.decide()
+    if how == "closed":
+        assert [action for action in said if isinstance(action, do.Close)]
+    elif how == "died":
+        driver.group.died(0)
+    else:
+        driver.group.members[0].leave = None  # it has had its answer
+    assert not driver.group.may_join(0)
+
+
 # --- the pace of a learnt policy -------------------------------------------------------------------------------------
 
 
@@ -772,11 +887,35 @@ def test_what_waits_for_its_turn_is_committed_late_where_no_later_one_comes() ->
     assert driver.group.committing is not None
 
 
+def test_a_notice_whose_time_is_far_away_changes_no_interval() -> None:
+    driver = paced()
+    driver.group.warn(Standing("slurm", "7", 2 * 86400.0, 0.0))
+    assert rounds(driver, 7) == [True, False, False, True, False, False, True]
+
+
+def test_one_that_is_uncertain_costs_one_commit_more_and_no_other_is_out_of_turn() -> None:
+    driver = paced()
+    assert rounds(driver, 2) == [True, False]
+    driver.steps = [step + 1 for step in driver.steps]  # under way
+    driver.group.warn(Standing("x", "y", 1000.0, driver.now_s, certain=False))
+    assert rounds(driver, 7) == [True, False, False, True, False, False, True]
+
+
+def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
+    driver = paced()
+    assert rounds(driver, 1) == [True]
+    driver.steps = [step + 1 for step in driver.steps]
+    driver.group.warn(Standing("x", "y", 1000.0, driver.now_s, certain=False))
+    driver.decide()
+    driver.group.withdrawn("x", "y")
+    assert rounds(driver, 2) == [False, False]
+
+
 @pytest.mark.parametrize("why", ["wanted", "notice", "one slot", "dead"])
 def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     driver = paced(slots=1 if why == "one slot" else 3)
     if why == "notice":
-        driver.group.warn(Standing("x", "y", 1000.0, 0.0, certain=False))
+        driver.group.warn(Standing("x", "y", 20.0 + RESERVE_S + NEAR_S, 0.0))
     found = rounds(driver, 2)
     if why in ("notice", "one slot"):
         assert found == [True, True]

@@ -39,6 +39,7 @@ class Rank:
         self.ended = 0
         self.sub = 0
         self.saved = False  # whether the save of this step was asked for
+        self.gave_up: Tick | None = None  # the newest save that failed by the agent's death
         self.then: Callable[[], None] = lambda: None  # where it goes on after a hold
         self.layout = 1  # what it holds now
         self.division = ""  # what it was sent last
@@ -84,6 +85,7 @@ class Sim:
         self.readers: dict[int, list[tuple[Content, ...]]] = {}
         self.group.replicates = self.slots > 1 and rng.random() < 0.6
         self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
+        self.told_unsafe: Tick | None = None
         self.copied = 0
         self.copying: Group | None = None  # the agent that has copies under way
         self.word: Word | None = None
@@ -153,6 +155,8 @@ class Sim:
             self.layouts[rank.number] = rank.layout
             self.group.layout(rank.number)
             self.decide()
+            if rank.gave_up is not None:
+                self.send(rank, self.group.unsavable, rank.number, rank.gave_up, "its agent died")
             if rank.waits_for:
                 rank.waits_for()
 
@@ -320,7 +324,11 @@ class Sim:
         assert self.slots == 2, "the newest that others keep was given away"
         assert committed is not None, "the newest that others keep was given away"
         assert committed > self.safe[1], "the newest that others keep was given away"
+        assert self.told_unsafe == self.safe[1], "and nobody was told that it is not as safe any more"
         self.safe = None
+
+    def do_Unprotect(self, action: do.Unprotect) -> None:
+        self.told_unsafe = action.tick
 
     def do_Answer(self, action: do.Answer) -> None:
         self.answered[action.request] = action.body
@@ -336,7 +344,10 @@ class Sim:
         self.after(0.0, self.answer, action.request, self.ranks[action.request[1]], None)
 
     def do_Tell(self, action: do.Tell) -> None:
-        assert action.body["t"] in ("level", "superseded", "end", "recovered")
+        assert action.body["t"] in ("level", "superseded", "end", "recovered", "awaited")
+        if action.body["t"] == "awaited" and not self.fault(0.2):
+            for rank in self.ranks:
+                self.after(self.delay_s(rank), self.awaited, rank, rank.connection, action.body["word"])
         if action.body["t"] == "end":
             for rank in self.ranks:
                 self.after(self.random.uniform(0, 0.01), self.told_to_end, rank, rank.connection, action.body)
@@ -396,6 +407,13 @@ class Sim:
         if connection == rank.connection:
             self.die(rank)
 
+    def awaited(self, rank: Rank, connection: int, packed: int) -> None:
+        word = Word.unpack(packed)
+        assert word is not None
+        past = word.place(rank.ended, rank.sub) is not Place.EARLY
+        if connection == rank.connection and rank.alive and past and rank.seen != word.round:
+            self.send(rank, self.group.missed, rank.number, word.round, "late")
+
     def die(self, rank: Rank) -> None:
         rank.alive = False
         for key in [k for k in self.unanswered if k[1] == rank.number]:
@@ -440,10 +458,12 @@ class Sim:
             rank.then()
 
     def end(self, rank: Rank) -> None:
-        """A step ends where all ranks have entered it: training is a chain of collectives."""
+        """A step ends where all ranks are in it, or have ended it: training is a chain of collectives, and who waits at
+        a boundary is in none."""
         if not rank.alive:
             return
-        if any(not r.alive or r.step < rank.step for r in self.ranks) or (self.hung and self.world > 1):
+        inside = all(r.alive and (r.ended >= rank.step or (r.step == rank.step and not r.blocked)) for r in self.ranks)
+        if not inside or (self.hung and self.world > 1):
             self.after(0.5 if self.hung else self.step_s, self.end, rank)
             return
         rank.ended = rank.step

@@ -184,6 +184,7 @@ FROM_A_RANK: list[tuple[str, dict[str, Any]]] = [
     ),
     ("missed", {"round": INF, "why": ""}),
     ("save", {"tick": "x", "why": "save"}),
+    ("unsavable", {"tick": "x", "why": ""}),
     ("held", {"round": INF}),
 ]
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.choosing import Course
+from ckpt.agent.choosing import SLACK, Course
 from ckpt.agent.control import ControlPage, Kind, Word
-from ckpt.agent.facts import Store, Why
-from ckpt.agent.leaving import ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
+from ckpt.agent.facts import REJOIN_S, Store, Why
+from ckpt.agent.group import Group
+from ckpt.agent.leaving import ASK_LATE_S, ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver
@@ -85,6 +87,49 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
     driver.train(at_s - driver.group.need_s - driver.now_s)
     assert driver.is_hold()
     assert driver.word().step <= driver.steps[0] + 2
+
+
+def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_others_go_on() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(60.0, at_once=True)
+    word = driver.word()
+    driver.steps = [word.step + 1] * 2
+    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    assert driver.hold(word, range(1)) == {}
+
+    def asked() -> list[Word | None]:
+        return [Word.unpack(a.body["word"]) for a in driver.said if isinstance(a, do.Tell) and a.body["t"] == "awaited"]
+
+    assert not asked(), "it may be on its way"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= driver.now_s + ASK_LATE_S
+    for times in (1, 2, 3):
+        driver.now_s += ASK_LATE_S * (1 << times - 1)
+        driver.decide()
+        assert asked() == [word] * times, "a message may be lost"
+    driver.group.missed(1, word.round, "late")
+    driver.decide()
+    assert driver.answers("held")[0]["leave"] is False
+    assert driver.is_hold(), "and they leave a little later"
+    assert driver.word().step > word.step
+    driver.now_s += 10 * ASK_LATE_S
+    driver.decide()
+    assert len(asked()) == 3, "nobody holds"
+
+
+def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier() -> None:
+    driver = Warned()
+    driver.save_once()
+    before_s = driver.group.need_s
+    driver.group.layout(0)  # an optimizer has its state now
+    driver.decide()
+    assert driver.group.planned(driver.world + 1, "e", (300,) * driver.world, 3)
+    driver.make_ready()
+    assert driver.group.need_s == pytest.approx(before_s + SLACK * 2.0), "three seconds instead of one, with slack"
+    driver.save_once()
+    assert driver.group.need_s < before_s + SLACK * 2.0, "and then it is measured"
 
 
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
@@ -266,6 +311,61 @@ def test_one_that_moves_away_again_is_left_by_later() -> None:
     assert driver.group.course is Course.STAY
 
 
+def successor(world: int = 3) -> Warned:
+    """The agent after one that has died, in a job of several nodes; no rank has come back."""
+    driver = Warned(world)
+    driver.group = Group(world, driver.group.policy, 500)
+    driver.group.one_page = False
+    driver.group.resumed(driver.now_s)
+    return driver
+
+
+def asks(driver: Warned, rank: int, former: int = 0) -> Any:
+    """What it is told that comes back, from the page that it had, and holds at round 7."""
+    driver.group.told_before(former)
+    driver.group.joined(rank)
+    driver.hold(SimpleNamespace(round=7), range(rank, rank + 1))
+    return driver.answers("held").get(rank)
+
+
+def test_a_rank_that_was_not_told_yet_leaves_where_one_comes_back_that_was() -> None:
+    driver = successor()
+    assert asks(driver, 1) is None, "rank 0 may have left"
+    assert asks(driver, 0, former=7)["leave"]
+    assert driver.answers("held")[1]["leave"]
+    assert asks(driver, 2)["leave"]
+
+
+def test_so_it_does_where_one_goes_that_was_told() -> None:
+    driver = successor()
+    assert asks(driver, 1) is None
+    driver.group.joined(0)
+    sent_away(driver, 0)
+    assert driver.answers("held")[1]["leave"]
+
+
+def test_where_all_come_back_and_none_was_told_they_go_on() -> None:
+    driver = successor()
+    assert asks(driver, 1) is None
+    driver.group.joined(0)
+    driver.decide()
+    assert not driver.answers("held")
+    assert asks(driver, 2) == {"leave": False, "by_s": None}
+    assert driver.answers("held")[1] == {"leave": False, "by_s": None}
+
+
+def test_where_one_does_not_come_back_the_held_ones_leave() -> None:
+    driver = successor()
+    assert asks(driver, 1) is None
+    assert driver.group.next_wake_s(driver.now_s) is not None
+    driver.now_s += REJOIN_S - 1
+    driver.decide()
+    assert not driver.answers("held")
+    driver.now_s += 1
+    driver.decide()
+    assert driver.answers("held")[1]["leave"]
+
+
 def test_the_verdict_is_written_before_anybody_is_told() -> None:
     driver = Warned()
     driver.warn(5.0)
@@ -402,8 +502,8 @@ def test_a_deadline_that_has_passed_when_it_is_told_may_come_at_any_moment() -> 
     assert driver.is_hold()
 
 
-def signalled(driver: Warned, lead_s: float = 30.0) -> None:
-    driver.warn(lead_s, "SIGTERM", source=SIGNAL, at_once=True)
+def signalled(driver: Warned, lead_s: float = 30.0, key: str = "SIGTERM") -> None:
+    driver.warn(lead_s, key, source=SIGNAL, at_once=True)
 
 
 def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
@@ -456,6 +556,28 @@ def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
     assert driver.answers("held")[0]["leave"] is True
 
 
+def test_a_signal_that_no_launcher_restarts_by_leaves_all_the_time_there_is_unless_a_rank_is_gone() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.train(2.0)
+    signalled(driver, 90.0, "SIGUSR1")
+    driver.now_s += 60.0  # an evaluation, without a boundary
+    driver.decide()
+    assert not driver.ends()
+    word = driver.take()
+    assert driver.hold(word) == {0: True, 1: True}
+    driver = Warned()
+    signalled(driver, 90.0, "SIGUSR1")
+    driver.now_s += 90.0 - END_S
+    driver.decide()
+    assert len(driver.ends()) == 1, "but not longer"
+    driver = Warned()
+    signalled(driver, 90.0, "SIGUSR1")
+    driver.group.died(1)
+    driver.decide()
+    assert len(driver.ends()) == 1
+
+
 def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapshot() -> None:
     driver = Warned(slots=1)
     driver.train(2.0)
@@ -463,7 +585,7 @@ def test_they_do_not_while_they_train_on_and_no_slot_is_free_for_the_last_snapsh
     answer = driver.answers("save")[0]
     driver.stage(answer["round"], Tick(driver.steps[0] - 1, 1), answer["slot"])
     driver.group.assembled(answer["slot"], answer["round"], "")  # and its commit takes long
-    driver.warn(30.0, source=SIGNAL)
+    driver.warn(30.0, "SIGTERM", source=SIGNAL)
     for _ in range(10):
         driver.train(1.0)
     assert not driver.ends()

@@ -3,7 +3,9 @@ around one notice, with a bounded number of faults. What random schedules may mi
 
 What can happen: a rank comes to a boundary; a message arrives, in the order of its connection, however late; the
 verdict reaches a rank; hashing ends; time passes; the notice is taken back. The faults: a message is lost or comes
-twice, a connection breaks, the agent dies and the next one knows nothing, a rank dies.
+twice, a connection breaks, the agent dies and the next one knows nothing, a rank dies. Where each rank is on a node of
+its own, with that agent on the first one's, each has a control page of its own; what goes to another node's agent comes
+there in order, or is lost with the agent that sent it; and such an agent may die, too.
 CKPT_SIM_DEEP=1 adds the starts that take minutes.
 
 After every path of choices the faults end, and everybody must come to an end or train on: nobody hangs at a hold. On
@@ -25,7 +27,8 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.agent.leaving import RESTARTS, SIGNAL, Standing
+from ckpt.agent.members import Presence
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -33,8 +36,9 @@ LAST_STEP = 4  # enough for an appointment, and for another one after it
 CALM_STEPS = 30
 CALM_MAX = 2000  # moves; more than any path to the end takes
 LEAD_S = 30.0
+KEY = RESTARTS
 
-FAULTS = ("lose", "repeat", "break", "die", "kill")
+FAULTS = ("lose", "repeat", "break", "die", "kill", "restart")
 Move = tuple[Any, ...]
 
 
@@ -72,6 +76,9 @@ class World:
     hashing: tuple[int, int] | None = None
     stands: bool = True
     told: bool = False  # the present agent
+    at: list[int] = field(default_factory=list)  # by rank: the page of its node
+    nodes: bool = False  # whether each rank is on one of its own
+    to_node: list[list[Move]] = field(default_factory=list)
     broken: bool = False  # a rank is dead, or they were told to end
     may_withdraw: bool = True
     last_step: int = LAST_STEP
@@ -80,10 +87,15 @@ class World:
     outcomes: list[str] = field(default_factory=list)
 
 
-def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False) -> World:
+def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False, nodes: bool = False) -> World:
     """A last appointment is made, for the end of the step that all ranks are in. `ahead`: but for the first one, which
-    was past it before it could read that."""
-    made = World(_agent(world, 1), [Rank() for _ in range(world)], source, faults, waits)
+    was past it before it could read that. `nodes`: each is on one of its own."""
+    made = World(_agent(world, 1, nodes), [Rank() for _ in range(world)], source, faults, waits, nodes=nodes)
+    made.to_node = [[] for _ in range(world)]
+    made.at = [0] * world
+    for rank in range(1, world if nodes else 1):
+        made.pages.append(0)
+        made.at[rank] = made.ranks[rank].page = rank
     for rank in range(world):
         made.group.joined(rank)
         made.group.layout(rank)
@@ -97,8 +109,10 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False)
     return made
 
 
-def _agent(world: int, first_round: int) -> Group:
-    return Group(world, Every(steps=1000), first_round=first_round)
+def _agent(world: int, first_round: int, nodes: bool) -> Group:
+    made = Group(world, Every(steps=1000), first_round=first_round)
+    made.one_page = not nodes
+    return made
 
 
 # -- what can happen
@@ -112,6 +126,10 @@ def moves(w: World) -> Iterator[Move]:
             yield "arrive", number
         if rank.to_rank:
             yield "hear", number
+        if w.to_node[number]:
+            yield "relay", number
+        if not rank.connected and rank.phase == "left" and w.nodes:
+            yield "goes", number
         if not rank.connected and rank.phase in ("trains", "holds"):
             yield ("rejoin" if rank.checked or rank.phase == "trains" else "check"), number
     if w.hashing is not None:
@@ -135,13 +153,21 @@ def faults(w: World) -> Iterator[Move]:
             yield "break", number
         if rank.phase in ("trains", "holds"):
             yield "die", number
+        if w.nodes and number and rank.phase in ("trains", "holds"):
+            yield "restart", number
     yield ("kill",)
 
 
 def _may_end_step(w: World, rank: Rank) -> bool:
-    """Training is a chain of collectives: a step ends where all ranks have entered it."""
-    return rank.step <= w.last_step and all(
-        other.phase in ("trains", "holds") and other.step >= rank.step for other in w.ranks
+    """Training is a chain of collectives: a step ends where all ranks are in it, or beyond. One that holds is not."""
+    return (
+        rank.step <= w.last_step
+        and all(
+            other.step + (other.phase == "trains") > rank.step
+            for other in w.ranks
+            if other.phase not in ("left", "dead")
+        )
+        and all(other.phase in ("trains", "holds") for other in w.ranks)
     )
 
 
@@ -201,6 +227,10 @@ def _hear(w: World, number: int) -> None:
             _acts(w, number, round_, leave)
         case ("end",):
             _die(w, number)
+        case ("awaited", word):
+            past = word.place(rank.step - 1, 0) is not Place.EARLY
+            if rank.phase == "trains" and rank.seen != word.round and past:
+                rank.to_agent.append(("missed", word.round))
 
 
 def _acts(w: World, number: int, round_: int, leave: bool) -> None:
@@ -217,6 +247,21 @@ def _acts(w: World, number: int, round_: int, leave: bool) -> None:
             decide(w)
     else:
         rank.phase = "trains"
+
+
+def _relay(w: World, number: int) -> None:
+    """What the agent has sent to that rank's node."""
+    match w.to_node[number].pop(0):
+        case ("page", round_):
+            w.pages[w.at[number]] = round_
+        case ("verdict", connection, round_, leave):
+            _tells(w, number, connection, round_, leave)
+
+
+def _tells(w: World, number: int, connection: int, round_: int, leave: bool) -> None:
+    rank = w.ranks[number]
+    if connection == rank.connection and rank.phase == "holds":
+        rank.to_rank.append(("verdict", round_, leave))
 
 
 def _break(w: World, number: int) -> None:
@@ -243,15 +288,33 @@ def _check(w: World, number: int) -> None:
 
 def _rejoin(w: World, number: int) -> None:
     rank = w.ranks[number]
-    newest = len(w.pages) - 1
-    if rank.page != newest:
-        rank.left_by, rank.page, rank.seen = w.pages[rank.page], newest, 0
+    w.group.told_before(w.pages[rank.page] or rank.left_by)
+    if rank.page != w.at[number]:
+        rank.left_by, rank.page, rank.seen = w.pages[rank.page] or rank.left_by, w.at[number], 0
     rank.connected = rank.shows = True
     w.group.joined(number)
     w.group.layout(number)
     if rank.phase == "holds":
         rank.to_agent.append(("held", rank.round, rank.connection))
     decide(w)
+
+
+def _goes(w: World, number: int) -> None:
+    """It leaves, and says so to the next agent: it joins, to be answered once what it staged is safe."""
+    if w.group.members[number].presence is Presence.HERE:
+        _rejoin(w, number)
+        w.group.sent_away("", LEAD_S, None)
+        w.group.leave(number, ("leave", number))
+        decide(w)
+    w.ranks[number].connected = True
+
+
+def _restart(w: World, number: int) -> None:
+    """The agent of another node: it knows nothing, and its page says nothing."""
+    w.pages.append(0)
+    w.at[number] = len(w.pages) - 1
+    w.to_node[number].clear()
+    _break(w, number)
 
 
 def _die(w: World, number: int) -> None:
@@ -269,10 +332,13 @@ def _die(w: World, number: int) -> None:
 def _kill(w: World) -> None:
     """The agent. Who has left, or is dead, is unknown to the next one."""
     w.pages.append(0)
-    w.group = _agent(len(w.ranks), 100 * len(w.pages))
+    w.group = _agent(len(w.ranks), 100 * len(w.pages), w.nodes)
     w.group.resumed(w.now_s)
     w.word, w.hashing, w.told = None, None, False
     for number in range(len(w.ranks)):
+        if number == 0 or not w.nodes:
+            w.at[number] = len(w.pages) - 1
+        w.to_node[number].clear()
         _disconnect(w, number)
     decide(w)
 
@@ -287,13 +353,13 @@ def _hashed(w: World) -> None:
 
 def _tell(w: World) -> None:
     w.told = True
-    w.group.warn(Standing(w.source, "1", LEAD_S, w.now_s, at_once=True))
+    w.group.warn(Standing(w.source, KEY, LEAD_S, w.now_s, at_once=True))
     decide(w)
 
 
 def _withdraw(w: World) -> None:
     w.stands = w.may_withdraw = False
-    w.group.withdrawn(w.source, "1")
+    w.group.withdrawn(w.source, KEY)
     decide(w)
 
 
@@ -334,14 +400,19 @@ def _carry_out(w: World, action: do.Action) -> None:
         case do.Commit(slot):
             group.committed(slot, "", w.now_s)  # when it ends makes no difference to the verdict
         case do.Answer(("held", number, round_, connection), body):
-            rank = ranks[number]
-            if connection == rank.connection and rank.phase == "holds":
-                rank.to_rank.append(("verdict", round_, body["leave"]))
+            if w.nodes and number:
+                w.to_node[number].append(("verdict", connection, round_, body["leave"]))
+            else:
+                _tells(w, number, connection, round_, body["leave"])
         case do.Tell({"t": "end"}):
             w.broken = True
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):
                     rank.to_rank.append(("end",))
+        case do.Tell({"t": "awaited", "word": packed}):
+            for rank in ranks:
+                if rank.connected and rank.phase in ("trains", "holds"):
+                    rank.to_rank.append(("awaited", Word.unpack(packed)))
         case do.Outcome(body):
             w.outcomes.append(body["how"])
         case do.Close():
@@ -349,8 +420,10 @@ def _carry_out(w: World, action: do.Action) -> None:
 
 
 def _judged(w: World, number: int) -> None:
-    assert not w.pages[-1], "two verdicts"
-    w.pages[-1] = number
+    assert not w.pages[w.at[0]], "two verdicts"
+    w.pages[w.at[0]] = number
+    for other in range(1, len(w.ranks) if w.nodes else 1):
+        w.to_node[other].append(("page", number))
     if not w.broken:
         assert all(rank.phase == "holds" and rank.round == number for rank in w.ranks), "who does not hold leaves"
         (round_,) = (each.round for each in w.group.slots if each.round is not None and each.round.number == number)
@@ -364,6 +437,7 @@ def _judged(w: World, number: int) -> None:
 def comes_to_an_end(w: World) -> str:
     """Nothing goes wrong any more. What becomes of the job."""
     w.may_withdraw, w.faults, w.waits = False, 0, 0
+    in_time = w.stands and w.now_s < LEAD_S
     w.last_step += CALM_STEPS
     for _ in range(CALM_MAX):
         move = next(moves(w), None)
@@ -378,6 +452,7 @@ def comes_to_an_end(w: World) -> str:
         return "broken"
     assert phases in ({"left"}, {"trains"}), f"some are here, some are not: {w.ranks}"
     if phases == {"trains"}:
+        assert not in_time, "the deadline has passed, and nobody has left"
         assert all(rank.step > w.last_step for rank in w.ranks), f"training stands still: {w.ranks}"
         return "stayed"
     assert w.outcomes or len(w.pages) > 1, "they left, and nobody said what was saved"
@@ -411,7 +486,7 @@ def _checked(what: Any, world: World, path: tuple[Move, ...], *given: Any) -> An
         raise AssertionError(f"{exc}\nafter {list(path)}") from exc
 
 
-Start = tuple[int, str, int, int, bool]  # of `begin`
+Start = tuple[Any, ...]  # of `begin`
 STARTS: list[Start] = [
     (2, "cloud", 1, 0, False),
     (2, SIGNAL, 1, 0, False),
@@ -419,8 +494,17 @@ STARTS: list[Start] = [
     (2, SIGNAL, 1, 1, True),
     (3, "cloud", 0, 0, False),
     (3, "cloud", 1, 0, True),
+    (2, "cloud", 1, 0, False, True),
 ]
-DEEP: list[Start] = [(2, SIGNAL, 2, 0, False), (2, "cloud", 1, 2, False), (3, SIGNAL, 1, 0, False)]
+DEEP: list[Start] = [
+    (2, SIGNAL, 2, 0, False),
+    (2, "cloud", 1, 2, False),
+    (3, SIGNAL, 1, 0, False),
+    (2, SIGNAL, 1, 0, False, True),
+    (2, "cloud", 1, 1, False, True),
+    (2, "cloud", 2, 0, False, True),
+    (3, "cloud", 1, 0, False, True),
+]
 
 
 @pytest.mark.timeout(3600)

@@ -165,6 +165,7 @@ class Noticed(Sim):
                     rank.left = True  # else it comes to the next agent with what it has staged
                 elif key[0] == "save":  # fails; at the end the rank tries again at the next tick, else it goes on
                     rank.waits_for, rank.blocked = None, False
+                    rank.gave_up = Tick(rank.ended, rank.sub)
                     self.after(1.5, self.proceed, rank)
             self.after(self.random.uniform(0.1, 1.0), self.rejoin, rank)
         self.in_agent(60.0, self.give_up_recovery)

@@ -101,6 +101,22 @@ def test_a_source_is_listened_to_until_the_job_is_gone_and_then_forgotten(tmp_pa
     loop.listening.close()
 
 
+def test_what_counts_from_when_it_was_seen_counts_on_for_the_job_that_comes_next(tmp_path: Path) -> None:
+    loop = Loop()
+    word = tmp_path / "word"
+    word.touch()
+    sources = Sources("given", file=str(word))
+    for _ in range(2):
+        loop.listening.follow(sources)
+        loop.run()
+        loop.listening.stop()
+    first, again = loop.told
+    assert isinstance(first, Notice)
+    assert isinstance(again, Notice)
+    assert again.deadline_s == first.deadline_s
+    loop.listening.close()
+
+
 def test_what_a_stopped_listener_still_tells_is_not_heard(tmp_path: Path) -> None:
     loop = Loop()
     (tmp_path / "word").touch()
@@ -115,10 +131,15 @@ def test_what_a_stopped_listener_still_tells_is_not_heard(tmp_path: Path) -> Non
 
 def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) -> None:
     loop = Loop()
-    loop.listening.follow(Sources("given", (("AWS_EC2_METADATA_SERVICE_ENDPOINT", "ftp://nowhere"),)))
-    loop.run()
-    assert [event.name for event in loop.events] == ["notices.failed"]
-    assert loop.events[0].loud
+    word = tmp_path / "word"
+    word.touch()
+    named = (("AWS_EC2_METADATA_SERVICE_ENDPOINT", "ftp://nowhere"),)
+    loop.listening.follow(Sources("given", named, slurm_job="none", file=str(word)))
+    while not loop.told:
+        loop.run()
+    assert [event.name for event in loop.events] == ["notices.failed"] * 2
+    assert all(event.loud for event in loop.events)
+    assert list(loop.listening.standing) == [("file", str(word))]
     loop.listening.close()
 
 

@@ -42,6 +42,7 @@ def told(count: int = COUNT, addresses: int = 4) -> list[dict[str, Any]]:
             "addresses": [f"127.0.{node // 200}.{at}:1" for at in range(1, addresses + 1)],
             "domains": ["zone-a", f"rack-{node // 16}"],
             "ranks": list(range(RANKS * node, RANKS * (node + 1))),
+            "link_bytes_s": 125_000_000 if node % 2 else 0,
         }
         for node in range(count)
     ]
@@ -66,8 +67,8 @@ def test_all_nodes_of_the_largest_job_are_named_in_one_blob() -> None:
 def test_what_is_told_of_a_thousand_nodes_is_what_is_known_of_them() -> None:
     nodes = told()
     known = nodes_from(encode_nodes(nodes), COUNT * RANKS)
-    assert [(n.name, list(map(str, n.addresses)), list(n.domains), list(n.ranks)) for n in known] == [
-        (n["name"], n["addresses"], n["domains"], n["ranks"]) for n in nodes
+    assert [(n.name, list(map(str, n.addresses)), list(n.domains), list(n.ranks), n.link_bytes_s) for n in known] == [
+        (n["name"], n["addresses"], n["domains"], n["ranks"], n["link_bytes_s"]) for n in nodes
     ]
     assert leader_of(nodes) == known[0].name
     assert leader_of([]) == ""

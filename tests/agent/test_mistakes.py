@@ -20,7 +20,7 @@ import pytest
 
 from ckpt.agent import wire
 from ckpt.agent.arena import Arena
-from ckpt.agent.carrier import Member, Services
+from ckpt.agent.basis import Member, Services
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
 from ckpt.agent.memory import Taken
@@ -58,7 +58,7 @@ class Idle:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     made = Server(tmp_path / "s")
     yield made

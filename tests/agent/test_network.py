@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network, NodeAt, link_bytes_s
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
@@ -109,3 +111,13 @@ def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_th
             assert answers == [""]
         one.close()
         two.close()
+
+
+def test_of_an_address_of_this_host_it_is_known_what_its_link_carries_if_the_system_says_so() -> None:
+    links = {name: each.speed for name, each in psutil.net_if_stats().items()}
+    assert links
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family == socket.AF_INET and name in links:
+                assert link_bytes_s(Address(each.address, 1)) == links[name] * 125_000
+    assert link_bytes_s(Address("203.0.113.9", 1)) == 0, "nobody here has that address"

@@ -15,10 +15,13 @@ from ckpt.agent import memory
 from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
 from ckpt.agent.fence import Fence
+from ckpt.agent.group import Group
+from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
-from ckpt.agent.relief import PERIOD_S, Held, missing_bytes, which_go
+from ckpt.agent.relief import PERIOD_S, Begun, Held, missing_bytes, which_go
 from ckpt.events import Event
-from ckpt.types import Epoch
+from ckpt.policy.every import Every
+from ckpt.types import Epoch, Identity, Tick
 
 GIB = 1 << 30
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
@@ -49,6 +52,24 @@ def test_whatever_is_held_what_goes_is_idle_and_leaves_something_newer_that_is_c
                 assert any(newer.complete and newer.epoch > each.epoch for newer in left)
 
 
+def test_what_a_start_went_on_from_stays_and_what_it_did_not_goes_though_nothing_newer_is_complete() -> None:
+    """Two was whole on its nodes, and never safe: one of them was lost, and three went on from one."""
+    held = [Held(ONE, GIB, True, True), Held(TWO, GIB, False, True)]
+    assert which_go(held, 9 * GIB) == [], "nobody has gone on yet"
+    assert which_go(held, 9 * GIB, Begun(THREE, Identity(ONE, Tick(5)))) == [TWO]
+    assert which_go(held, 9 * GIB, Begun(THREE, Identity(TWO, Tick(5)))) == [ONE]
+    assert which_go(held, 9 * GIB, Begun(THREE, None)) == [], "why it began afresh is not known"
+    assert which_go(held, 9 * GIB, Begun(TWO, Identity(ONE, Tick(5)))) == [], "its own"
+
+
+def test_only_what_a_start_is_known_not_to_have_gone_on_from_is_outdated() -> None:
+    parent = Identity(ONE, Tick(5))
+    begun = Begun(THREE, parent)
+    assert [begun.outdates(each) for each in (parent, Identity(ONE, Tick(4)), Identity(TWO, Tick(9)))] == [0, 1, 1]
+    assert not begun.outdates(Identity(THREE, Tick(6)))
+    assert not Begun(THREE, None).outdates(parent)
+
+
 def test_all_there_is_counts_within_our_control_groups_limit(tmp_path: Path) -> None:
     text = "MemTotal:       65536000 kB\nMemAvailable:   33554432 kB\n"
     assert memory.total_bytes(text, tmp_path) == 65536000 << 10
@@ -64,7 +85,7 @@ class Former:
     def __init__(self, epoch: Epoch, complete: bool = True) -> None:
         self.epoch, self.is_idle, self.dropped = epoch, True, False
         self.own = SimpleNamespace(arena_bytes=GIB)
-        self.checkpoints = {0: object()} if complete else {}
+        self.has_complete = complete
 
     def drop(self, leave_others: bool = False) -> None:
         self.dropped = True
@@ -73,15 +94,26 @@ class Former:
 class Agent:
     """What `_tend_memory` sees of an agent."""
 
-    def __init__(self, former: list[Former]) -> None:
+    def __init__(self, former: list[Former], begun: Begun | None = None) -> None:
         self.former = former
+        self.followings: list[Any] = []
         self.copies = Copies(cast(Any, None), lambda what: what())
         self.fence = Fence()
+        self.begun = begun
         self.told: list[Event] = []
         self._relieved_s = -math.inf
 
     def _jobs(self) -> list[Former]:
         return self.former
+
+    def _begun(self) -> Begun | None:
+        return self.begun
+
+    def _give_back_copies(self, missing: int) -> tuple[int, int]:
+        return Keeper._give_back_copies(cast(Any, self), missing)
+
+    def _give_back_starts(self, missing: int) -> tuple[int, int]:
+        return Keeper._give_back_starts(cast(Any, self), missing)
 
     def _event(self, event: Event) -> None:
         self.told.append(event)
@@ -114,3 +146,60 @@ def test_an_agent_gives_back_what_is_only_warm_and_then_the_older_checkpoint_and
     assert [(event.name, event.loud) for event in agent.told] == [("memory.relief", False), ("memory.relief", True)]
     agent.former = []
     assert agent.look(140.0) is None
+
+
+def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_part_and_keeps_what_is_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "total_bytes", lambda: 50 * GIB)
+    free = [GIB - 1]
+    monkeypatch.setattr(memory, "free_bytes", lambda: free[0])
+    parent, older, failed = Identity(TWO, Tick(9)), Identity(ONE, Tick(5)), Identity(TWO, Tick(12))
+    agent = Agent([], Begun(THREE, parent))
+    for epoch in (ONE, TWO, THREE):
+        share = SimpleNamespace(arena_bytes=GIB // 2)
+        agent.followings.append(SimpleNamespace(epoch=epoch, ranks=share, has_ranks=epoch is THREE, over=False))
+    for identity in (parent, older, failed, Identity(THREE, Tick(13))):
+        agent.copies.add((identity, 0), Arena.create(1 << 20))
+    agent.look(100.0)
+    assert agent.copies.identities == {parent, failed, Identity(THREE, Tick(13))}, "no more than is missing"
+    free[0] = GIB - (1 << 20) - 1
+    agent.look(110.0)
+    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
+    assert [each.over for each in agent.followings] == [True, False, False]
+    free[0] = 0
+    agent.look(120.0)
+    assert agent.copies.identities == {parent, Identity(THREE, Tick(13))}
+    assert [each.over for each in agent.followings] == [True, False, False]
+    agent.copies.close()
+
+
+def test_a_start_that_asks_what_lies_here_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "total_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
+    agent = Agent([], Begun(TWO, Identity(ONE, Tick(9))))
+    agent.copies.add((Identity(ONE, Tick(5)), 0), Arena.create(1 << 20))
+    agent.fence.asked("a", TWO)
+    agent.look(100.0)
+    assert len(agent.copies.identities) == 1
+    agent.fence.over("a")
+    agent.look(110.0)
+    assert not agent.copies.identities
+    agent.copies.close()
+
+
+def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store() -> None:
+    group = Group(2, Every(steps=1))
+    group.replicates = True
+    job = SimpleNamespace(group=group, checkpoints={0: object()}, nodes=("a", "b"))
+    complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
+    group.holds(0, Tick(5), False)
+    assert not complete(), "it is gone with one of them"
+    group.found_safe(Tick(5))
+    assert complete()
+    group.copies_lost()
+    assert not complete()
+    group.committed_tick = Tick(5)
+    assert complete()
+    job.nodes, group.committed_tick = (), None
+    assert complete()

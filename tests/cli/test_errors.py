@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckpt import errors
 from ckpt.cli.exits import MEANING, Exit, exit_of
-from tests.cli.stores import begin, ckpt
+from tests.cli.stores import a_run, begin, ckpt, save
 
 COMMANDS = Path(__file__).parents[2] / "docs/commands.md"
 
@@ -99,9 +101,51 @@ def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit, monkey
     assert ckpt(monkeypatch, *words, "--json").json["error"]["message"]
 
 
-def test_no_permission_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_where_the_folder_should_be_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     said = ckpt(monkeypatch, "ls", blocked / "run")
-    assert said.code in (Exit.STORAGE, Exit.NO_CHECKPOINT)
+    assert said.code == Exit.STORAGE
+    assert "a file stands where a folder should be" in said.err
     assert "Traceback" not in said.err
+
+
+# What lets root read everything is given up before the command begins.
+UNPRIVILEGED = """
+import ctypes, os, sys
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, "-m", "ckpt.cli.main", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["prune", "--last", "1", "--yes"]], ids=" ".join)
+def test_no_permission_is_an_error_of_the_store(command: list[str], tmp_path: Path) -> None:
+    a_run(tmp_path)
+    hidden = tmp_path / "commits"
+    hidden.chmod(0)
+    try:
+        words = [command[0], str(tmp_path), *command[1:]]
+        said = subprocess.run([sys.executable, "-c", UNPRIVILEGED, *words], capture_output=True, text=True)
+    finally:
+        hidden.chmod(0o755)
+    assert said.returncode == Exit.STORAGE, said.stderr
+    assert f"{hidden}" in said.stderr
+    assert "needs to read and write there" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show -t"])
+def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(command: str, tmp_path: Path) -> None:
+    """Also where all of it would have fitted into the buffer, and is written as the program ends."""
+    save(tmp_path, begin(tmp_path), 10, {f"layer.{n:04}.weight": np.zeros(1, np.float32) for n in range(500)})
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        words = [sys.executable, "-m", "ckpt.cli.main", *command.split(), str(tmp_path)]
+        said = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert said.stderr == ""
+    assert said.returncode == Exit.UNREAD

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.cli.exits import Exit
 from tests.cli.stores import a_run, begin, ckpt, save
 
 
@@ -34,6 +35,33 @@ def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path, monkeypatc
     assert body["done"] is True
     assert _steps(monkeypatch, tmp_path) == [20, 40]
     assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+
+
+def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    (pack, *_) = (tmp_path / "data" / str(saved[-1])).rglob("*.pack")
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    before = _files(tmp_path)
+    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+    assert said.code == Exit.DIFFERENT
+    assert "step 40" in said.err
+    assert "nothing was let go" in said.err
+    assert _files(tmp_path) == before
+    assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes", "--no-check").code == 0
+    assert _steps(monkeypatch, tmp_path) == [40]
+
+
+def test_prune_leaves_what_lies_beside_the_run_and_does_not_stumble_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    (tmp_path / "latest").symlink_to("data")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "to-all").symlink_to("/")
+    assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes").code == 0
+    assert (tmp_path / "latest").is_symlink()
 
 
 def test_prune_keeps_the_best_and_takes_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ckpt import Checkpointer
+from ckpt.store.keys import pack_key
+from ckpt.types import Epoch, Identity, Tick
 from tests import servers
 from tests.cli.stores import a_run, ckpt, opened
 from tests.servers import Server, start_upload
 from tests.session.loops import make, wait_agent_gone
 
 URL = "s3://bucket/runs/one"
+PACK = pack_key(Identity(Epoch(1, "0" * 16), Tick(5)), "node", "0123456789ab", 0)
 
 
 def reach(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,15 +52,28 @@ def test_prune_ends_uploads_that_nobody_will_finish_and_only_those_of_the_run(mo
     with servers.moto() as server:  # it says of every upload that it began in 2010
         reach(server, monkeypatch)
         a_run(URL)
-        start_upload(server, "runs/one/data/unfinished")
-        start_upload(server, "runs/other/data/unfinished")
+        start_upload(server, f"runs/one/{PACK}")
+        start_upload(server, f"runs/other/{PACK}")
         assert ckpt(monkeypatch, "prune", URL).code == 0
         assert unfinished(URL) == 1, "without --yes it stays"
-        start_upload(server, "runs/one/data/unfinished")
+        start_upload(server, f"runs/one/{PACK}")
         assert ckpt(monkeypatch, "prune", URL, "--yes").code == 0
         assert unfinished(URL) == 0
         assert unfinished("s3://bucket/runs/other") == 1
         assert [row["step"] for row in ckpt(monkeypatch, "ls", URL, "--json").json["checkpoints"]] == [10, 20, 40]
+
+
+def test_prune_of_a_run_that_has_the_whole_bucket_leaves_what_others_upload_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with servers.moto() as server:  # it says of every upload that it began in 2010
+        reach(server, monkeypatch)
+        a_run("s3://bucket")
+        foreign = ("logs/today", "data/images.tar", f"nested/run/{PACK}", "commits/first")
+        for key in (*foreign, PACK):
+            start_upload(server, key)
+        assert ckpt(monkeypatch, "prune", "s3://bucket", "--yes").code == 0
+        assert unfinished("s3://bucket") == len(foreign)
 
 
 def test_prune_asked_of_a_running_agent_ends_uploads_too_where_nothing_is_retired(
@@ -71,7 +87,7 @@ def test_prune_asked_of_a_running_agent_ends_uploads_too_where_nothing_is_retire
                 job.train(step)
                 ck.step()
                 ck.save().wait("store", timeout_s=60)
-            start_upload(server, "runs/one/data/unfinished")
+            start_upload(server, f"runs/one/{PACK}")
             looked = ckpt(monkeypatch, "prune", URL)
             assert looked.code == 0
             assert "--yes also ends uploads" in looked.out

@@ -119,3 +119,14 @@ def test_of_the_table_of_levels_a_narrow_terminal_shows_whole_columns(width: int
 
 def test_a_terminal_without_room_for_anything_is_no_error() -> None:
     assert drawn(1, 1)
+
+
+def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_few() -> None:
+    row = {f"{name}_bytes": 1 << 20 for name in ("slots", "kept", "copies", "buffers", "total", "sends", "receives")}
+    nodes = [{"node": f"n{number}", "allowed_bytes": 1 << 30, "bound": "", **row} for number in range(12)]
+    job = {**JOB, "memory": {**JOB["memory"], "nodes": nodes, "nodes_left_out": 100}}
+    lines = view.text({**STATUS, "job": job}, 200).splitlines()
+    shown = [line for line in lines if "each time sends 1.0 MiB, gets 1.0 MiB" in line]
+    assert len(shown) == view.NODES
+    assert "copies 1.0 MiB" in shown[0]
+    assert any("and 104 more nodes" in line for line in lines)

@@ -73,7 +73,7 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
     ("version", "says"), [(VERSION + 1, "a newer ckpt is needed"), (65535, "version 65535"), (0, "never was")]
 )
 def test_another_version_is_named(version: int, says: str) -> None:
-    # A later version may hash in another way, so its number is read first.
+    # Whether it is sound or not: the hash at the end only says whether it is believed (see format.md).
     with pytest.raises(DamagedData, match=says):
         Reader(Kind.LAYOUT, HEADER.pack(MAGIC, version, Kind.LAYOUT, 0, 0) + b"whatever", "x")
 

@@ -15,7 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, NewerFormat, UsageError
+from ckpt.format import boxes as box_columns
 from ckpt.format import columns, record
 from ckpt.format.manifest import EXTENT, FRAME, PLACE, Manifest, Record, TensorSpec
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, Box, Epoch, Identity, Tick
@@ -59,6 +60,39 @@ def assert_equal(a: Record, b: Record) -> None:
 
 def test_a_record_comes_back_equal() -> None:
     done = small()
+    assert_equal(record.decode(record.encode(done), KEY), done)
+
+
+def _with(**changes: Any) -> Record:
+    """`small`, but for these of its manifest."""
+    done = small()
+    return replace(done, manifest=replace(done.manifest, **changes))
+
+
+TOO_MUCH: dict[str, Callable[[], Record]] = {
+    "tensors": lambda: _with(tensors=(TensorSpec("a", "int8", ()),) * (box_columns.TENSORS_MAX + 1)),
+    "dimensions": lambda: _with(tensors=(TensorSpec("a", "int8", (1,) * (box_columns.NDIM_MAX + 1)),)),
+    "shapes": lambda: _with(tensors=(TensorSpec("a", "int8", (1,) * 64),) * (box_columns.NUMBERS_MAX // 64 + 1)),
+    "boxes": lambda: _with(boxes=((0, Box((), ())),) * (box_columns.BOXES_MAX + 1)),
+    "all boxes": lambda: _with(boxes=((0, Box((0,) * 64, (1,) * 64)),) * (box_columns.NUMBERS_MAX // 64 + 1)),
+    "frames": lambda: _with(frames=np.zeros(FRAMES_MAX + 1, FRAME)),
+    "extents": lambda: _with(extents=np.zeros(record.EXTENTS_MAX + 1, EXTENT)),
+    "ranks": lambda: _with(coordinates=("rank=0",) * (record.RANKS_MAX + 1)),
+    "packs": lambda: replace(small(), packs=(small().packs[0],) * (FRAMES_MAX + 1)),
+    "metrics": lambda: replace(small(), metrics={str(n): 0.0 for n in range(record.METRICS_MAX + 1)}),
+    "about itself": lambda: replace(small(), about={"a": "b" * record.ABOUT_BYTES_MAX}),
+    "the name": lambda: replace(small(), metrics={"a" * (columns.STRING_BYTES_MAX + 1): 0.0}),
+}
+
+
+@pytest.mark.parametrize("what", sorted(TOO_MUCH))
+def test_what_a_reader_would_refuse_as_too_much_is_not_written(what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        record.encode(TOO_MUCH[what]())
+
+
+def test_as_many_metrics_as_are_allowed_come_back() -> None:
+    done = replace(small(), metrics={str(n): float(n) for n in range(record.METRICS_MAX)})
     assert_equal(record.decode(record.encode(done), KEY), done)
 
 
@@ -294,7 +328,11 @@ def test_an_identity_that_is_not_well_formed_is_refused(name: str) -> None:
 def test_a_record_of_a_later_version_asks_for_a_newer_ckpt() -> None:
     data = bytearray(record.encode(small()))
     data[8:10] = (columns.VERSION + 1).to_bytes(2, "little")
-    with pytest.raises(DamagedData, match=rf"{KEY}: format version 2.*newer ckpt is needed"):
+    with pytest.raises(DamagedData) as caught:
+        record.decode(bytes(data), KEY)
+    assert not isinstance(caught.value, NewerFormat), "a flipped bit is damage"
+    data[-columns.HASH_BYTES :] = xxhash.xxh3_128_digest(data[: -columns.HASH_BYTES])
+    with pytest.raises(NewerFormat, match=rf"{KEY}: format version 2.*newer ckpt is needed"):
         record.decode(bytes(data), KEY)
 
 

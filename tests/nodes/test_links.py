@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
+from ckpt.agent.facts import REJOIN_S
+from ckpt.agent.peers.sockets import SILENT_S
 from tests.nodes.jobs import ELASTIC, Elastic, check_losses, check_memory
 from tests.nodes.lan import Lan
 from tests.nodes.train import losses
@@ -12,19 +16,21 @@ from tests.nodes.train import losses
 pytestmark = ELASTIC
 
 EVERY = 20
-CUT_S = 25.0  # longer than SILENT_S: the agents take each other for lost
+CUT_S = SILENT_S + REJOIN_S + 10.0  # the agents take each other for lost, and the ranks there for away for long
 
 
+@pytest.mark.parametrize("rank", [2, 0])
 def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_the_middle_of_a_save(
-    lan: Lan, tmp_path: Path
+    rank: int, lan: Lan, tmp_path: Path
 ) -> None:
+    """That of a node, and that of the coordinator's."""
     end = tmp_path / "end"
     job = Elastic(
         lan, tmp_path, 100_000, "--every", str(EVERY), "--mib", "6", "--end", str(end), nodes=(2, 3), apart=True
     )
     job.start(3)
     job.safe_after(0.0, world=3)
-    far = job.places[job.node_of(2)]
+    far = job.places[job.node_of(rank)]
 
     lan.slow(far, mbit=10)
     slowed = time.time()

@@ -9,7 +9,7 @@ import urllib.parse
 import pytest
 
 from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener
-from ckpt.notices.notice import Notice
+from ckpt.notices.notice import Notice, Withdrawn
 from tests.notices.fakes import BOUND_S, NOW_S, Asked, Bad, Clock, FakeService, Says, Turns, heard, listening, serving
 
 
@@ -112,3 +112,22 @@ def test_maintenance_is_certain_only_where_the_machine_stops(value: str, certain
         assert engine.paths() == ["GET /computeMetadata/v1/instance/maintenance-event"]
     assert isinstance(notice, Notice)
     assert (notice.source, notice.certain, notice.deadline_s) == ("gcp-maintenance", certain, NOW_S + 60)
+
+
+def test_the_lead_counts_on_where_another_listener_takes_over_and_anew_where_it_was_taken_back() -> None:
+    clock, first = Clock(), dict[str, dict[str, float]]()
+
+    def hears(value: str) -> list[Notice | Withdrawn]:
+        with serving(Engine(value)) as engine:
+            return heard(GcpListener(PREEMPTED, engine.endpoint, now_s=clock.now_s, first=first), clock)
+
+    for later_s, left_s in ((0.0, 30.0), (20.0, 10.0), (600.0, 30.0)):  # the last: perhaps it was, unheard
+        clock.now += later_s
+        (notice,) = hears("TRUE")
+        assert isinstance(notice, Notice)
+        assert notice.deadline_s == clock.now + left_s
+    assert hears("FALSE") == [Withdrawn("gcp-preempted", "TRUE")], "whoever was told that by the one before"
+    clock.now += 5.0
+    (notice,) = hears("TRUE")
+    assert isinstance(notice, Notice)
+    assert notice.deadline_s == clock.now + 30.0

@@ -53,6 +53,31 @@ def test_the_end_that_the_job_knows_is_told_at_once_and_nothing_is_run(squeue: S
     assert told == [Notice(NOW_S + 3600, "slurm", True, "4711", "the allocation of Slurm job 4711 ends")]
 
 
+def test_near_the_end_it_is_asked_once_whether_that_was_moved(squeue: Squeue) -> None:
+    clock = Clock()
+    ours = SlurmListener("4711", NOW_S + 3600, squeue=squeue.path, now_s=clock.now_s)
+    stop, told = Turns(clock, lambda: squeue.says("2:15:00"), lambda: squeue.says("15:00"), same), list[object]()
+    ours.listen(stop, told.append)
+    assert stop.pauses == [2700.0, 7200.0]
+    assert [each.deadline_s for each in told if isinstance(each, Notice)] == [NOW_S + 3600, NOW_S + 10800]
+    assert len(told) == len(squeue.asked()) == 2
+
+
+def test_a_limit_that_was_lifted_meanwhile_withdraws(squeue: Squeue) -> None:
+    clock = Clock()
+    ours = SlurmListener("4711", NOW_S + 3600, squeue=squeue.path, now_s=clock.now_s)
+    squeue.says("UNLIMITED")
+    assert heard(ours, clock, same)[1:] == [Withdrawn("slurm", "4711")]
+
+
+@pytest.mark.parametrize("fault", ["a status", "nothing", "garbage"])
+def test_where_squeue_gives_no_answer_then_the_end_stays_as_the_job_knows_it(squeue: Squeue, fault: str) -> None:
+    clock = Clock()
+    ours = SlurmListener("4711", NOW_S + 600, squeue=squeue.path, now_s=clock.now_s)
+    squeue.runs(FAULTS[fault])
+    assert len(heard(ours, clock, same)) == 1
+
+
 def test_else_squeue_is_asked_for_the_time_left(squeue: Squeue) -> None:
     clock = Clock()
     squeue.says("1-02:03:04")

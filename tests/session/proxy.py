@@ -12,7 +12,7 @@ Fault model, for each request that a rule of `fail` picks (the newest rule that 
 else passes unchanged, Host and signature included.
 
 `limit` makes the way to the server a link of so many bytes per second, which all requests share; replies are not
-slowed.
+slowed. What meets no fault goes on to the server as it comes; a fault is for requests that begin after it was planned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from http.server import ThreadingHTTPServer
 
@@ -32,6 +32,9 @@ from tests.handlers import FaultyHandler
 from tests.servers import Server
 
 UPSTREAM_TIMEOUT_S = 30.0
+
+Headers = list[tuple[str, str]]
+Reply = tuple[int, Headers, bytes]  # status, headers, body
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,27 @@ class Proxy(ThreadingHTTPServer):
 
     def judge(self, method: str, key: str, who: str) -> tuple[Fault | None, threading.Event]:
         with self._changed:
-            for rule in reversed(self._rules):
-                if rule.method not in ("*", method) or rule.who not in ("*", who):
-                    continue
-                if rule.left > 0 and fnmatch.fnmatchcase(key, rule.key):
-                    rule.left -= 1
-                    self.met.append(f"{method} {key}")
-                    self._held += rule.fault == HELD
-                    self._changed.notify_all()
-                    return rule.fault, self._healed
-            return None, self._healed
+            rule = self._rule(method, key, who)
+            if rule is None:
+                return None, self._healed
+            rule.left -= 1
+            self.met.append(f"{method} {key}")
+            self._held += rule.fault == HELD
+            self._changed.notify_all()
+            return rule.fault, self._healed
+
+    def plans(self, method: str, key: str, who: str) -> bool:
+        """Whether such a request would meet a fault."""
+        with self._changed:
+            return self._rule(method, key, who) is not None
+
+    def _rule(self, method: str, key: str, who: str) -> _Rule | None:
+        for rule in reversed(self._rules):
+            if rule.method not in ("*", method) or rule.who not in ("*", who):
+                continue
+            if rule.left > 0 and fnmatch.fnmatchcase(key, rule.key):
+                return rule
+        return None
 
     def let_go(self) -> None:
         """A request that was held is dealt with."""
@@ -172,61 +186,84 @@ def proxy(server: Server) -> Iterator[Proxy]:
         thread.join(10)
 
 
+class _ClientGone(Exception):
+    """It died in the middle of what it sent."""
+
+
 class _Handler(FaultyHandler):
     server: Proxy
 
     def do_GET(self) -> None:
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        data = self._receive(length := int(self.headers.get("Content-Length", 0)))
-        if len(data) < length:  # the client died in the middle of it: the server never hears of it
+        try:
+            self._pass()
+        except _ClientGone:  # the server never has all of it
             self.close_connection = True
-            return
+
+    do_PUT = do_HEAD = do_POST = do_DELETE = do_GET
+
+    def _pass(self) -> None:
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         who = self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
         key = path.removeprefix(f"/{self.server.bucket}/")
-        self.server.heard.append((self.command, key, self.headers.get("x-amz-content-sha256", "")))
-        fault, healed = self.server.judge(self.command, key, who)
-        if fault == HELD:
+        asked = self.command, key, who
+        if not self.server.plans(*asked):
+            done = self._ask_server(self._body())  # as it comes: the link does not wait for the server
+            self._note(key)
+            self._reply(*done)
+            return
+        data = b"".join(self._body())
+        self._note(key)
+        fault, healed = self.server.judge(*asked)
+        if fault is None:
+            self._reply(*self._ask_server([data]))
+        elif fault == HELD:
             healed.wait()
             try:
-                done = None if self.server.is_ending else self._pass_on(data)
+                done = None if self.server.is_ending else self._ask_server([data])
             finally:
                 self.server.let_go()
             if done is None:
                 self.close_connection = True
             else:
-                self._reply(*done, None)
+                self._reply(*done)
         elif fault == RESET:
             self.reset()
-        elif fault is not None and fault.status:
+        elif fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>planned</Message></Error>".encode()
-            self._reply(fault.status, [], body, None)
+            self._reply(fault.status, [], body)
+        elif fault == LOST_REPLY:
+            self._ask_server([data])
+            self.lose_reply()
         else:
-            status, headers, body = self._pass_on(data)
-            if fault == LOST_REPLY:
-                self.lose_reply()
-            else:
-                self._reply(status, headers, body, fault)
+            self._reply(*self._ask_server([data]), cut=True)
 
-    do_PUT = do_HEAD = do_POST = do_DELETE = do_GET
+    def _note(self, key: str) -> None:
+        self.server.heard.append((self.command, key, self.headers.get("x-amz-content-sha256", "")))
 
-    def _receive(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count and (part := self.rfile.read(min(SLICE_BYTES, count - len(data)))):
-            data += part
+    def _body(self) -> Iterator[bytes]:
+        """As the link brings it. Errors: _ClientGone where that ends in the middle."""
+        left = int(self.headers.get("Content-Length", 0))
+        while left:
+            part = self.rfile.read(min(SLICE_BYTES, left))
+            if not part:
+                raise _ClientGone
+            left -= len(part)
             self.server.carry(len(part))
-        return bytes(data)
+            yield part
 
-    def _pass_on(self, data: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _ask_server(self, body: Iterable[bytes]) -> Reply:
         with contextlib.closing(http.client.HTTPConnection(self.server.upstream, timeout=UPSTREAM_TIMEOUT_S)) as to:
             to.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 if name.lower() != "connection":
                     to.putheader(name, value)
-            to.endheaders(data)
+            to.endheaders()
+            for part in body:
+                to.send(part)
             reply = to.getresponse()
             return reply.status, reply.getheaders(), reply.read()
 
-    def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes, fault: Fault | None) -> None:
+    def _reply(self, status: int, headers: Headers, body: bytes, cut: bool = False) -> None:
         self.send_response_only(status)
         is_head = self.command == "HEAD"
         for name, value in headers:
@@ -239,7 +276,7 @@ class _Handler(FaultyHandler):
         self.end_headers()
         if is_head:
             return
-        if fault == CUT:
+        if cut:
             self.write_half(body)
             return
         self.wfile.write(body)

@@ -43,6 +43,12 @@ class Seen:
         with self._changed:
             return [event for event in self.events if event.name == name]
 
+    def wait_for(self, name: str, count: int, timeout_s: float = 60.0) -> None:
+        """Until there were so many of them."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: sum(e.name == name for e in self.events) >= count, timeout_s)
+        assert found, f"fewer than {count} {name}; seen: {[(event.name, event.message) for event in self.events]}"
+
     def wait(self, name: str, that: Callable[[Event], bool] = lambda event: True, timeout_s: float = 60.0) -> Event:
         """The first such event, now or before."""
 

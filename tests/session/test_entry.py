@@ -34,6 +34,8 @@ def test_equal_facts_pass() -> None:
         ({"url": "/other"}, UsageError, "url"),
         ({"state": ["model", "optim"]}, UsageError, "optim"),
         ({"coordinate": "rank=0"}, UsageError, "same mesh coordinate"),
+        ({"options": "{'codec': 'raw'}"}, UsageError, "options is '{}' on rank 0 and .*raw.* on rank 1"),
+        ({"switches": [False]}, UsageError, r"switches is \[True\] on rank 0 and \[False\] on rank 1"),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import ckpt
 from tests.session.loops import wait_agent_gone
+from tests.session.runs import Seen
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -81,3 +83,48 @@ def test_a_dtype_that_this_torch_does_not_have_is_named(tmp_path: Path, monkeypa
     with pytest.raises(ckpt.StateMismatch, match=r"is float32, which torch .* does not have"):
         ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=one_file(tmp_path)).__enter__()
     wait_agent_gone(tmp_path / "run")
+
+
+class Tied(nn.Module):
+    """`head` is `body.weight`, under its own name too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.body.weight
+
+
+@pytest.mark.parametrize("name", ["body.weight", "head.weight", "model.head.weight"])
+def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path, name: str) -> None:
+    model, wanted = Tied(), weights()
+    save_file({name: wanted["weight"], "body.bias": wanted["bias"]}, tmp_path / "w.safetensors")
+    with ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=tmp_path / "w.safetensors"):
+        assert torch.equal(model.head.weight, wanted["weight"])
+        assert model.head.weight is model.body.weight
+
+
+class Copying(nn.Linear):
+    """Its state_dict() gives copies, turned; it is loaded by a method of its own."""
+
+    def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
+        return {"turned": self.weight.detach().T.clone(), "bias": self.bias.detach().clone()}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        super().load_state_dict({"weight": state["turned"].T, "bias": state["bias"]}, strict)
+
+
+def test_a_module_that_says_itself_how_it_is_loaded_gets_its_weights_that_way(tmp_path: Path) -> None:
+    model, wanted = Copying(4, 3), weights()
+    save_file({"turned": wanted["weight"].T.contiguous(), "bias": wanted["bias"]}, tmp_path / "w.safetensors")
+    with ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=tmp_path / "w.safetensors"):
+        assert torch.equal(model.weight, wanted["weight"])
+        assert torch.equal(model.bias, wanted["bias"])
+
+
+def test_weights_of_another_dtype_are_converted_and_that_is_said(tmp_path: Path) -> None:
+    model, seen = nn.Linear(4, 3).to(torch.bfloat16), Seen()
+    with ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=one_file(tmp_path), sinks=(seen,)):
+        assert torch.equal(model.weight, weights()["weight"].bfloat16())
+    (event,) = seen.named("init.cast")
+    assert event.loud
+    assert "model.weight from float32 to bfloat16" in event.message

@@ -99,6 +99,9 @@ def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: 
             ck.save(metrics={"loss": float("nan"), "accuracy": 0.5}).wait(timeout_s=60)
         with pytest.raises(ckpt.UsageError, match="metrics="):
             ck.save(metrics={"loss": "low"})  # type: ignore[dict-item]
+        for many in ({str(n): 0.0 for n in range(1025)}, {"a" * 1025: 0.0}, {str(n) * 90: 0.0 for n in range(999)}):
+            with pytest.raises(ckpt.UsageError, match="at most 1024 numbers"):
+                ck.save(metrics=many)
         with pytest.raises(ckpt.UsageError, match="no level 'peers'"):
             ck.wait("peers")  # type: ignore[arg-type]
     assert seen.count("metric.dropped") == 2

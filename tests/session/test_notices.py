@@ -103,6 +103,20 @@ def test_an_operator_asks_and_may_take_it_back(tmp_path: Path, monkeypatch: pyte
     assert outcome(tmp_path)["level"] == "store"
 
 
+def test_what_an_operator_takes_back_is_not_left_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000")
+    at_step(script)
+    script.process.send_signal(signal.SIGSTOP)  # or it would have left before it can be taken back
+    assert ckpt(monkeypatch, "preempt", tmp_path / "run", "--deadline-s", "60").code == 0
+    assert ckpt(monkeypatch, "preempt", tmp_path / "run", "--cancel").code == 0
+    script.process.send_signal(signal.SIGCONT)
+    at_step(script, max(line["step"] for line in script.lines() if "step" in line) + 10)
+    assert said(script, "notice.withdrawn")
+    script.process.terminate()
+    assert code_of(script) == CODE
+    assert outcome(tmp_path)["notices"] == ["signal SIGTERM"]
+
+
 def test_a_signal_to_the_agent_is_a_notice_and_it_ends_with_its_job(tmp_path: Path) -> None:
     script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000")
     at_step(script)

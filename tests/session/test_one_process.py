@@ -370,3 +370,28 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
             ck.save().wait("local")
         fails.clear()
     wait_agent_gone(tmp_path)
+
+
+def test_a_step_that_came_from_memory_and_is_not_in_the_store_is_saved_on_leaving_though_nothing_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_RETRY_S", "0.1")
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    url, job = tmp_path / "run", make()
+    url.mkdir()
+    (url / "data").write_text("a file where a folder should be")
+    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(url, job.state) as ck:  # noqa: PT012
+        for step in ck.steps(10):
+            job.train(step)
+            if step == 3:
+                ck.step()
+                ck.save().wait("local")
+                raise ZeroDivisionError
+    (url / "data").unlink()
+    again = make(seed=1)
+    with ckpt.Checkpointer(url, again.state) as ck:
+        assert (ck.restored.step, ck.restored.level) == (3, "local")
+        assert list(ck.steps(3)) == []
+    assert ck.receipt["committed_step"] == 3
+    assert [int(p.name.split("-")[2].split(".")[0]) for p in (url / "commits").iterdir()] == [3]
+    wait_agent_gone(url)

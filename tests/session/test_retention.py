@@ -81,7 +81,6 @@ def test_an_agent_that_takes_over_writes_once_more_and_then_refers_again(tmp_pat
         job.save_steps(ck, 4)
     wait_agent_gone(tmp_path)
     found = referred(seen)
-    print(found)
     assert found[4] >= FROZEN_BYTES, found
     assert stored_bytes(tmp_path) < 3 * FROZEN_BYTES
     again = Tuning(9.0)
@@ -118,5 +117,6 @@ def test_a_running_job_keeps_what_its_rule_says(
     wait_agent_gone(tmp_path)
     assert listed(tmp_path, monkeypatch) == kept
     assert seen.named("prune.failed") == []
+    assert any("retired 1 checkpoints" in event.message for event in seen.named("prune.done"))
     with ckpt.Checkpointer(tmp_path, make(seed=3).state) as ck:
         assert ck.restored.step == 5

@@ -132,3 +132,16 @@ def test_a_replica_that_ceases_to_be_one_is_noticed_and_saved_per_rank(tmp_path:
     assert {line["rank"] for line in lines} == {0, 1}
     assert lines[0]["step"] < 4000
     assert any(line["loud"] for line in lines)
+
+
+@pytest.mark.torchrun
+def test_what_begins_the_same_on_all_ranks_and_does_not_stay_so_is_restored_per_rank(tmp_path: Path) -> None:
+    lines = torchrun(tmp_path / "log", 2, "tests.session.diverging", str(tmp_path / "run")).end(240)
+    for rank in (0, 1):
+        starts = {line["start"]: line for line in lines if line["rank"] == rank}
+        own = [0.0, rank + 1.0]
+        came = [starts[number]["came"] for number in range(4)]
+        assert came == [[0, [0.0], [0.0]], [2, own, [0.0]], [2, own, [0.0]], [20, own, [rank + 1.0]]]
+        assert not any("taken" in each["seen"] for each in starts.values())
+        assert any("late differs between the ranks" in each for each in starts[2]["seen"]), starts[2]
+    assert any("replica.differs" in line["seen"] for line in lines)

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--take-over", action="store_true")
     parser.add_argument("--stuck-at", type=int, default=0, help="after that step nothing more happens")
+    parser.add_argument("--evaluate-at", type=int, default=0, help="after that step batches follow, with ck.poll()")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
     parser.add_argument("--save-at", type=int, nargs="*", default=(), help="explicit saves, not waited for")
@@ -70,6 +71,13 @@ def main() -> None:
             if step == args.die_at and rank == 1 and not attempt:
                 say(dies=time.time())
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == args.evaluate_at:
+                ck.step()
+            for _ in range(1800 if step == args.evaluate_at else 0):
+                if distributed:
+                    dist.barrier()
+                time.sleep(0.05)
+                ck.poll()
             if step == args.stuck_at and not attempt:
                 threading.Event().wait(90)  # an evaluation, a compilation; longer than any test waits
             if distributed:

@@ -19,11 +19,12 @@ from __future__ import annotations
 import enum
 import fnmatch
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.errors import CkptError, TransientError
 from ckpt.storage import Backend, Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import is_key
 
 
 class Fault(enum.Enum):
@@ -131,9 +132,11 @@ class FaultyBackend:
         with self._operation("delete", each[0] if each else "", len(each)):
             self.inner.delete(each)
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         with self._operation("abort_uploads", ""):
-            return self.inner.abort_uploads(older_than_s)
+            return self.inner.abort_uploads(older_than_s, prefixes, is_ours)
 
     def now_s(self) -> float:
         with self._operation("now_s", ""):

@@ -235,6 +235,15 @@ def test_foreign_files_are_none_of_ours(store: LocalBackend, folder: Path) -> No
     assert (folder / ".DS_Store").exists()
 
 
+def test_links_beside_our_folders_are_none_of_ours(store: LocalBackend, folder: Path) -> None:
+    store.put("data/k", [b"x"])
+    (folder / "latest").symlink_to("data")
+    (folder / "data" / f"{TEMPORARY}0123").write_text("half")
+    assert [info.key for info in store.list("data/")] == ["data/k"]
+    assert store.abort_uploads(-60, ["data/", "commits/"]) == 1
+    assert (folder / "latest").is_symlink()
+
+
 def test_a_file_cut_off_while_it_is_read_is_damage(
     store: LocalBackend, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

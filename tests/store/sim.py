@@ -18,6 +18,7 @@ from dataclasses import replace
 from ckpt.backends.memory import open_memory
 from ckpt.errors import AlreadyExists, TransientError
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.names import is_key
 
 
 class Fault(enum.Enum):
@@ -90,7 +91,9 @@ class Sim:
         for info in self.inner.list(prefix):
             yield replace(info, modified_s=self.world.modified_s.get(info.key, 0.0))
 
-    def abort_uploads(self, older_than_s: float) -> int:
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
         self._alive()
         return 0
 

@@ -146,7 +146,7 @@ def test_a_record_of_another_version_says_which_and_a_newer_one_is_not_deleted_f
     key = keys.record_key(identity(1, 10), "w")
     version_at = 8  # behind the magic
     store.spoil(key, lambda data: data[:version_at] + b"\x63\x00" + data[version_at + 2 :])
-    with pytest.raises(DamagedData, match="version 99"):
+    with pytest.raises(DamagedData, match="format version 99"):
         open_record(store, done.ref)
     (report,) = verify(run, run.view().line)
     assert "version 99" in report.problems[0].what

@@ -30,6 +30,8 @@ def test_every_key_that_is_built_is_a_key_and_is_parsed_again(one: Identity, wri
     assert keys.parse_retired(keys.retired_key(one)) == one
     for prefix, build in ((keys.EPOCHS, keys.epoch_key), (keys.ALIVE, keys.alive_key), (keys.CLOSED, keys.closed_key)):
         assert keys.parse_epoch(build(one.epoch), prefix) == one.epoch
+        assert keys.is_ours(build(one.epoch))
+    assert all(map(keys.is_ours, (record, pack, keys.retired_key(one), keys.lease_key(writer))))
 
 
 JUNK = [
@@ -64,6 +66,7 @@ def test_what_is_no_key_of_ours_is_parsed_as_nothing(key: str) -> None:
     found = [keys.parse_record(key), keys.parse_pack(key), keys.parse_retired(key)]
     found += [keys.parse_epoch(key, prefix) for prefix in (keys.EPOCHS, keys.ALIVE, keys.CLOSED)]
     assert found == [None] * 6
+    assert not keys.is_ours(key) or key.startswith(keys.LEASES)  # any reader may have one
 
 
 def test_a_listing_with_foreign_objects_is_read_as_if_they_were_not_there() -> None:

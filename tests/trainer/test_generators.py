@@ -11,9 +11,11 @@ import torch
 import tests.trainer.roundtrip as rt
 from ckpt.errors import DamagedData
 from ckpt.format import values
+from ckpt.format.manifest import RANK_VALUES, VALUES
 from ckpt.trainer import generators
 from ckpt.trainer.coords import Axis, Coordinate
 from ckpt.trainer.saved import Own
+from ckpt.trainer.targets import plan_targets
 
 KINDS: dict[str, Any] = {
     "torch": lambda: torch.Generator().manual_seed(3),
@@ -141,3 +143,15 @@ def test_a_stored_state_that_is_none_is_refused(kind: str, bad: Any) -> None:
     old.generators["state:g"]["state"] = bad  # type: ignore[index]
     with pytest.raises(DamagedData, match="state:g"):
         generators.restore(generators.registered({"g": KINDS[kind]()}), old, [], at({"rank": 1}, (0,)), 1)
+
+
+def test_a_generator_of_the_process_that_was_saved_and_is_not_here_is_named() -> None:
+    checkpoint = rt.save({"x": 1}, generators=True)
+    dropped = []
+    for wanted in (True, False):
+        walker = rt.walker_of({"x": 1}, generators=wanted)
+        own = checkpoint.blobs(RANK_VALUES)[walker.coordinate.text]
+        own["generators"]["cuda:99"] = own["generators"]["torch"]
+        shared = checkpoint.blobs(VALUES)[""]
+        dropped.append(plan_targets(walker, checkpoint.manifest, shared, own, [], True, 1).dropped)
+    assert dropped == [("cuda:99",), ()]

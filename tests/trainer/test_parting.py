@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.wire import Message
+from ckpt.errors import AgentError
 from ckpt.events import Events
 from ckpt.settings import read
 from ckpt.tasks import Tasks
@@ -68,3 +69,27 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
         first.result(30), second.result(30)
     assert not ended
     assert len(link.asked) == 1
+
+
+class Gone:
+    """A link whose agent has died, and none comes back. `nodes`: how many the job is on."""
+
+    end: End | None = None
+    is_back, is_given_up = False, True
+
+    def __init__(self, nodes: int) -> None:
+        self.terms = SimpleNamespace(nodes=[{"name": str(n)} for n in range(nodes)])
+
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
+        raise AgentError("the agent is gone")
+
+    def is_verdict(self, round_: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("nodes", "leaves"), [(0, False), (1, False), (2, True)])
+def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: int, leaves: bool) -> None:
+    """Those on other nodes may have left. On one node there is nobody who was told something else."""
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, Gone(nodes)), tasks, Events(), read({}))
+        assert parting.held(1) is leaves

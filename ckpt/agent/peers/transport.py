@@ -9,11 +9,12 @@ hashes come over the control channel, under its MAC; so does the receiver's word
 from __future__ import annotations
 
 import collections
+import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ import numpy.typing as npt
 from ckpt.agent.peers.sockets import Address
 from ckpt.errors import AgentError, DamagedData
 from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX
+
+if TYPE_CHECKING:
+    from ckpt.agent.peers.auth import Dialler, Session
 
 WRONG_MAX = 3  # how often one frame may arrive with another hash
 
@@ -186,6 +190,11 @@ class Transport(Protocol):
         has. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
         ...
 
+    def accept(self, sock: socket.socket, session: Session) -> None:
+        """Another agent's transport has connected to this agent's listener, for a transfer. Takes over the socket: one
+        that moves frames by other ways closes it. Does not wait."""
+        ...
+
     def set_rate(self, bytes_per_s: float | None) -> None:
         """How many bytes a second may leave this agent, and as many reach it, in all transfers together but urgent
         ones. None: no limit."""
@@ -193,4 +202,12 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Ends everything and waits for it."""
+        ...
+
+
+class MakeTransport(Protocol):
+    """Makes an agent's transport."""
+
+    def __call__(self, greet: Callable[[str, str], Dialler]) -> Transport:
+        """`greet(name of an offer, peer)`: how a connection to that agent's listener begins, if it needs one."""
         ...

@@ -262,6 +262,14 @@ class Cluster:
         """What that node's agent says of itself."""
         return self._status(self.settings(node))
 
+    def await_status(self, node: int, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Until that node's agent says that of itself."""
+        deadline = time.monotonic() + BOUND_S
+        while not what(status := self.status(node)):
+            assert time.monotonic() < deadline, status
+            threading.Event().wait(0.02)
+        return status
+
     def _status(self, settings: Settings) -> dict[str, Any]:
         with Tasks("status") as tasks:
             sock = client.connect(self.url, settings)

@@ -298,7 +298,7 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     places = Places(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
     net, lacking = Net(transport=Slow()), []
     nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
-    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what())
+    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what(), lambda: 1 << 30)
     frames.lacking = lambda which, why: lacking.extend(which)
     wanted = places.numbers(1).tolist()
     frames.want(wanted)

@@ -24,7 +24,7 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import FRAME
 from ckpt.store.packs import Written
-from ckpt.types import Identity
+from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
@@ -101,7 +101,7 @@ class Held:
         self.transport.broken = {f"copy/{which}/{rank}" for rank in broken}
         heard: list[str] = []
         wanted = decode_described(encode_described(told[0][0]))
-        self.keeper.make_room(which, safe)
+        self.keeper.make_room(which, safe, [each.size for each in wanted])
         self.keeper.keep(link, which, "a", [], wanted, heard.append)
         self.turned.until(lambda: heard)
         self.giver.withdraw(link, which)
@@ -194,6 +194,55 @@ def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become
     assert {step for step, _ in held.kept()} == {5, 20, 60, 65}
     held.keeper.before(identity(65))
     assert {step for step, _ in held.kept()} == {65}
+
+
+def test_a_copy_for_which_the_machine_has_no_memory_any_more_fails_and_what_is_kept_stays(held: Held) -> None:
+    """It filled up after the copies were planned."""
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    free = [0]
+    held.keeper.bound(lambda: held.keeper.taken_bytes + free[0])
+    one = held.keeper.bytes
+    for step in (10, 15):
+        assert "are not left" in held.copy(identity(step), safe=identity(5))
+        assert (held.kept(), held.keeper.bytes) == ({(5, 0), (5, 1)}, one)
+    free[0] = one
+    assert held.copy(identity(20), safe=identity(5)) == ""
+
+
+def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: held.keeper.taken_bytes + one + one // 2)
+    held.transport.stuck = {f"copy/{identity(10)}/{rank}" for rank in (0, 1)}
+    arenas, heard = held.originals.setdefault(identity(10), staged(identity(10), 2)), list[str]()
+    wanted = decode_described(encode_described(described(identity(10), arenas)))
+    held.keeper.keep(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
+    assert held.keeper.taken_bytes < held.keeper.bytes == 2 * one
+    assert "are not left" in held.copy(identity(15), safe=identity(5))
+    held.keeper.source_gone("a")
+    held.turned.until(lambda: heard)
+
+
+def test_while_nothing_is_safe_yet_older_attempts_give_way_where_a_third_does_not_fit(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: 2 * one)
+    for step in range(10, 40, 5):  # complete here, and not at some other node
+        assert held.copy(identity(step)) == ""
+        assert {each for each, _ in held.kept()} == {step - 5, step}
+    assert held.keeper.bytes <= 2 * one
+
+
+def test_what_nobody_goes_on_from_gives_way_to_what_does_not_fit_beside_it(held: Held) -> None:
+    assert held.copy(identity(5)) == ""
+    one = held.keeper.bytes
+    held.keeper.bound(lambda: one)
+    newer = Identity(Epoch(8, "f" * 16), Tick(5))
+    assert "are not left" in held.copy(newer)
+    held.keeper.may_go = lambda each: each == identity(5)
+    assert held.copy(newer) == ""
+    assert held.keeper.identities == {newer}
 
 
 @pytest.mark.parametrize("coordinates", [False, True])

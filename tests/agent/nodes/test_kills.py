@@ -66,6 +66,7 @@ def await_level(made: Busy, step: int) -> None:
     assert made.safe() >= step, rank.levels
 
 
+@pytest.mark.timeout(300 + 30 * KILLS)
 @pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
 def test_whatever_is_killed_at_whatever_moment_the_newest_safe_checkpoint_comes_back(
     peers: dict[str, int], cluster: Cluster, url: str, seed: int

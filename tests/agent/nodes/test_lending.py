@@ -230,6 +230,7 @@ def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(len
     assert lent.checkpoint("peer", "store") > step
 
 
+@pytest.mark.timeout(300 + 30 * KILLS)
 def test_whenever_the_trainers_node_is_killed_the_newest_safe_checkpoint_comes_back_from_there(
     cluster: Cluster, seed: int
 ) -> None:

@@ -14,13 +14,21 @@ import pytest
 
 from ckpt.agent.peers.sockets import Address
 from ckpt.types import FRAME_BYTES, Tick
-from tests.agent.nodes.cluster import Cluster, await_end, come_back, together
+from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
 from tests.agent.peers.proxy import Fault, Proxy
 
 NAME = "0123456789abcdef"  # as long as agents' names are
 
 
 class Link(Proxy):
+    def hang(self) -> None:
+        """Whatever connects from now on gets nothing but a greeting."""
+        self._every = Fault(after=0, hang=True)
+
+    def flip(self, after: int | None) -> None:
+        """On whatever connects from now on one byte is changed after so many; None: none is any more."""
+        self._every = Fault(after=after, flip=True) if after is not None else None
+
     def cut(self) -> None:
         """All that is connected now."""
         for sock in list(self._socks):
@@ -99,6 +107,50 @@ def test_a_link_that_is_cut_while_copies_are_made_costs_that_checkpoint_at_most(
     cluster.hang_up()
     decision = cluster.start(0, 2)
     assert decision.fields["candidate"]["step"] in (safe, step)
+
+
+def test_what_a_node_staged_is_written_by_who_has_its_copy_though_other_copies_are_still_on_their_way(
+    cluster: Cluster, links: Links, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "20")  # a commit that has failed is tried again after a quarter of that
+    cluster.forbid_commits()
+    cluster.start(0, 1, 2)
+    (keeper,) = cluster.keepers()[1]
+    links.of[0].hang()
+    tick = cluster.save("local")
+    assert not cluster.job[0].wait_level(tick, "store")
+    cluster.await_status(keeper, lambda status: [1] in status["copies"].values())
+    cluster.job[1].leave("exception")
+    cluster.await_event("commit.failed", 2)  # the last try while ranks are there
+    cluster.kill(1)
+    cluster.allow_commits()
+    assert not cluster.job[0].levels.get((str(tick), "peer"), (False, ""))[0], "it was not safe as a whole"
+    for rank in (cluster.job[0], cluster.job[2]):
+        rank.leave("exception")
+        rank.close()
+    await_end(cluster.pids[0])
+    assert [each.tick for each in line(url)] == [tick]
+
+
+def test_copies_whose_bytes_are_always_changed_on_the_way_are_not_kept_and_training_goes_on(
+    cluster: Cluster, links: Links
+) -> None:
+    cluster.start(0, 1)
+    for link in links.of.values():
+        link.flip(100_000)
+    wrong = cluster.checkpoint("local")
+    assert not cluster.job[0].wait_level(Tick(wrong), "peer")
+    assert "another hash than was announced" in cluster.job[0].levels[str(Tick(wrong)), "peer"][1]
+    assert cluster.status(0)["copies"] == cluster.status(1)["copies"] == {}
+    for link in links.of.values():
+        link.flip(None)
+    step = cluster.checkpoint("peer")
+    assert step > wrong
+    cluster.kill(0)
+    cluster.hang_up()
+    decision = cluster.start(1, 2)
+    assert decision.fields["candidate"]["step"] == step
+    assert set(cluster.fetched()) <= {"local", "peer"}
 
 
 def test_an_agent_that_hung_and_wakes_up_later_brings_nothing_old_back(cluster: Cluster) -> None:

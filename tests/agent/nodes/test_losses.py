@@ -8,7 +8,9 @@ import signal
 import pytest
 
 from ckpt.errors import NoCheckpoint
+from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.types import Tick
+from tests.agent.fake import full
 from tests.agent.nodes.cluster import Cluster, together, train
 
 
@@ -103,6 +105,19 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
     assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
     assert set(cluster.fetched()) == {"local"}
     assert cluster.checkpoint("local") > step
+
+
+def test_copies_that_are_made_again_keep_to_the_limit_of_the_network(cluster: Cluster) -> None:
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    cluster.kill(2)
+    cluster.hang_up()
+    limits = {"memory": None, "bandwidth": None, "peer_bandwidth": PEER_BANDWIDTH_MIN}
+    cluster.options = {**cluster.options, "limits": limits}
+    assert cluster.start(0, 1).fields["candidate"]["step"] == step
+    told = cluster.await_event("peers.reprotected")
+    least_bytes = full("sharded", 0).nbytes / 3  # of what one rank has staged
+    assert told["seconds"] >= 0.9 * least_bytes / PEER_BANDWIDTH_MIN, told
 
 
 def test_what_only_a_memory_only_node_has_left_is_copied_from_it_after_a_start(cluster: Cluster) -> None:

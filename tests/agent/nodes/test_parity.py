@@ -115,6 +115,11 @@ def test_parity_takes_less_memory_than_copies_and_is_told_before_it_is_taken(clu
     placed = next(event for event in cluster.job[0].events if event["name"] == "peers.placed")
     assert "parity: any 1 of 4 nodes may be lost" in placed["message"]
     assert placed["data"]["parity"] == ONE
+    planned = [event["data"] for event in cluster.job[0].events if event["name"] == "memory.plan"][-1]
+    assert planned["nodes"] == status["memory"]["nodes"]
+    keeps = {row["node"]: row["keeps_bytes"] for row in table["nodes"]}
+    assert {row["node"]: row["copies_bytes"] for row in planned["nodes"]} == keeps
+    assert all(row["copies_bytes"] < row["total_bytes"] < row["allowed_bytes"] for row in planned["nodes"])
 
 
 def test_what_is_damaged_where_it_lies_is_made_again_as_if_it_were_lost(cluster: Cluster) -> None:

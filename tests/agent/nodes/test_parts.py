@@ -21,6 +21,7 @@ from ckpt.agent.copies import Copies
 from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
+from ckpt.agent.hosts import HOST
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
@@ -324,6 +325,17 @@ def test_what_is_shown_of_a_job_of_many_nodes_fits_into_an_answer(option: Parity
     assert len(shown["nodes"]) + shown["nodes_left_out"] == count
 
 
+@pytest.mark.parametrize(("hosts", "said"), [("aa", True), ("ab", False), ("abab", False), ("aaab", False)])
+def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: str, said: bool) -> None:
+    count = len(hosts)
+    nodes = [NodeAt(f"n{at}", (), (at,), (HOST + host,)) for at, host in enumerate(hosts)]
+    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
+    made = Protection(*given)
+    made.place(sizes(count, 100), plans(count, 100, 5000))
+    assert made.protects
+    assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
+
+
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     made, told = protection(5), plans(5, 100, 5000)
     made.place(sizes(5, 100), told)
@@ -332,6 +344,21 @@ def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     assert before is not None
     assert made.placement is not None
     assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
+
+
+def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_is_shown() -> None:
+    made = protection(4)
+    links = [1250 * MIB, 125 * MIB, 1250 * MIB, 125 * MIB]
+    made._nodes = tuple(NodeAt(f"n{at}", (), (at,), (), link) for at, link in enumerate(links))
+    made.place(sizes(4, 1000), plans(4, 1000, 50_000))
+    assert made.placement is not None
+    assert {kept.node: kept.holders for kept in made.placement.kept} == {
+        "n0": ("n2",),
+        "n2": ("n0",),
+        "n1": ("n3",),
+        "n3": ("n1",),
+    }
+    assert [row["seconds"] for row in made.table()["nodes"]] == [0.8, 8.0, 0.8, 8.0]
 
 
 def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_then_on() -> None:

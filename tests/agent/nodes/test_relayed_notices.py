@@ -69,12 +69,12 @@ def leave(cluster: Cluster) -> None:
         assert len(set(left)) == 1, "some leave and some go on"
 
 
-def preempt(cluster: Cluster, node: int) -> None:
+def preempt(cluster: Cluster, node: int, cancel: bool = False) -> None:
     """As an operator on that node."""
     with Tasks("tool") as tasks:
         sock = client.connect(cluster.url, cluster.settings(node))
         tool = client.Connection(sock, tasks, lambda message: message.close(), lambda *_: None, role="tool")
-        tool.request("preempt", {"deadline_s": 60.0, "source": "test"})
+        tool.request("preempt", {"deadline_s": 60.0, "source": "test", "cancel": cancel})
         tool.close()
 
 
@@ -116,6 +116,50 @@ def test_when_it_is_taken_back_there_all_ranks_go_on(job: Cluster, gce: Gce) -> 
     train(job.job, step + 3)
     assert job.save("store")
     assert not [rank for rank in job.job if rank.superseded]
+
+
+@pytest.mark.parametrize(("asked", "cancelled"), [(0, 1), (1, 0), (1, 1)])
+def test_what_an_operator_asked_for_on_one_node_may_be_taken_back_on_any(
+    cluster: Cluster, asked: int, cancelled: int
+) -> None:
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.start(0, 1)
+    preempt(cluster, asked)
+    step = cluster.job[0].await_word(Kind.HOLD)
+    preempt(cluster, cancelled, cancel=True)
+    await_standing(cluster, [])
+    train(cluster.job, step + 3)
+    assert cluster.save("store")
+    assert standing(cluster) == []
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_what_an_operator_asked_for_stands_though_the_agent_that_was_asked_dies(cluster: Cluster, asked: int) -> None:
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.start(0, 1)
+    preempt(cluster, asked)
+    await_standing(cluster, ["test"])
+    cluster.kill_agent(asked)
+    for rank in cluster.job if asked == 0 else cluster.job[1:]:
+        assert rank.lost.wait(60)
+    cluster.come_back(*([] if asked == 0 else [asked]))
+    await_standing(cluster, ["test"])
+    together(cluster.job, lambda rank: rank.enter(rank.step + 1))
+    leave(cluster)
+    withdrawn = [event for rank in cluster.job for event in rank.events if event["name"] == "notice.withdrawn"]
+    assert not withdrawn
+    assert len({answer["committed"] for answer in together(cluster.job, lambda rank: rank.leave("notice"))}) == 1
+
+
+def test_what_the_next_agent_does_not_find_any_more_is_taken_back(job: Cluster, gce: Gce) -> None:
+    gce.preempted = True
+    await_standing(job, ["gcp-preempted"])
+    job.kill_agent(1)
+    for rank in job.job[2:]:
+        assert rank.lost.wait(60)
+    gce.preempted = False
+    job.come_back(1)
+    await_standing(job, [])
 
 
 def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Cluster, gce: Gce) -> None:

@@ -1,8 +1,8 @@
 """Copies of snapshots under random schedules: nodes are lost at any moment of a save, one after the other or several at
 once, messages are late, connections end before or after what they were for is done, jobs are started again on whoever
-is left and on new nodes, and placements change. A start asks one node after the other what it holds, while a
-coordinator that lives on ends what it has begun. Whatever was said to be safe, and has not lost more nodes since than
-the placement says it may, is there at each start, whole: it, or something newer.
+is left and on new nodes, placements change, and agents are started again empty. A start asks one node after the other
+what it holds, while a coordinator that lives on ends what it has begun. Whatever was said to be safe, and has not lost
+more nodes since than the placement says it may, is there at each start, whole: it, or something newer.
 
 The agents' own code decides: Replication, Copies, the placement, the inventories. Around it one seed decides what
 happens when; `run(seed)` replays a schedule. Memory is a few bytes that say whose they are.
@@ -25,7 +25,7 @@ import pytest
 from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
-from ckpt.agent.fence import HERE, Fence
+from ckpt.agent.fence import Fence
 from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.network import Network, NodeAt
@@ -36,7 +36,7 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, DamagedData
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Placement, Replicas, place
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import HERE, Epoch, Identity, Tick
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
 GENERATIONS = 12  # that a schedule stages, over all its starts
@@ -281,6 +281,7 @@ class Job:
         self.safe: Identity | None = None
         self.under_way: Identity | None = None
         self.unsure = False  # what is safe is being found out: no slot is used again
+        self.emptied: set[str] = set()  # agents that were started again since what is under way began
         self.step = sim.step
         self.placement = self.placed(None)
 
@@ -312,8 +313,17 @@ class Job:
         cell.fill(identity, rank, self.world)
         holder.own[identity, rank] = cell
 
+    def restarted(self, name: str) -> None:
+        """What it kept is gone: the newest, where it was safe, is copied again, now or when what is under way ends."""
+        self.emptied.add(name)
+        newest = Identity(self.epoch, Tick(self.step))
+        if self.under_way is None and self.safe == newest:
+            self.sim.again += 1
+            self.replicate(newest)
+
     def replicate(self, identity: Identity) -> None:
         self.under_way, placement = identity, self.placement
+        self.emptied.clear()
         lead = self.sim.nodes[self.names[0]]
         wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.kept}
         own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.me]}
@@ -324,12 +334,14 @@ class Job:
                 self.sim.failed += 1
                 return
             self.safe = identity
-            self.sim.safe(identity, placement)
+            self.sim.safe(identity, placement, self.emptied)
             lead.told(lead.me, {"t": "forget", "epoch": str(self.epoch)})
             for name in self.names[1:]:
                 lead.tell(name, {"t": "forget", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
                 self.placement = self.placed(placement)
+            for each in list(self.emptied)[:1]:
+                self.restarted(each)
 
         network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
@@ -374,7 +386,8 @@ class Sim:
         self.led_by = ""  # the newest
         self.epochs = itertools.count(1)
         self.step = 0  # that the line has come to
-        self.failed = self.starts = self.kept = self.losses = self.refused = 0
+        self.restart_rate = rng.choice((0.0, 0.0, 0.002, 0.01))
+        self.failed = self.starts = self.kept = self.losses = self.refused = self.restarts = self.again = 0
 
     # -- what happens when
 
@@ -415,16 +428,32 @@ class Sim:
         self.losses += 1
         self.gone.add(name)
         lost.own.clear()
+        self.end_watched(lost)
+
+    def end_watched(self, lost: Holder) -> None:
         for who, _, what in [each for each in self.watched if each[1] is lost]:
             self.later(who, what)
         self.watched = [each for each in self.watched if each[1] is not lost and each[0] is not lost]
 
-    def safe(self, identity: Identity, placement: Placement) -> None:
-        """Told by the coordinator: from here on it has to outlive what its placement says, counted from now."""
+    def restart(self, name: str) -> None:
+        """Its agent dies, and another takes its place: it has what the ranks there staged, and nothing that it kept."""
+        old = self.nodes[name]
+        old.alive = False
+        new = self.nodes[name] = Holder(self, name)
+        new.own = old.own
+        self.restarts += 1
+        self.gone.add(name)
+        self.end_watched(old)
+        assert self.job is not None
+        self.job.restarted(name)
+
+    def safe(self, identity: Identity, placement: Placement, emptied: set[str]) -> None:
+        """Told by the coordinator: from here on it has to outlive what its placement says, counted from now. `emptied`:
+        who may have lost it since it had it."""
         if self.promised is not None and identity < self.promised[0]:
             return  # what a job before had begun came to its end late
         dead = {kept.node for kept in placement.kept if not self.nodes[kept.node].alive}
-        self.promised, self.gone = (identity, placement), dead
+        self.promised, self.gone = (identity, placement), dead | emptied
 
     # -- a run
 
@@ -481,6 +510,8 @@ class Sim:
                 if self.random.random() < self.loss_rate:
                     self.fail()
                     break
+                if self.random.random() < self.restart_rate:
+                    self.restart(self.random.choice([n for n in self.job.names[1:] if self.nodes[n].alive]))
             else:
                 if self.random.random() < 0.15:
                     self.fail()
@@ -510,13 +541,16 @@ def run(seed: int) -> Sim:
 
 @pytest.mark.timeout(900)
 def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
-    losses = kept = failed = refused = 0
+    losses = kept = failed = refused = restarts = again = 0
     for seed in range(SCHEDULES):
         sim = run(seed)
         losses, kept, failed = losses + sim.losses, kept + sim.kept, failed + sim.failed
         refused += sim.refused
+        restarts, again = restarts + sim.restarts, again + sim.again
     if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
         assert losses > SCHEDULES
         assert kept > SCHEDULES // 2
         assert failed > SCHEDULES // 20
         assert refused > SCHEDULES // 20
+        assert restarts > SCHEDULES // 4
+        assert again > SCHEDULES // 20

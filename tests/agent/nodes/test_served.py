@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.copies import decode_described
-from ckpt.agent.fence import BOUND_S, HERE, Fence
+from ckpt.agent.fence import BOUND_S, Fence
 from ckpt.agent.following import Following
 from ckpt.agent.leading import Leading
 from ckpt.agent.network import run_of
@@ -19,7 +19,7 @@ from ckpt.agent.peerframes import name_of
 from ckpt.agent.peers.auth import Dialler, Role
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.errors import AgentError
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.cluster import Cluster
 from tests.agent.nodes.test_authority import ask, at_work, held
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of

@@ -18,7 +18,9 @@ from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Restore
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers import secret
+from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.channel import Channel
+from ckpt.agent.peers.transport import MakeTransport
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, StorageError
 from ckpt.events import Event
@@ -65,12 +67,13 @@ class Agent:
     """One node: a network of its own, and a restore. `mute`: of what it is told, nothing is heard. `away`: it has not
     come as far as to restore."""
 
-    def __init__(self, loop: TurnedLoop, number: int) -> None:
+    def __init__(self, loop: TurnedLoop, number: int, transport: Callable[[str], MakeTransport]) -> None:
         self.loop, self.number = loop, number
         self.room = 1 << 30  # what it may take for all
         self.events: list[Event] = []
         self.bulk = Bulk(loop.post)
-        self.network = Network(loop, self.bulk, f"agent-{number}", self)
+        name = f"agent-{number}"
+        self.network = Network(loop, self.bulk, name, self, transport=transport(name))
         (self.address,) = self.network.listen(SECRET, "127.0.0.1:0")
         self.ranks: list[Rank] = []
         self.heard: list[str] = []
@@ -106,12 +109,14 @@ class Agent:
 
 
 class Job:
-    """`count` agents in one process, one rank at each unless a test makes more."""
+    """`count` agents in one process, one rank at each unless a test makes more. `transport`: makes that of an agent."""
 
-    def __init__(self, count: int, window_bytes: int) -> None:
+    def __init__(
+        self, count: int, window_bytes: int, transport: Callable[[str], MakeTransport] = lambda name: TcpTransport
+    ) -> None:
         self.loop = TurnedLoop()
         self.store = Store()
-        self.agents = [Agent(self.loop, number) for number in range(count)]
+        self.agents = [Agent(self.loop, number, transport) for number in range(count)]
         nodes = [NodeAt(each.network.me, (each.address,), (each.number,)) for each in self.agents]
         for each in self.agents:
             self.store.reads.append(Counter())

@@ -60,7 +60,7 @@ class Writers:
     """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy."""
 
     def __init__(self, world: int, copies: int = 1) -> None:
-        self.clock, self.copies = ManualClock(), copies
+        self.clock, self.copies, self.safe = ManualClock(), copies, True
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
@@ -81,6 +81,7 @@ class Writers:
             self.later,
             MARGIN_S,
             self.clock,
+            safe=lambda: self.safe,
         )
         self.futures = [future for _, future in self.parts(np.arange(world))]
 
@@ -172,6 +173,18 @@ def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
     nodes.writes("k1", "full")
     assert nodes.names() == ["n1", "k1", "l1"]
     made = nodes.writes("l1")
+    assert nodes.of(1).result(0) is made
+
+
+def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_failed_and_not_before() -> None:
+    nodes = Writers(2)
+    nodes.safe = False
+    nodes.parts.own_written()
+    nodes.move(1000)
+    assert nodes.names() == ["n1"], "it is slow, and nobody has a copy for sure"
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["n1", "k1"]
+    made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
 
 

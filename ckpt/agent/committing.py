@@ -1,0 +1,206 @@
+"""What a job puts into the store: its claim, its heartbeats, its checkpoints, and the closing of its epoch.
+
+Everything runs on the agent's main thread; what takes long goes to a lane of `Bulk` and comes back as a fact.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt.agent.basis import Basis
+from ckpt.agent.bulk import Lane, failure
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.facts import Store
+from ckpt.agent.learning import ABOUT
+from ckpt.agent.nodes import Nodes
+from ckpt.agent.remote import RemoteRanks, Wanted
+from ckpt.agent.surviving import check_due
+from ckpt.agent.writing import Parts, write_part
+from ckpt.errors import Superseded
+from ckpt.policy.every import Keep
+from ckpt.types import Identity
+
+if TYPE_CHECKING:
+    from ckpt.store.commit import Committed, Elsewhere
+    from ckpt.store.lineage import Claim
+    from ckpt.store.packs import Written
+
+log = logging.getLogger("ckpt")
+
+
+class Committing(Basis):
+    """A job's part in the store. Where it has several nodes, each writes what lies there."""
+
+    _claiming = False  # the claim is on its way to the store
+    _closing = ""  # why the epoch is to be closed as soon as that is settled
+    _beats = 0
+    _beating = False
+
+    def _commit(self, slot: int) -> None:
+        checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
+        assert claim is not None  # nothing is appointed before it is there
+        options = self.options
+        about: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "launch": self.launch,
+            "world": self.world,
+            "time_s": time.time(),
+            "disagreed": list(checkpoint.disagreed[:100]),
+        }
+        if self.learning is not None:
+            self.learning.commit_began(time.monotonic(), self.ranks.hindmost())
+            about[ABOUT] = self.learning.about(self._services.foreseen())
+        ranks, left_over = self.ranks, bool(self.group.superseded_by)
+        elsewhere = self._elsewhere(slot, checkpoint, ranks) if isinstance(ranks, Nodes) else None
+
+        def commit() -> Committed:
+            if left_over:  # nor what a newer start has passed over
+                check_due(store, claim, checkpoint.identity)
+            return store.commit(claim, checkpoint, options, about, elsewhere)
+
+        self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
+
+    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Elsewhere:
+        """Each other node writes the frames that lie there, or who keeps copies of them does. Whether it has them yet
+        is its own affair: it refuses what is not there, whole and hashed, and then the next is asked."""
+        round_ = self.group.slots[slot].round
+
+        def safe() -> bool:
+            return round_ is not None and round_.peer is Store.DONE
+
+        def holders() -> dict[str, list[str]]:
+            return self.protection.holders(checkpoint.identity) if self.protection is not None else {}
+
+        server, margin_s = self._services.server, self._services.heartbeat_s
+        ask = self._have_written
+        spared = self.group.left_to_others
+        services = ask, server.post, server.later, margin_s
+        return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, *services, spared=spared, safe=safe)
+
+    def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity."""
+        owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
+        if self.protection is None or name in owners:
+            self._have_copies_written(name, wanted, then)
+            return
+
+        def made(holder: str, error: str) -> None:
+            if error:
+                then(None, error)
+            else:
+                self._have_copies_written(holder, wanted, then)
+
+        (owner,) = owners
+        self.protection.remake(wanted.identity, owner, name, self._guarded(made))
+
+    def _have_copies_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        nodes, copies = self.ranks, self._services.copies
+        if isinstance(nodes, Nodes) and name in nodes.others:
+            nodes.others[name].write(wanted, then)
+            return
+        network = self._services.network()
+        if name and network is not None:  # a memory-only node
+            RemoteRanks(network, name, self.epoch, self.world, ()).write(wanted, then)
+            return
+        held = copies.of(wanted.identity) if copies is not None else {}
+        if copies is None or not set(np.unique(wanted.ranks).tolist()) <= held.keys():
+            then(None, "it has no copies of them")
+            return
+
+        def written(done: Future[Written]) -> None:
+            copies.release(wanted.identity)
+            then(None if failure(done) else done.result(), failure(done))
+
+        store = self._services.store  # in a lane of its own: the one that commits waits for it
+        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
+        self._run(Lane.MEMORY, lambda: write_part(store, wanted, held), written)
+
+    def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
+        error = failure(done)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        if not error:  # told before anybody who waits for it goes on: the receipt counts it
+            self._tell_committed(identity, done.result())
+        now_s = time.monotonic()
+        self.group.committed(slot, error, now_s)
+        if self.learning is not None:
+            took = None if error else (done.result().seconds, done.result().stored_bytes)
+            self.learning.commit_ended(now_s, self.ranks.hindmost(), took)
+            self.follow_learning()
+        if error:
+            self._services.account.commit_failed()
+            self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
+            return
+        keep, store = self.options.keep, self._services.store
+        if keep != Keep() and not self.group.superseded_by:
+            self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
+
+    def _tell_committed(self, identity: Identity, result: Committed) -> None:
+        sizes = result.raw_bytes, result.stored_bytes
+        self._services.account.committed(self.epoch, identity.tick, result.seconds, *sizes)
+        text = (
+            f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
+            f"{result.packs} packs, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
+        )
+        facts = {
+            "identity": str(identity),
+            "raw_bytes": result.raw_bytes,
+            "stored_bytes": result.stored_bytes,
+            "referred_bytes": result.referred_bytes,
+            "seconds": result.seconds,
+        }
+        self.emit("commit.done", text, data=facts)
+
+    def _pruned(self, done: Future[dict[str, Any]]) -> None:
+        if error := failure(done):
+            self.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
+
+    def _claim(self, claim: Claim) -> None:
+        store = self._services.store
+        self._claiming = True
+        self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+
+    def _claimed(self, error: str) -> None:
+        self._claiming = False
+        if self._closing:
+            self._close(self._closing)
+        if error:
+            message = f"the store does not answer; this start is claimed before its first commit: {error}"
+            self.emit("claim.postponed", message, True)
+
+    def _beat(self) -> None:
+        """Shows in the store that the epoch lives, as long as it does."""
+        if self._dropped or self.failed or self.group.all_gone or self.group.superseded_by:
+            return
+        if not self._beating:  # else the store is slow: the beats behind one another would say no more than one
+            self._beating = True
+            self._beats += 1
+            beats, store = self._beats, self._services.store
+            self._run(Lane.STORE, lambda: store.heartbeat(self.epoch, beats), self._beaten)
+        self._later(self._services.heartbeat_s, self._beat)
+
+    def _beaten(self, done: Future[None]) -> None:
+        self._beating = False
+        if error := failure(done):
+            log.info("no heartbeat: %s", error)
+
+    def _close(self, reason: str) -> None:
+        """Not beside the claim: one that lands after it would leave an epoch that nobody closes."""
+        if self._claiming:
+            self._closing = reason
+            return
+        store = self._services.store
+        self._run(Lane.STORE, lambda: store.end(self.epoch, reason), self._ended)
+
+    def _ended(self, done: Future[None]) -> None:
+        if error := failure(done):
+            log.warning("epoch %s could not be closed in the store: %s", self.epoch, error)
+        self.group.closed()

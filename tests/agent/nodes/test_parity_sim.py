@@ -1,0 +1,122 @@
+"""Parity under random schedules: nodes are lost, or agents are started again empty, between checkpoints and while one's
+parity is made, what is safe is made anew for others, and coordinators that are started again find out what is safe. As
+long as no more is lost than the parity that was said to be safe can bear, that checkpoint, or a newer one, comes back
+bit for bit.
+
+The agents' own code decides, and real parity is made (see fleet.py); one seed decides what happens when."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.agent.holdings import Inventory
+from ckpt.plan.placement import Parity
+from ckpt.types import Identity
+from tests.agent.nodes.fleet import Fleet
+from tests.agent.nodes.staged import identity
+
+SCHEDULES = max(1, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 100)
+GENERATIONS = 6
+SHAPES: tuple[tuple[Parity, dict[str, list[int]]], ...] = (
+    (Parity(3, 1), {"a": [0], "b": [1], "c": [2], "d": [3]}),
+    (Parity(2, 2), {"a": [0], "b": [1], "c": [2], "d": [3]}),
+    (Parity(1, 1), {"a": [0, 1], "b": [2], "c": [3]}),
+    (Parity(2, 1), {"a": [0], "b": [1], "m": []}),  # the last is a memory-only node
+)
+
+
+class Schedule:
+    """`bears`: how many nodes may be lost; `hit`: those that were lost or emptied since the safe one was made so."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        option, ranks = self.random.choice(SHAPES)
+        self.fleet = Fleet(ranks, option)
+        self.safe: Identity | None = None
+        self.bears = 0
+        self.hit: set[str] = set()
+        self.failed = self.emptied = self.found = 0
+        self.came_back = self.made_again = 0
+
+    def left(self) -> list[str]:
+        return [name for name in self.fleet.ranks if name not in self.fleet.gone]
+
+    def strike(self) -> None:
+        """A node is lost, or its agent is started again and has nothing of what it kept for others."""
+        name = self.random.choice(self.left())
+        self.hit.add(name)
+        if self.random.random() < 0.5:
+            self.fleet.restart(name)
+            self.emptied += 1
+        else:
+            self.fleet.gone.add(name)
+
+    def checkpoint(self, step: int) -> None:
+        which, spoils = identity(step), self.random.random() < 0.3
+        known = self.safe
+        if known is not None and self.random.random() < 0.2:  # a coordinator that was started again
+            found = self.fleet.find(known)
+            assert found is not None
+            known = found.newest
+            self.found += 1
+        before = set(self.hit)
+        error = self.fleet.protect(which, known, self.strike if spoils else None)
+        if error:
+            self.failed += 1
+        else:
+            self.safe, self.hit = which, self.hit - before  # what was struck meanwhile may have had it
+            self.bears = min(kept.losses for kept in self.fleet.placed(which).kept)
+
+    def look(self) -> None:
+        """What a start finds on the nodes that are left."""
+        if self.safe is None or len(self.hit) > self.bears:
+            return
+        held = Inventory()
+        for name in self.left():
+            held.add(self.fleet.keeps(name, self.safe.epoch).held, name)
+        complete = held.complete()
+        assert complete, f"{self.safe} was safe, {self.hit} are hit, and nothing is left"
+        newest = complete[-1]
+        assert newest >= self.safe, f"{self.safe} was safe, {self.hit} are hit, and {newest} is left"
+        missing = held.missing(newest)
+        made, error = self.fleet.rebuild(newest) if missing else ({}, "")
+        assert (sorted(made), error) == (missing, "")
+        self.fleet.check(newest, made)
+        self.came_back += 1
+        self.made_again += len(made)
+
+    def run(self) -> None:
+        for step in range(5, 5 + GENERATIONS):
+            self.checkpoint(step)
+            while self.random.random() < 0.4 and len(self.left()) > 1:
+                self.strike()
+            if self.fleet.gone:  # the job is over
+                break
+        self.look()
+
+
+@pytest.fixture
+def totals() -> Iterator[dict[str, int]]:
+    found = dict.fromkeys(("came_back", "made_again", "failed", "emptied", "found"), 0)
+    yield found
+    print(found)
+
+
+@pytest.mark.timeout(900)
+def test_what_was_safe_by_parity_comes_back_bit_for_bit_whoever_is_lost_or_emptied(totals: dict[str, int]) -> None:
+    for seed in range(SCHEDULES):
+        schedule = Schedule(seed)
+        try:
+            schedule.run()
+        except Exception as exc:
+            raise AssertionError(f"schedule {seed}: {exc}") from exc
+        finally:
+            schedule.fleet.close()
+        for name in totals:
+            totals[name] += getattr(schedule, name)
+    if SCHEDULES >= 100:  # they have to reach what they are there for
+        assert all(count > SCHEDULES // 10 for count in totals.values()), totals

@@ -1,0 +1,133 @@
+"""Copies that are made again after a loss, as their coordinator sees to it: who is asked for them, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent import reprotecting
+from ckpt.agent.copies import Copies, described, encode_described
+from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.reprotecting import Reprotecting
+from tests.agent.nodes.staged import Asked, Net, identity, staged
+
+PLENTY = dict.fromkeys("abcd", 1 << 40)
+WHICH = identity(5)
+
+
+class Made:
+    """Rank 0's snapshot is at some of the nodes a, b, c and d, and this is another one's job to see to."""
+
+    def __init__(self, *holders: str) -> None:
+        self.net, self.events = Net("me"), list[tuple[str, dict[str, Any]]]()
+        self.arenas = staged(WHICH, 1)
+        self.sent = encode_described(described(WHICH, self.arenas))
+        self.reprotecting = Reprotecting(
+            cast(Network, self.net),
+            cast(Copies, SimpleNamespace(withdraw=lambda *given: None)),
+            [NodeAt(name, (), (number,)) for number, name in enumerate("abcd")],
+            WHICH,
+            {0: holders},
+            {0: 100},
+            lambda which: {},
+            lambda delay_s, what: None,
+            lambda name, text, loud, data: self.events.append((name, data)),
+        )
+
+    def tend(self, copies: int) -> list[str]:
+        """Which sources are asked."""
+        assert self.reprotecting.is_due
+        before = len(self.net.asked)
+        self.reprotecting.tend(PLENTY, copies)
+        return [each.name for each in self.net.asked[before:]]
+
+    def left(self, kind: str) -> list[Asked]:
+        return [each for each in self.net.asked if each.fields["t"] == kind and each.then is not None]
+
+    def each(self, kind: str, answer: Callable[[Asked], None]) -> list[str]:
+        """Whoever was asked that and has not answered does; their names."""
+        found = self.left(kind)
+        for asked in found:
+            answer(asked)
+            asked.then = None  # type: ignore[assignment]
+        return sorted(asked.name for asked in found)
+
+    def give(self) -> None:
+        self.each("publish", lambda asked: asked.answer({}, [self.sent]))
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
+    monkeypatch.setattr(reprotecting, "RETRY_S_MAX", 0.0)
+    every: list[Made] = []
+
+    def make(*holders: str) -> Made:
+        every.append(Made(*holders))
+        return every[-1]
+
+    yield make
+    for each in every:
+        for arena in each.arenas.values():
+            arena.close()
+
+
+@pytest.mark.parametrize("at", ["publish", "keep"])
+def test_who_does_not_give_what_he_has_is_followed_by_who_has_it_too_and_then_gets_it_himself(
+    at: str, made: Callable[..., Made]
+) -> None:
+    job = made("a", "b")
+    assert job.tend(2) == ["a"]
+    if at == "keep":
+        job.give()
+    job.each(at, Asked.refuse)
+    assert job.names() == ["peers.failed"]
+    assert job.tend(2) == ["b"]
+    job.give()
+    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert job.names()[-1] == "peers.reprotected"
+    (again,) = job.tend(2)
+    assert again != "a", "what a has is damaged there"
+    job.give()
+    assert job.each("keep", lambda asked: asked.answer({})) in (["a"], ["c"], ["d"])
+    assert job.tend(2) == []
+    assert not job.reprotecting.is_due
+
+
+def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> None:
+    job = made("c")
+    for _ in range(3):
+        assert job.tend(1) == ["c"]
+        job.each("publish", Asked.refuse)
+    assert job.tend(1) == ["c"]
+    job.give()
+    assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
+    assert job.tend(1) == []
+
+
+@pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
+def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, made: Callable[..., Made]) -> None:
+    job = made("a")
+    assert job.tend(1) == ["a"]
+    job.give()
+    if when == "meanwhile":
+        job.reprotecting.lost("a")
+    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    if when == "afterwards":
+        assert job.tend(1) == []
+        assert not job.reprotecting.is_due
+        job.reprotecting.lost("d" if holder != "d" else "c")
+        assert not job.reprotecting.is_due, "it had nothing"
+        job.reprotecting.lost("a")
+    assert job.tend(1) == [holder]
+    job.give()
+    job.each("keep", lambda asked: asked.answer({}))
+    assert job.names() == ["peers.reprotected"] * 2
+    job.reprotecting.end()
+    job.reprotecting.lost(holder)
+    assert not job.reprotecting.is_due

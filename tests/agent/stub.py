@@ -1,0 +1,39 @@
+"""A process in the place of an agent: python -m tests.agent.stub MODE SOCKET LOCK [WORD ..].
+
+It holds the run lock and listens. "hangs": never answers, and sleeps; "is-busy": never answers, and works;
+"makes-way": tells the first who says hello that it is of another release, and ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+
+from ckpt.agent import wire
+
+
+def main(mode: str, path: str, lock: str) -> None:
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(8)
+        signal.alarm(120)  # it ends by itself, whatever becomes of the test
+        print("ready", flush=True)
+        while mode == "is-busy":
+            pass
+        while mode == "hangs":
+            signal.pause()
+        sock, _ = listener.accept()
+        message = wire.receive(sock)
+        assert message is not None
+        body = {"kind": "other-version", "message": "version 7"}
+        wire.send(sock, {"t": "error", "id": message.fields["id"], **body})
+        sock.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

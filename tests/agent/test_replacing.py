@@ -1,0 +1,155 @@
+"""An agent that is of no use to a trainer is replaced, and nothing is lost that need not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.agent import client, replacing, wire
+from ckpt.errors import AgentError
+from ckpt.events import Event, Events
+from ckpt.settings import read
+from ckpt.tasks import Tasks
+from tests.agent import test_agent
+from tests.agent.fake import OPTIONS, FakeRank
+from tests.agent.test_agent import checkpoint, committed_steps, one_step, start, together, wait_for, wait_gone
+
+url, ranks = test_agent.url, test_agent.ranks  # the fixtures
+Ranks = Callable[..., list[FakeRank]]
+REPOSITORY = Path(__file__).parents[2]
+SOON_S = 0.5  # an agent that does not run at all for so long hangs
+
+
+@pytest.fixture
+def told() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def meet(url: str, told: list[Event]) -> Iterator[Callable[..., client.Connection]]:
+    """What a trainer does first."""
+    with Tasks("meet") as tasks:
+        made: list[client.Connection] = []
+
+        def meet(hello_s: float = SOON_S, busy_s: float = 60.0) -> client.Connection:
+            say = lambda message: message.close(), lambda why: None
+            events = Events(told.append)
+            made.append(replacing.meet(url, read(), tasks, events, *say, hello_s=hello_s, busy_s=busy_s))
+            return made[-1]
+
+        yield meet
+        for each in made:
+            each.close()
+
+
+@pytest.fixture
+def stub(url: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    made: list[subprocess.Popen[str]] = []
+
+    def begin(mode: str, *words: str) -> subprocess.Popen[str]:
+        place = client.places(url, read())
+        command = [sys.executable, "-m", "tests.agent.stub", mode, str(place.socket), str(place.run_lock), *words]
+        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY))
+        assert made[-1].stdout is not None
+        assert made[-1].stdout.readline() == "ready\n"
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.kill()
+        each.wait(30)
+        each.stdout.close()  # type: ignore[union-attr]
+
+
+def test_an_agent_that_was_stopped_goes_on_and_what_its_memory_has_is_still_there(
+    ranks: Ranks, meet: Callable[..., client.Connection], told: list[Event]
+) -> None:
+    job = ranks(1)
+    start(job)
+    step = checkpoint(job)
+    agent = job[0].connection.agent_pid
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        assert meet().agent_pid == agent
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert [event.name for event in told] == ["agent.hung"]
+    new = ranks(1)
+    decision = start(new)
+    assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "local")
+    together(new, lambda rank: rank.leave("normal"))
+
+
+def test_an_agent_that_hangs_is_ended_and_another_one_serves(
+    stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection], told: list[Event]
+) -> None:
+    hung = stub("hangs", "ckpt.agent.main")
+    assert meet().agent_pid != hung.pid
+    assert hung.wait(30) == -signal.SIGKILL
+    assert [(event.name, event.loud) for event in told] == [("agent.hung", True)]
+
+
+def test_one_that_is_only_slow_is_not_ended(
+    stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection], told: list[Event]
+) -> None:
+    slow = stub("is-busy", "ckpt.agent.main")
+    with pytest.raises(AgentError, match="did not answer 'hello'"):
+        meet(hello_s=0.2, busy_s=0.5)
+    assert slow.poll() is None
+    assert told == []
+
+
+def test_nor_is_a_process_that_no_trainer_has_started(
+    stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection]
+) -> None:
+    other = stub("hangs")
+    with pytest.raises(AgentError, match=f"process {other.pid}.*none that a trainer of yours has started"):
+        meet()
+    assert other.poll() is None
+
+
+def test_an_agent_of_another_release_that_makes_way_is_waited_for(
+    stub: Callable[..., subprocess.Popen[str]], meet: Callable[..., client.Connection], told: list[Event]
+) -> None:
+    old = stub("makes-way", "ckpt.agent.main")
+    assert meet(hello_s=30.0).agent_pid != old.pid
+    assert old.wait(30) == 0
+    assert [event.name for event in told] == ["agent.makes_way"]
+
+
+def hello(url: str, version: int, role: str = "trainer") -> dict[str, Any]:
+    """What the agent of `url` answers to one of that version."""
+    sock = client.connect_nowait(client.places(url, read()))
+    assert sock is not None
+    with sock:
+        sock.settimeout(60)
+        wire.send(sock, {"t": "hello", "id": 1, "version": version, "role": role})
+        answer = wire.receive(sock)
+        assert answer is not None
+        return answer.fields
+
+
+def test_an_agent_that_lingers_commits_what_it_has_and_makes_way_for_another_release(
+    url: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_LINGER_S", "600")
+    job = ranks(1, options={**OPTIONS, "limits": {"memory": None, "bandwidth": 300_000.0}})  # a commit takes seconds
+    start(job)
+    step = checkpoint(job)
+    together(job, one_step)
+    agent = job[0].connection.agent_pid
+    assert hello(url, client.VERSION + 1)["kind"] == "agent", "it is needed"
+    with pytest.raises(AgentError):
+        job[0].leave_at_once()
+    job[0].connection.close()
+    assert hello(url, client.VERSION + 1, "tool")["kind"] == "agent", "nothing ends for a tool"
+    wait_for(lambda: hello(url, client.VERSION + 1)["kind"] == "other-version")  # once it has seen the trainer go
+    wait_gone(agent)
+    assert committed_steps(url)[-1] == step

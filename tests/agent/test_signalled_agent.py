@@ -1,0 +1,63 @@
+"""An agent that gets a signal itself, as every process of a Slurm step does: what it holds is not lost by that."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.storage import canonical
+from tests.agent.test_agent import committed_steps, start_processes, train_processes, wait_for, wait_gone
+from tests.agent.test_foreseeing import status
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return canonical(str(tmp_path / "store"))
+
+
+def standing(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = status(url)["job"]["notices"]["standing"]
+    return found
+
+
+def test_usr1_is_a_notice_with_the_time_that_it_was_asked_for_and_ends_no_agent(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_SIGUSR1_S", "90")
+    job, _ = start_processes(url, 1)
+    agent = status(url)["pid"]
+    os.kill(agent, signal.SIGUSR1)
+    wait_for(lambda: bool(standing(url)))
+    (told,) = standing(url)
+    assert (told["source"], told["key"], told["certain"]) == ("agent", "SIGUSR1", True)
+    assert 30 < told["left_s"] <= 90
+    os.kill(agent, signal.SIGUSR1)
+    assert [each["key"] for each in standing(url)] == ["SIGUSR1"]
+    job[0].tell(do="die")
+    job[0].end()
+    wait_gone(agent)
+
+
+def test_one_that_is_asked_to_end_goes_on_trying_to_commit_what_the_ranks_left(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the store has a bad moment just then."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    job, _ = start_processes(url, 1)
+    data = Path(url, "data")
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("no folder")
+    last = train_processes(job)
+    job[0].tell(do="die")
+    job[0].end()
+    wait_for(lambda: bool(status(url)["job"]["error"]))
+    agent = status(url)["pid"]
+    os.kill(agent, signal.SIGTERM)
+    wait_for(lambda: [each["source"] for each in standing(url)] == ["agent"])
+    data.unlink()
+    wait_gone(agent)
+    assert committed_steps(url)[-1] == last

@@ -1,0 +1,83 @@
+"""How a process ends that has not much time, or none: what it had saved is there, and nothing waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from tests.session.endings import PAD_BYTES
+from tests.session.loops import make, wait_agent_gone
+from tests.session.runs import agent_status, kill_agent
+from tests.session.scripts import Script
+
+
+def start(tmp_path: Path, what: str) -> Script:
+    command = [sys.executable, "-m", "tests.session.endings", what, str(tmp_path / "run")]
+    return Script(command, tmp_path / "log", {"CKPT_LINGER_S": "0"})
+
+
+def come_back(url: Path, exit_s: float = 600.0) -> ckpt.Checkpointer:
+    state = {**make(seed=3).state, "pad": torch.zeros(PAD_BYTES, dtype=torch.uint8)}
+    ck = ckpt.Checkpointer(url, state, limits=ckpt.Limits(exit_s=exit_s))
+    with contextlib.suppress(ckpt.CommitFailed), ck:
+        pass
+    return ck
+
+
+def test_a_job_whose_forked_worker_outlives_it_is_seen_to_be_dead_and_its_save_committed(tmp_path: Path) -> None:
+    script, worker = start(tmp_path, "forked"), 0
+    try:
+        worker = int(script.wait_for(lambda line: "worker" in line)["worker"])
+        assert script.process.wait(30) == -signal.SIGKILL
+        wait_agent_gone(tmp_path / "run", 60)
+        os.kill(worker, 0)
+    finally:
+        if worker:
+            os.kill(worker, signal.SIGKILL)
+    restored = come_back(tmp_path / "run").restored
+    assert (restored.step, restored.level) == (2, "store")
+
+
+def test_who_presses_control_c_while_the_last_save_is_on_its_way_is_let_go_and_it_is_not_lost(tmp_path: Path) -> None:
+    script = start(tmp_path, "waiting")
+    script.wait_for(lambda line: "ended" in line)
+    pressed = 0
+    while script.process.poll() is None and pressed < 10:
+        script.process.send_signal(signal.SIGINT)
+        pressed += 1
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            script.process.wait(2)
+    assert script.process.wait(30) != 0
+    text = script.log.read_text()
+    assert "KeyboardInterrupt" in text
+    restored = come_back(tmp_path / "run", exit_s=1.0).restored  # what it finds in memory only is saved at its end, too
+    assert (restored.step, restored.level) == (2, "local")
+    kill_agent(tmp_path / "run")
+
+
+def test_an_agent_is_not_bound_to_the_processor_that_its_trainer_is_bound_to(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one processor")
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}):
+            assert os.sched_getaffinity(int(agent_status(tmp_path / "run")["pid"])) >= before
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_folder_for_sockets_with_too_long_a_path_is_an_error_that_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ckpt.AgentError, match="longer than 107 bytes; set CKPT_RUNTIME_DIR"):
+        ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()

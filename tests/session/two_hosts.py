@@ -1,0 +1,51 @@
+"""Under torchrun, two ranks with an agent each, as on two machines: python -m tests.session.two_hosts FOLDER.
+
+One step is saved and waited for in the other's memory; once FOLDER/end is there both ranks fail.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckpt
+from tests.session.scripts import say_line
+
+LATER = ckpt.Every(steps=10**6)  # nothing is appointed
+ROWS, COLUMNS = 1000, 16
+PATIENCE_S = 120.0
+
+
+def whole() -> torch.Tensor:
+    """What both ranks hold together."""
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, folder = dist.get_rank(), Path(sys.argv[1])
+    os.environ["CKPT_RUNTIME_DIR"] = str(folder / f"n{rank}")
+    half = ROWS // 2
+    mine = whole()[rank * half : (rank + 1) * half].clone()
+    state = {"table": ckpt.Shard(mine, (ROWS, COLUMNS), (rank * half, 0))}
+    with ckpt.Checkpointer(folder / "run", state, policy=LATER) as ck:
+        for _ in ck.steps(1):
+            pass
+        saved = ck.save()
+        saved.wait("peer", timeout_s=60)
+        say_line({"rank": rank, "level": saved.level, "step": saved.step})
+        deadline = time.monotonic() + PATIENCE_S
+        while not (folder / "end").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        raise RuntimeError("as told")
+
+
+if __name__ == "__main__":
+    main()

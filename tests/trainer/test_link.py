@@ -1,0 +1,61 @@
+"""The trainer's end of the socket: what it tells of its node, and how long an agent that is away is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent.client import Connection
+from ckpt.agent.hosts import domains_here
+from ckpt.errors import AgentError, NotLed
+from ckpt.events import Event, Events
+from ckpt.settings import Settings, read
+from ckpt.tasks import Tasks
+from ckpt.trainer import link
+from ckpt.trainer.link import Link
+
+
+class Away(Link):
+    """`says`: what each try meets; after that it is let in."""
+
+    says: list[AgentError]
+
+    def _rejoin(self) -> None:
+        if self.says:
+            raise self.says.pop(0)
+        self._connection = cast(Connection, SimpleNamespace(is_open=True, close=lambda: None))
+
+
+def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them(runtime_dir: Path) -> None:
+    given = {"CKPT_RUNTIME_DIR": str(runtime_dir), "CKPT_LAUNCH": "launch", "CKPT_DOMAIN": "zone-a/rack-7"}
+    answer = SimpleNamespace(fields={"name": "agent", "addresses": ["10.0.0.7:7777"], "link_bytes_s": 125})
+    connection = SimpleNamespace(request=lambda *given: answer, is_open=True, close=lambda: None)
+    with Tasks("told") as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        made = Link("url", read(given), Events(), tasks, nothing, nothing)
+        made._connection = cast(Connection, connection)
+        told = made.listen(b"")
+        assert (told["domains"], told["link_bytes_s"]) == (domains_here("zone-a/rack-7"), 125)
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_back"), [(NotLed("rank 0's is not connected"), True), (AgentError("it does not start"), False)]
+)
+def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_not_start(
+    error: AgentError, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "RECONNECT_TRIES", 2)
+    seen: list[Event] = []
+    with Tasks("away") as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing)
+        made.says = [error] * 4
+        made._reconnect()
+        assert made.is_back == comes_back
+        assert made.is_given_up != comes_back
+        made.close()
+    assert [event.name for event in seen][-1] == ("agent.restarted" if comes_back else "agent.given_up")
