@@ -133,6 +133,15 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftBy:
+    """Have that node ("": this one) know that the ranks were told to leave by this notice of its machine."""
+
+    source: str
+    key: str  # as the source has it
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """The epoch has ended: say so in the store; then `closed`."""
 
@@ -152,6 +161,7 @@ Acts = (
     | Recycle
     | Unprotect
     | Acknowledge
+    | LeftBy
     | Close
 )
 Action = Acts | Said

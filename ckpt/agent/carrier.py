@@ -76,6 +76,8 @@ class Carrier(Committing):
                 self._write_outcome(body)
             case do.Acknowledge(source, key, node):
                 self._acknowledge(source, key, node)
+            case do.LeftBy(source, key, node):
+                self._left_by(source, key, node)
             case do.Close(reason):
                 self._close(reason)
 
@@ -294,6 +296,12 @@ class Carrier(Committing):
             outcome.write(self.outcome_path, self.epoch, self.launch, body)
         except OSError as exc:
             self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
+
+    def _left_by(self, source: str, key: str, node: str) -> None:
+        if node and isinstance(self.ranks, Nodes):
+            self.ranks.others[node].tell({"t": "left-by", "source": source, "key": key})
+        elif self._services.listening is not None:
+            self._services.listening.left_by(source, key)
 
     def _acknowledge(self, source: str, key: str, node: str) -> None:
         def ended(error: str) -> None:

@@ -24,6 +24,14 @@ class Course(enum.Enum):
     OVER = "over"  # the deadline has passed, and the machine is still here: training goes on
 
 
+class When(enum.Enum):
+    """How a job answers a certain notice."""
+
+    AT_ONCE = "at once"  # it is a request to go now
+    IN_TIME = "in time"  # no earlier than it has to
+    NOT_AGAIN = "not again"  # a start has left by it, and a launcher started the job again all the same
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Saving a state that takes so many bytes of memory took so many seconds."""

@@ -23,6 +23,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
+from ckpt.agent.choosing import When
 from ckpt.agent.control import Word
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore
@@ -83,7 +84,7 @@ class Following:
         store: StoreSide,
         taken: Callable[[Epoch], Taken],
         arenas_of: Callable[[Identity], Mapping[int, Arena]],
-        standing: Iterable[Notice] = (),
+        standing: Iterable[tuple[Notice, When]] = (),
     ) -> None:
         """`arenas_of`: those on this node in which snapshots of that checkpoint lie, by rank. `standing`: notices that
         were heard here before."""
@@ -100,8 +101,8 @@ class Following:
         self._said: list[list[int]] = []
         self.nodes, self._arenas_of = nodes, arenas_of
         self._standing = Standing()
-        for notice in standing:
-            self._standing.hear(notice)
+        for notice, when in standing:
+            self._standing.hear(notice, when)
         self._restore: Restore | None = None
         self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
         self._asking = False  # that
@@ -143,9 +144,9 @@ class Following:
             "arena_bytes": self.ranks.arena_bytes,
         }
 
-    def hear(self, word: Notice | Withdrawn, at_once: bool = False) -> None:
+    def hear(self, word: Notice | Withdrawn, when: When = When.IN_TIME) -> None:
         """This node goes away, or does not any more: the coordinator decides what follows."""
-        self._standing.hear(word, at_once)
+        self._standing.hear(word, when)
         self._tell_notices()
 
     def take_back(self, source: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.basis import Member, Services
 from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.choosing import When
 from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.fetch import Restore
@@ -290,7 +291,7 @@ class Job(TakenOver):
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
                 told = Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}")
-                self.hear(told, at_once=True, node=self.ranks.node_of(rank))
+                self.hear(told, When.AT_ONCE, node=self.ranks.node_of(rank))
                 peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:
                 self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
@@ -411,15 +412,15 @@ class Job(TakenOver):
             if not resumed and self.outcome_path is not None and self.outcome_path.is_file():
                 self.outcome_path.unlink()  # of an earlier start
         if self._services.listening is not None:
-            for name, notice in self._services.listening.standing.items():
-                if name not in self.group.notices:
-                    self.hear(notice)
+            for notice, when in self._services.listening.heard():
+                if (notice.source, notice.key) not in self.group.notices:
+                    self.hear(notice, when)
 
     # -- notices
 
-    def hear(self, word: Word, at_once: bool = False, node: str = "") -> None:
-        """What follows from it is the group's affair; here it is told to people. `at_once`: a request to go now.
-        `node`: whose machine it is about; "" is this one."""
+    def hear(self, word: Word, when: When = When.IN_TIME, node: str = "") -> None:
+        """What follows from it is the group's affair; here it is told to people. `node`: whose machine it is about;
+        "" is this one."""
         name = (word.source, word.key)
         known = name in self.group.notices
         if isinstance(word, Withdrawn):
@@ -429,11 +430,14 @@ class Job(TakenOver):
             return
         now_s = time.monotonic()
         left_s = word.deadline_s - time.time()
-        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, at_once, frozenset({node})))
+        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, when, frozenset({node})))
         if known and word.source == SIGNAL:
             return  # another rank got it too
         what = "this machine goes away" if word.certain else "this machine may go away"
-        then = "the job saves and leaves before" if word.certain else "one more checkpoint is taken"
+        leaves = word.certain and when is not When.NOT_AGAIN
+        then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
+        if when is When.NOT_AGAIN:
+            then = "a start has left by that before, and this one does not; " + then
         facts = {"source": word.source, "key": word.key, "left_s": round(left_s, 1), "certain": word.certain}
         text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
         self.emit("notice", text, left_s < SOON_S, facts)

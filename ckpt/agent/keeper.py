@@ -20,6 +20,7 @@ from ckpt.agent.basis import Services, tell
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.candidates import Remembered
 from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.choosing import When
 from ckpt.agent.copies import Copies
 from ckpt.agent.fence import Fence
 from ckpt.agent.following import Following
@@ -250,9 +251,9 @@ class Keeper:
         elif self._start is not None:
             tell(self._start.peer, event)
 
-    def _heard(self, word: Word, at_once: bool = False) -> None:
+    def _heard(self, word: Word, when: When = When.IN_TIME) -> None:
         if self.current is not None:
-            self.current.hear(word, at_once)
+            self.current.hear(word, when)
 
     def _tell_others_to_forget(self, job: Job) -> None:
         """A checkpoint of it is complete: they need not keep those of former epochs."""

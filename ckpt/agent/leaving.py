@@ -5,6 +5,8 @@
   operator's word is a request to go now: then it is made at once. Of several, the earliest deadline counts.
 - Where a last snapshot cannot reach the store any more but can reach the memory of nodes that stay, it goes there
   first, and those nodes commit it. Where it can reach neither and a complete one still may, nothing newer is taken.
+- A job that a launcher starts again on a machine that it has left does not leave by the same notice again: it trains on
+  until the machine goes, with one checkpoint more just before.
 - An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
   appointment. Nobody leaves by either.
 - A SIGTERM to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
@@ -21,12 +23,13 @@ from typing import Any
 
 from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
-from ckpt.agent.actions import Acknowledge, Answer, Emit, Outcome, Request, SetVerdict, Tell
-from ckpt.agent.choosing import SLACK, Course, Measured, choose, outlasts
+from ckpt.agent.actions import Acknowledge, Answer, Emit, LeftBy, Outcome, Request, SetVerdict, Tell
+from ckpt.agent.choosing import SLACK, Course, Measured, When, choose, outlasts
 from ckpt.agent.control import Kind, Word
 from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
 from ckpt.agent.members import Presence
 from ckpt.agent.outcome import text_of
+from ckpt.agent.relaying import bare
 from ckpt.types import Tick
 
 RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
@@ -55,16 +58,21 @@ FORMER = "a notice to an agent that has died"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. `at_once`: leave now, whatever time there
-    is. (source, key) names it: told again it replaces the former. `nodes`: those that it is about; "" is this one."""
+    """A notice that stands. `deadline_s`, `told_s`: on the clock of `decide`. (source, key) names it: told again it
+    replaces the former. `nodes`: those that it is about; "" is this one."""
 
     source: str
     key: str
     deadline_s: float
     told_s: float
     certain: bool = True
-    at_once: bool = False
+    when: When = When.IN_TIME
     nodes: frozenset[str] = frozenset({""})
+
+    @property
+    def sends_away(self) -> bool:
+        """Whether the job leaves by it."""
+        return self.certain and self.when is not When.NOT_AGAIN
 
 
 # The level of the newest one, its tick, the newest committed, the newest in other nodes' memory, an error.
@@ -155,6 +163,11 @@ class Leaving(Facts):
         self._due.discard((source, key))
         self._over.discard((source, key))
 
+    def goes_on(self, former: Leaving) -> None:
+        """This start goes on from that one, which was here: saving takes as long as it took there, until it is
+        measured."""
+        self._saved, self._copied = self._saved or former._saved, self._copied or former._copied
+
     def acknowledged(self) -> None:
         """What `Acknowledge` asked for has ended, whatever came of it: it is not tried again."""
         self.acknowledging = False
@@ -238,7 +251,7 @@ class Leaving(Facts):
         an allocation, a maintenance): until then that changes nothing."""
         near_s = now_s + self.need_s + NEAR_S
         certain = [each for each in self.notices.values() if each.certain]
-        return bool(self._due) or any(each.at_once or each.deadline_s <= near_s for each in certain)
+        return bool(self._due) or any(each.when is When.AT_ONCE or each.deadline_s <= near_s for each in certain)
 
     @property
     def doomed(self) -> frozenset[str]:
@@ -316,10 +329,10 @@ class Leaving(Facts):
     def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
         """Measures, and settles which course holds for this round of decisions."""
         self._measure(now_s, steps)
-        self._tend_extra(steps)
+        self._tend_extra(now_s, steps)
         self.course = self._choose(now_s)
         self._tend_push(now_s)
-        passed = [n for n, each in self.notices.items() if each.certain and each.deadline_s <= now_s]
+        passed = [n for n, each in self.notices.items() if each.sends_away and each.deadline_s <= now_s]
         new = [name for name in passed if name not in self._over]
         self._over.update(new)
         if new and not (self._leave_round or self._ended or self.all_gone or self.superseded_by):
@@ -356,7 +369,12 @@ class Leaving(Facts):
             elif slot.state is State.COMPLETE and round_.hashed_s is None and round_.all_staged_s is not None:
                 round_.hashed_s = now_s - round_.all_staged_s
 
-    def _tend_extra(self, steps: Sequence[int]) -> None:
+    def _tend_extra(self, now_s: float, steps: Sequence[int]) -> None:
+        for name, each in self.notices.items():
+            stays = each.certain and not each.sends_away and name not in self._due
+            if stays and each.deadline_s - self.need_s <= now_s < each.deadline_s:
+                self._due.add(name)
+                self._extra_asked = True
         if self._extra_asked:
             self._extra_asked = False
             self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
@@ -366,7 +384,7 @@ class Leaving(Facts):
             return
         reached = newest is not None and newest.round is not None and newest.round.tick >= self._extra
         in_vain = self._extra_tries <= 0 and not self._open()
-        asked = self._extra_alone or not all(each.certain for each in self.notices.values())
+        asked = self._extra_alone or not all(each.sends_away for each in self.notices.values())
         self._away = self._away if asked else None
         if reached or in_vain or not asked:
             self._extra, self._extra_alone = None, False
@@ -381,9 +399,9 @@ class Leaving(Facts):
     def _choose(self, now_s: float) -> Course:
         live = self._live(now_s)
         if not live:
-            return Course.OVER if any(each.certain for each in self.notices.values()) else Course.STAY
+            return Course.OVER if any(each.sends_away for each in self.notices.values()) else Course.STAY
         for each in live:
-            if each.at_once or now_s >= each.deadline_s - self.need_s:
+            if each.when is When.AT_ONCE or now_s >= each.deadline_s - self.need_s:
                 self._due.add((each.source, each.key))
         if not any((each.source, each.key) in self._due for each in live):
             return Course.STAY
@@ -391,7 +409,7 @@ class Leaving(Facts):
             return Course.COPY if self.course is Course.COPY else Course.HOLD
         newest = self.newest
         may_reach = newest is not None and newest.round is not None and newest.round.store in (Store.NEW, Store.RUNNING)
-        goes_away = not any(each.at_once for each in live)  # else this host's memory may well outlive the job
+        goes_away = not any(each.when is When.AT_ONCE for each in live)  # else this host's memory may outlive the job
         left_s = min(each.deadline_s for each in live) - now_s
         pushes = may_reach and goes_away and self._saving_s is not None
         return choose(left_s, self._least_s(), self._copied_within_s(), pushes)
@@ -486,6 +504,7 @@ class Leaving(Facts):
             self._all_leave = len(round_.held) == self.world
             self._leave_round = round_.number
             self._out.append(SetVerdict(round_.number))
+            self._out += self._left_by()
             sources = self._certain()
             by_s = self.deadline_s(now_s)
             self._copy_by_s = by_s if self.course is Course.COPY else None
@@ -497,6 +516,11 @@ class Leaving(Facts):
         for request in round_.held.values():
             self._answer_held(request, leave)
         round_.held.clear()
+
+    def _left_by(self) -> list[LeftBy]:
+        """The notices of machines by which the ranks go."""
+        due = [self.notices[name] for name in sorted(self._due) if self.notices[name].when is When.IN_TIME]
+        return [LeftBy(each.source, bare(each.key, node), node) for each in due for node in sorted(each.nodes)]
 
     def held(self, rank: int, number: int, request: Request) -> None:
         """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on, unless others may
@@ -592,7 +616,7 @@ class Leaving(Facts):
     # -- small steps
 
     def _live(self, now_s: float) -> list[Standing]:
-        return [each for each in self.notices.values() if each.certain and each.deadline_s > now_s]
+        return [each for each in self.notices.values() if each.sends_away and each.deadline_s > now_s]
 
     def _attempts(self, now_s: float) -> list[Standing]:
         return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
@@ -611,7 +635,7 @@ class Leaving(Facts):
         return any(s.round is not None and s.round.unjudged and s.round.held for s in self.slots)
 
     def _certain(self) -> tuple[str, ...]:
-        return self._texts([(each.source, each.key) for each in self.notices.values() if each.certain])
+        return self._texts([(each.source, each.key) for each in self.notices.values() if each.sends_away])
 
     def _texts(self, names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(f"{source} {key}"[:200] for source, key in sorted(names))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt.agent.choosing import When
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.settings import NOTICES, Settings, variables
@@ -90,7 +91,7 @@ class Listening:
     are for the main thread. `standing`: what was told and not taken back, by (source, key)."""
 
     def __init__(
-        self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word], None], events: Events
+        self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word, When], None], events: Events
     ) -> None:
         self.sources = Sources()
         self.standing: dict[tuple[str, str], Notice] = {}
@@ -99,6 +100,7 @@ class Listening:
         self._events = events
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
+        self._left: dict[tuple[str, str], float] = {}  # by what a job has left, and the deadline: as long as it stands
         self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
         self._azure: AzureListener | None = None  # set by the thread that begins
 
@@ -122,10 +124,27 @@ class Listening:
             self._ending.append(self._tasks)
             self._tasks = None
 
-    def remember(self, notice: Notice) -> None:
+    def heard(self) -> list[tuple[Notice, When]]:
+        """What stands, and how a job answers it."""
+        return [(notice, self._when(notice)) for notice in self.standing.values()]
+
+    def left_by(self, source: str, key: str) -> None:
+        """A job leaves by what stands under that name. If it is started again here nothing is gained by leaving again:
+        that counts until the source takes it back, or names a later time."""
+        if (source, key) in self.standing:
+            self._left[source, key] = self.standing[source, key].deadline_s
+
+    def left_ahead_s(self, now_s: float) -> float:
+        """How long what a job has left by is still ahead: nobody but this agent could tell so to one that is started
+        again here. 0: nothing is. `now_s`: Unix time."""
+        return max((deadline_s - now_s for deadline_s in self._left.values() if deadline_s > now_s), default=0.0)
+
+    def remember(self, notice: Notice, when: When) -> None:
         """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
         does not stand any more that is told."""
         self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
+        if when is When.NOT_AGAIN:
+            self._left[notice.source, notice.key] = notice.deadline_s
 
     def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
@@ -200,12 +219,20 @@ class Listening:
     # -- on the main thread
 
     def _heard(self, tasks: Tasks, word: Word) -> None:
-        from ckpt.notices.notice import Notice
+        from ckpt.notices.notice import MOVED_S, Notice
 
         if tasks is not self._tasks:
             return  # it was told to stop meanwhile
+        name = (word.source, word.key)
         if isinstance(word, Notice):
-            self.standing[word.source, word.key] = word
+            self.standing[name] = word
+            if word.deadline_s > self._left.get(name, math.inf) + MOVED_S:
+                del self._left[name]
+            self._tell(word, self._when(word))
         else:
-            self.standing.pop((word.source, word.key), None)
-        self._tell(word)
+            self.standing.pop(name, None)
+            self._left.pop(name, None)
+            self._tell(word, When.IN_TIME)
+
+    def _when(self, notice: Notice) -> When:
+        return When.NOT_AGAIN if (notice.source, notice.key) in self._left else When.IN_TIME

@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from ckpt.agent.bulk import Lane
+from ckpt.agent.choosing import When
 from ckpt.agent.client import VERSION
 from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
@@ -178,7 +179,7 @@ class Node(Inheriting):
                 self._take_back(source)
             else:
                 deadline_s = time.time() + finite(fields["deadline_s"], "preempt: deadline_s")
-                self._heard(Notice(deadline_s, source, True, OPERATOR, "ckpt preempt"), at_once=True)
+                self._heard(Notice(deadline_s, source, True, OPERATOR, "ckpt preempt"), When.AT_ONCE)
             peer.reply(request_id, {})
         else:
             rule = keep_from(fields.get("keep") or {}, "keep")
@@ -252,7 +253,7 @@ class Node(Inheriting):
         if self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
             told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
-            self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), at_once=True)
+            self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), When.AT_ONCE)
         if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
             self._standing = Standing()
@@ -262,7 +263,7 @@ class Node(Inheriting):
             left_s = self._settings.sigusr1_s
             self._warned_until_s = now_s + left_s
             told = f"the agent got SIGUSR1; {left_s:g} s are taken to be left"
-            self._heard(Notice(time.time() + left_s, "agent", True, "SIGUSR1", told), at_once=True)
+            self._heard(Notice(time.time() + left_s, "agent", True, "SIGUSR1", told), When.AT_ONCE)
 
     # -- the end
 
@@ -327,6 +328,9 @@ class Node(Inheriting):
                 return None  # who has asked for it may be at work on it
             in_store = self._makes_way and self._turns.settled
             return now_s if in_store else self._idle_since_s + self._settings.linger_s
+        ahead_s = self._listening.left_ahead_s(time.time())
+        if ahead_s and not (self._server.end_asked or self._makes_way):
+            return min(now_s + ahead_s, self._idle_since_s + self._settings.linger_s)
         if not jobs:
             wanted = not (self._served or self._server.end_asked or self._makes_way)
             return self._idle_since_s + IDLE_S if wanted else now_s

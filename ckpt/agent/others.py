@@ -15,6 +15,7 @@ import numpy as np
 from ckpt.agent.arena import Arena
 from ckpt.agent.authority import OF_AN_EPOCH, Who, epoch_of, who_says
 from ckpt.agent.bulk import Lane, failure
+from ckpt.agent.choosing import When
 from ckpt.agent.copies import decode_described
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.finding import Keeps
@@ -94,7 +95,7 @@ class Others(Leading):
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
             nodes = self._nodes_of(message)
             services = self._server, self._bulk, self._store, self._taken
-            standing = self._listening.standing.values()
+            standing = self._listening.heard()
             found = Following(epoch, world, nodes, network, *services, self._arenas_of, standing)
             self.followings.append(found)
             self._hear_again(handed)  # first: it may be refused, and comes again
@@ -113,30 +114,30 @@ class Others(Leading):
         if isinstance(peer, Peer):
             self._tell_standing(peer)
 
-    def _given_back(self, message: Message) -> list[tuple[Notice, bool]]:
+    def _given_back(self, message: Message) -> list[tuple[Notice, When]]:
         """What the first rank that comes to this agent knows of what stood here when a former one died."""
         handed = given_back(message.fields.get("standing") or []) if message.fields["resume"] else []
-        for notice, _ in handed:
-            self._listening.remember(notice)
+        for notice, when in handed:
+            self._listening.remember(notice, when)
         return handed
 
-    def _hear_again(self, handed: Sequence[tuple[Notice, bool]]) -> None:
-        for notice, at_once in handed:
-            self._heard(notice, at_once)
+    def _hear_again(self, handed: Sequence[tuple[Notice, When]]) -> None:
+        for notice, when in handed:
+            self._heard(notice, when)
 
     def _tell_standing(self, peer: Peer) -> None:
         if told := self._standing.told():
             peer.send({"t": "standing", "notices": told[-RANKS_NOTICES_MAX:]})
 
-    def _heard(self, word: Word, at_once: bool = False) -> None:
-        self._standing.hear(word, at_once)
+    def _heard(self, word: Word, when: When = When.IN_TIME) -> None:
+        self._standing.hear(word, when)
         body = {"t": "standing", "notices": self._standing.told()[-RANKS_NOTICES_MAX:]}
         for peer in self._server.peers:
             if peer.role == "trainer":
                 peer.send(body)
-        super()._heard(word, at_once)
+        super()._heard(word, when)
         for each in self.followings:
-            each.hear(word, at_once)
+            each.hear(word, when)
 
     def _take_back(self, source: str) -> None:
         """What an operator asked for, on whichever node that was and this is."""
@@ -239,6 +240,9 @@ class Others(Leading):
             return
         if message.kind == "acknowledge":
             self._acknowledge(channel, fields, why)
+            return
+        if message.kind == "left-by":
+            self._listening.left_by(str(fields["source"]), str(fields["key"]))
             return
         following.led(channel, message)
 
@@ -377,8 +381,8 @@ class Others(Leading):
         elif message.kind == "signals":
             self.foreseeing.said(job, channel.peer, fields)
         elif message.kind == "notices":
-            for word, at_once in words(channel.peer, fields["standing"], job.notices_left()):
-                job.hear(word, at_once, channel.peer)
+            for word, when in words(channel.peer, fields["standing"], job.notices_left()):
+                job.hear(word, when, channel.peer)
         elif message.kind == "take-back":
             self._take_back(str(fields["source"])[:200])
         elif message.kind == "lacks":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt.agent.choosing import When
 from ckpt.errors import AgentError
 from ckpt.notices.notice import MOVED_S, Notice, Withdrawn, Word
 
@@ -20,14 +21,14 @@ Name = tuple[str, str]  # source and key
 
 
 class Standing:
-    """What stands on this node, for the coordinator. `at_once`: a request to go now."""
+    """What stands on this node, for the coordinator."""
 
     def __init__(self) -> None:
-        self._notices: dict[Name, tuple[Notice, bool]] = {}
+        self._notices: dict[Name, tuple[Notice, When]] = {}
 
-    def hear(self, word: Word, at_once: bool = False) -> None:
+    def hear(self, word: Word, when: When = When.IN_TIME) -> None:
         if isinstance(word, Notice):
-            self._notices[word.source, word.key] = word, at_once
+            self._notices[word.source, word.key] = word, when
         else:
             self._notices.pop((word.source, word.key), None)
 
@@ -41,13 +42,13 @@ class Standing:
                 "left_s": notice.deadline_s - now_s,
                 "certain": notice.certain,
                 "message": notice.message[:500],
-                "at_once": at_once,
+                "when": when.value,
             }
-            for notice, at_once in list(self._notices.values())[-NOTICES_MAX:]
+            for notice, when in list(self._notices.values())[-NOTICES_MAX:]
         ]
 
 
-def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, bool]]:
+def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When]]:
     """What `Standing.told` made, as a rank gives it back to another agent of its node. Errors: as `words`."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
@@ -61,7 +62,7 @@ def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, bool
                 str(each["key"])[:200],
                 str(each["message"])[:500],
             ),
-            bool(each["at_once"]),
+            When(each["when"]),
         )
         for each in told
     ]
@@ -89,15 +90,15 @@ def is_operators(key: str) -> bool:
     return key == OPERATOR or key.startswith(OPERATOR + _end(""))
 
 
-def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, bool]]:
-    """What is new for the coordinator in what a node says stands there, each with whether it is a request to go now.
+def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None = None) -> list[tuple[Word, When]]:
+    """What is new for the coordinator in what a node says stands there, each with how it is answered.
     `known`: what stands, of all nodes, and how many seconds each has left. Errors: AgentError, ValueError, TypeError,
     LookupError."""
     now_s = time.time() if now_s is None else now_s
     if not isinstance(told, list) or len(told) > NOTICES_MAX:
         raise AgentError(f"a node says that more than {NOTICES_MAX} notices stand there")
     end = _end(node)
-    found: list[tuple[Word, bool]] = []
+    found: list[tuple[Word, When]] = []
     stand: set[Name] = set()
     for each in told:
         name = str(each["source"])[:200], str(each["key"])[:200] + end
@@ -106,6 +107,6 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
         if name in known and abs(known[name] - left_s) <= MOVED_S:
             continue
         text = f"node {node}: {str(each['message'])[:500]}"
-        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), bool(each["at_once"])))
+        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), When(each["when"])))
     gone = [name for name in known if name[1].endswith(end) and name not in stand]
-    return [*((Withdrawn(*name), False) for name in gone), *found]
+    return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]

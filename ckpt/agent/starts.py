@@ -380,8 +380,10 @@ class Starts(Keeper):
         self._store.restored(parent, record)
         self._end_restore()
         self._start = None
+        former = next((each for each in self.former if parent is not None and each.epoch == parent.epoch), None)
+        if former is not None:
+            job.group.goes_on(former.group)
         if job.learning is not None and parent is not None:
-            former = next((each for each in self.former if each.epoch == parent.epoch), None)
             self._relearning.goes_on(job.learning, parent.epoch, former, record, start.view, start.nodes)
         claim = self._claim(job, parent, start)
         job.begin_training(claim, resumed=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import Group
@@ -608,7 +609,7 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
 
 
 def hold(driver: Driver) -> Any:
-    driver.group.warn(Standing("test", "1", driver.now_s + 30, driver.now_s, at_once=True))
+    driver.group.warn(Standing("test", "1", driver.now_s + 30, driver.now_s, when=When.AT_ONCE))
     driver.decide()
     assert driver.word().kind is Kind.HOLD
     return driver.word()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.facts import State, Why
 from ckpt.agent.group import Group
@@ -362,6 +363,9 @@ class Sim:
     def do_Outcome(self, action: do.Outcome) -> None:
         self.outcomes.append(action.body)
 
+    def do_LeftBy(self, action: do.LeftBy) -> None:
+        assert self.verdict, "the ranks were not told to leave"
+
     def do_Emit(self, action: do.Emit) -> None:
         assert action.name
 
@@ -399,7 +403,7 @@ class Sim:
     def preempt(self) -> None:
         self.preempted = True
         deadline_s = self.now_s + self.random.choice((0.5, 20.0))
-        self.group.warn(Standing("operator", "1", deadline_s, self.now_s, at_once=True))
+        self.group.warn(Standing("operator", "1", deadline_s, self.now_s, when=When.AT_ONCE))
         self.decide()
 
     def told_to_end(self, rank: Rank, connection: int, body: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.choosing import SLACK, Course
+from ckpt.agent.choosing import SLACK, Course, When
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
@@ -92,7 +92,7 @@ def test_a_notice_days_ahead_is_remembered_and_left_by_only_when_it_is_time() ->
 def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_others_go_on() -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(60.0, at_once=True)
+    driver.warn(60.0, when=When.AT_ONCE)
     word = driver.word()
     driver.steps = [word.step + 1] * 2
     driver.stage(word.round, Tick(word.step), word.slot, range(1))
@@ -135,7 +135,7 @@ def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier(
 def leaves_at(driver: Warned, in_step_s: float | None) -> int:
     """How many steps beyond the present one, which the ranks of this node entered so long ago."""
     since_s = None if in_step_s is None else driver.now_s - in_step_s
-    driver.group.warn(Standing("cloud", "1", driver.now_s + 60.0, driver.now_s, at_once=True))
+    driver.group.warn(Standing("cloud", "1", driver.now_s + 60.0, driver.now_s, when=When.AT_ONCE))
     driver.said += driver.group.decide(driver.now_s, driver.steps, (), [since_s, None])
     assert driver.is_hold()
     return int(driver.word().step - driver.steps[0])
@@ -191,7 +191,7 @@ def test_a_slow_commit_makes_the_job_leave_earlier() -> None:
 def test_a_request_to_go_now_is_not_put_off() -> None:
     driver = Warned()
     driver.save_once()
-    driver.warn(DAY_S, at_once=True)
+    driver.warn(DAY_S, when=When.AT_ONCE)
     assert driver.is_hold()
 
 
@@ -219,6 +219,55 @@ def test_one_that_is_uncertain_costs_one_checkpoint_and_nobody_leaves() -> None:
     driver.train(20.0)
     assert driver.word().step == 1000, "the same one again is no news"
     assert not driver.outcomes()
+
+
+def left_by(driver: Warned) -> list[tuple[str, str, str]]:
+    return [(each.source, each.key, each.node) for each in driver.said if isinstance(each, do.LeftBy)]
+
+
+def test_each_machine_hears_by_which_of_its_notices_the_job_leaves() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(60.0, "1 on node b", nodes=frozenset({"b"}))
+    driver.warn(DAY_S, "2")
+    driver.warn(60.0, "3", certain=False)
+    driver.warn(60.0, "SIGTERM", source=SIGNAL, when=When.AT_ONCE)
+    driver.now_s += 60.0 - driver.group.need_s
+    word = driver.take()
+    assert left_by(driver) == []
+    driver.hold(word)
+    assert left_by(driver) == [("cloud", "1", "b")], "by the one that is due; the others are left by if they come"
+
+
+def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_before() -> None:
+    driver = Warned(every=1000)
+    former = Warned()
+    former.save_once()
+    driver.group.goes_on(former.group)
+    assert driver.group.need_s == former.group.need_s < 60.0, "what saving took is known"
+    driver.make_ready()
+    driver.train(10.0)
+    driver.warn(60.0, when=When.NOT_AGAIN)
+    assert driver.group.is_warned(driver.now_s), "what is complete is committed out of its turn"
+    due_s = driver.now_s + 60.0
+    while driver.now_s < due_s - driver.group.need_s - 1.0:
+        assert driver.word().step >= 1000, "not yet"
+        driver.train(1.0)
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= due_s - driver.group.need_s
+    driver.train(2.0)
+    word = driver.word()
+    assert (word.kind, word.step <= driver.steps[0] + 2) == (Kind.TAKE, True)
+    assert driver.group.doomed == {""}
+    driver.complete()
+    driver.commit()
+    driver.train(60.0)
+    assert driver.word().step >= 1000, "and then as before, also when the time is over"
+    assert driver.group.course is Course.STAY
+    assert not driver.outcomes()
+    driver.warn(10.0, "2")
+    assert driver.is_hold(), "another one is another matter"
 
 
 def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
@@ -379,7 +428,7 @@ def test_the_verdict_is_written_before_anybody_is_told() -> None:
 
 def test_what_was_saved_is_reported_once_it_is_committed() -> None:
     driver = Warned()
-    driver.warn(20.0, at_once=True)
+    driver.warn(20.0, when=When.AT_ONCE)
     word = driver.take()
     driver.hold(word)
     driver.group.assembled(word.slot, word.round, "")
@@ -395,7 +444,7 @@ def test_what_was_saved_is_reported_once_it_is_committed() -> None:
 
 def leaving_in_20_s() -> tuple[Warned, Any]:
     driver = Warned()
-    driver.warn(20.0, at_once=True)
+    driver.warn(20.0, when=When.AT_ONCE)
     word = driver.take()
     driver.hold(word)
     driver.group.assembled(word.slot, word.round, "")
@@ -503,7 +552,7 @@ def test_a_deadline_that_has_passed_when_it_is_told_may_come_at_any_moment() -> 
 
 
 def signalled(driver: Warned, lead_s: float = 30.0, key: str = "SIGTERM") -> None:
-    driver.warn(lead_s, key, source=SIGNAL, at_once=True)
+    driver.warn(lead_s, key, source=SIGNAL, when=When.AT_ONCE)
 
 
 def test_signalled_ranks_end_at_once_when_one_is_dead() -> None:
@@ -527,7 +576,7 @@ def test_a_rank_that_never_came_to_the_hold_is_ended_though_its_verdict_is_there
     driver.group.died(2)  # the held one leaves; rank 1 sits in a collective with the dead one
     driver.decide()
     assert driver.answers("held")[0]["leave"]
-    driver.warn(30.0, source=SIGNAL, at_once=True)  # the launcher restarts
+    driver.warn(30.0, source=SIGNAL, when=When.AT_ONCE)  # the launcher restarts
     assert len(driver.ends()) == 1
 
 
@@ -642,7 +691,7 @@ def test_the_same_signal_at_another_rank_does_not_put_the_end_off() -> None:
 
 def test_a_save_that_all_ranks_wait_in_does_not_wait_for_a_later_hold() -> None:
     driver = Warned()
-    driver.warn(30.0, at_once=True)
+    driver.warn(30.0, when=When.AT_ONCE)
     assert driver.word().step > 1
     driver.steps = [1, 1]
     driver.save(Tick(0, 1), Why.SAVE)

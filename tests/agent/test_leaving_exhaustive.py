@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import RESTARTS, SIGNAL, Standing
@@ -353,7 +354,7 @@ def _hashed(w: World) -> None:
 
 def _tell(w: World) -> None:
     w.told = True
-    w.group.warn(Standing(w.source, KEY, LEAD_S, w.now_s, at_once=True))
+    w.group.warn(Standing(w.source, KEY, LEAD_S, w.now_s, when=When.AT_ONCE))
     decide(w)
 
 

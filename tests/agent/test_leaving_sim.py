@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
+from ckpt.agent.choosing import When
 from ckpt.agent.facts import Store
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import SIGNAL, Standing
@@ -65,8 +66,8 @@ class Noticed(Sim):
         rng = self.random
         lead_s = rng.choice((-5.0, 0.3, 2.0, 10.0, 40.0, 2 * DAY_S))
         node = frozenset({rng.choice(("", "b"))})
-        certain, at_once = rng.random() < 0.7, rng.random() < 0.3
-        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, certain, at_once, node))
+        certain, when = rng.random() < 0.7, rng.choice((When.AT_ONCE, When.IN_TIME, When.IN_TIME, When.NOT_AGAIN))
+        self.say(Standing("cloud", key, self.now_s + lead_s, self.now_s, certain, when, node))
         what = rng.random()
         if what < 0.25:
             self.after(rng.uniform(0, 5), self.move, key)
@@ -84,7 +85,7 @@ class Noticed(Sim):
         told = self.standing.get(("cloud", key))
         if told is not None:
             deadline_s = self.now_s + self.random.choice((-1.0, 1.0, 15.0))
-            self.say(Standing("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.at_once))
+            self.say(Standing("cloud", key, deadline_s, self.now_s, self.random.random() < 0.8, told.when))
 
     def take_back(self, key: str) -> None:
         if self.standing.pop(("cloud", key), None) is not None:
@@ -112,7 +113,7 @@ class Noticed(Sim):
 
     def hear_signal(self, rank: Rank, connection: int, deadline_s: float) -> None:
         if connection == rank.connection and rank.alive:
-            self.group.warn(Standing(SIGNAL, "SIGTERM", deadline_s, self.now_s, at_once=True))
+            self.group.warn(Standing(SIGNAL, "SIGTERM", deadline_s, self.now_s, when=When.AT_ONCE))
             self.decide()
 
     def at_deadline(self, rank: Rank) -> None:
@@ -231,7 +232,7 @@ class Noticed(Sim):
 
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         super().do_SetVerdict(action)
-        live = [n for n in self.group.notices.values() if n.certain and n.deadline_s > self.now_s]
+        live = [n for n in self.group.notices.values() if n.sends_away and n.deadline_s > self.now_s]
         assert live or self.group.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
 
 

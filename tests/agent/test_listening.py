@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.agent.choosing import When
 from ckpt.agent.listening import Listening, Sources
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
@@ -63,14 +64,19 @@ class Loop:
     def __init__(self) -> None:
         self.posted: list[Any] = []
         self.told: list[Word] = []
+        self.whens: list[When] = []
         self.events: list[Event] = []
         self._came = threading.Condition()
-        self.listening = Listening(self.post, self.told.append, Events(self.post_event))
+        self.listening = Listening(self.post, self.tell, Events(self.post_event))
 
     def post(self, what: Any) -> None:
         with self._came:
             self.posted.append(what)
             self._came.notify_all()
+
+    def tell(self, word: Word, when: When) -> None:
+        self.told.append(word)
+        self.whens.append(when)
 
     def post_event(self, event: Event) -> None:
         self.post(lambda: self.events.append(event))
@@ -114,6 +120,38 @@ def test_what_counts_from_when_it_was_seen_counts_on_for_the_job_that_comes_next
     assert isinstance(first, Notice)
     assert isinstance(again, Notice)
     assert again.deadline_s == first.deadline_s
+    loop.listening.close()
+
+
+def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_put_off(tmp_path: Path) -> None:
+    loop, word = Loop(), tmp_path / "word"
+    word.write_text("+100")
+    name = ("file", str(word))
+
+    def heard() -> When:
+        loop.listening.follow(Sources("given", file=str(word)))
+        loop.run()
+        assert [when for _, when in loop.listening.heard()] == loop.whens[-1:]
+        return loop.whens[-1]
+
+    loop.listening.left_by(*name)
+    assert heard() is When.IN_TIME, "it did not stand yet"
+    loop.listening.left_by(*name)
+    loop.listening.stop()
+    assert heard() is When.NOT_AGAIN
+    word.write_text("+200")
+    loop.run()
+    assert loop.whens[-1] is When.IN_TIME, "there is more time now"
+    loop.listening.left_by(*name)
+    word.unlink()
+    loop.run()
+    word.write_text("+200")
+    loop.run()
+    assert loop.whens[-1] is When.IN_TIME, "it is another one"
+    (found,) = loop.listening.standing.values()
+    loop.listening.stop()
+    loop.listening.remember(found, When.NOT_AGAIN)
+    assert heard() is When.NOT_AGAIN, "a former agent knew of it"
     loop.listening.close()
 
 

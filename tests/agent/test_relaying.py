@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from ckpt.agent.choosing import When
 from ckpt.agent.relaying import NOTICES_MAX, Standing, words
 from ckpt.errors import CkptError
 from ckpt.notices.notice import Notice, Withdrawn
@@ -16,10 +17,10 @@ SPOT = Notice(1030.0, "aws-spot", True, "terminate", "it goes")
 
 def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved() -> None:
     there = Standing()
-    there.hear(SPOT, at_once=True)
-    ((first, at_once),) = words("b", there.told(1000.0), {}, 5000.0)
+    there.hear(SPOT, When.AT_ONCE)
+    ((first, when),) = words("b", there.told(1000.0), {}, 5000.0)
     assert isinstance(first, Notice)
-    assert (first.deadline_s, first.source, first.certain, at_once) == (5030.0, "aws-spot", True, True)
+    assert (first.deadline_s, first.source, first.certain, when) == (5030.0, "aws-spot", True, When.AT_ONCE)
     assert "b" in first.message
     known = {(first.source, first.key): 30.0}
     assert words("b", there.told(1000.0), known, 5000.0) == []
@@ -33,7 +34,7 @@ def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_sa
     assert isinstance(first, Notice)
     there.hear(Withdrawn("aws-spot", "terminate"))
     known = {(first.source, first.key): 30.0, ("aws-spot", "terminate"): 10.0, ("x", "y on node bb"): 10.0}
-    assert words("b", there.told(), known) == [(Withdrawn(first.source, first.key), False)]
+    assert words("b", there.told(), known) == [(Withdrawn(first.source, first.key), When.IN_TIME)]
     assert words("c", there.told(), known) == []
 
 

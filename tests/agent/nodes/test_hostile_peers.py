@@ -54,7 +54,7 @@ OF_A_NODE: dict[str, dict[str, Any]] = {
     "bring": {"identity": WHICH, "id": 1},
     "brought": {"identity": WHICH},
     "notices": {
-        "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "at_once": False}]
+        "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "when": "in time"}]
     },
 }
 OF_A_BORROWER: dict[str, dict[str, Any]] = {

@@ -46,11 +46,15 @@ def job(cluster: Cluster, gce: Gce) -> Cluster:
     """Two nodes, of which the second alone has a metadata service. Nothing is saved by itself."""
     cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
     cluster.connect(0, 0, 1, 1)
+    listen(cluster, gce)
+    cluster.enter()
+    return cluster
+
+
+def listen(cluster: Cluster, gce: Gce) -> None:
     named = (("GCE_METADATA_HOST", f"127.0.0.1:{gce.port}"),)
     for rank in cluster.job[2:]:
         rank.notices = Sources("given", named).fields()
-    cluster.enter()
-    return cluster
 
 
 def one_step(rank: FakeRank) -> bool:
@@ -106,6 +110,24 @@ def test_all_ranks_of_all_nodes_leave_at_one_step_that_is_in_the_store(job: Clus
     assert len(told) == 1
     assert "on node" not in told[0]
     assert "Compute Engine" in told[0]
+
+
+def test_a_launcher_that_starts_it_again_there_does_not_have_it_leave_again(job: Cluster, gce: Gce) -> None:
+    gce.preempted = True
+    leave(job)
+    together(job.job, lambda rank: rank.leave("notice"))
+    job.hang_up()
+    job.connect(0, 0, 1, 1)
+    listen(job, gce)
+    job.enter()
+    await_standing(job, ["gcp-preempted"])
+    job.await_event("notice")
+    assert [e["message"] for e in job.job[0].events if e["name"] == "notice" and "this one does not" in e["message"]]
+    train(job.job, job.job[0].step + 20)
+    assert job.status(0)["job"]["notices"]["course"] == "stay"
+    assert job.save("store")
+    gce.preempted = False
+    await_standing(job, [])
 
 
 def test_when_it_is_taken_back_there_all_ranks_go_on(job: Cluster, gce: Gce) -> None:
