@@ -41,8 +41,8 @@ from ckpt.agent.actions import (
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
-from ckpt.agent.leaving import Leaving
 from ckpt.agent.members import Presence
+from ckpt.agent.verdicts import Verdicts
 from ckpt.types import Tick
 
 LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
@@ -51,7 +51,7 @@ AWAITED_S = 10.0  # ranks wait in a save so long for others before these are nam
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
-class Group(Leaving):
+class Group(Verdicts):
     """One job: the facts, and what follows from them. Not thread-safe: it lives on the agent's main thread."""
 
     def decide(

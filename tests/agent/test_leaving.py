@@ -12,7 +12,8 @@ from ckpt.agent.choosing import SLACK, Course, When
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import ASK_LATE_S, ATTEMPT_S, END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
+from ckpt.agent.leaving import END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
+from ckpt.agent.verdicts import ASK_LATE_S, ATTEMPT_S
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver

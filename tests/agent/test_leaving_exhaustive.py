@@ -28,8 +28,9 @@ from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import RESTARTS, SIGNAL, Standing
+from ckpt.agent.leaving import SIGNAL, Standing
 from ckpt.agent.members import Presence
+from ckpt.agent.verdicts import RESTARTS
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
