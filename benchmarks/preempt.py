@@ -15,12 +15,13 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -97,6 +98,7 @@ def once(link: Proxy, size: Size, at: float) -> Found:
         outcome = Path(folder, "outcome.json")
         env = {**link.at.environment(), "CKPT_NOTICES": "given", "CKPT_OUTCOME_FILE": str(outcome)}
         env |= {"CKPT_LINGER_S": "0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env |= {"CKPT_AGENT_LOG": f"{folder}/agent.log", "CKPT_EVENTS": f"{folder}/events.jsonl"}
         link.limit(size.link_mbit_s * 1e6 / 8)
         carried = link.carried
         words = ("--mib", str(size.mib), "--every", str(EVERY))
@@ -106,16 +108,26 @@ def once(link: Proxy, size: Size, at: float) -> Found:
             link.wait_carried(carried + int((1 + at) * size.mib * 2**20), 600.0)
             script.process.terminate()
             code = script.process.wait(LEAD_S + 60)
-            if not outcome.exists():
-                return Found(f"no outcome was written; torchrun ended with {code}", None, 0.0)
-            said = json.loads(outcome.read_text())
-            listed = in_store(env)
+            found = what_came(outcome, code, env)
         finally:
             end(script)
+            end_agent(folder)
+        if not found.in_time:
+            kept = tempfile.mkdtemp(prefix="ckpt-preempt-")
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            found = replace(found, why=f"{found.why} (its logs are in {kept})")
+        return found
+
+
+def what_came(outcome: Path, code: int, env: dict[str, str]) -> Found:
+    """`code`: torchrun's."""
+    if not outcome.exists():
+        return Found(f"no outcome was written; torchrun ended with {code}", None, 0.0)
+    said, listed = json.loads(outcome.read_text()), in_store(env)
     step = said["step"]
     if (said["how"], said["level"]) != ("left", "store"):
         return Found(f"{said['how']}: {said['level']} {said['why']} {said['error']}", step, said["left_s"])
-    if listed != step or script.process.returncode == -signal.SIGKILL:
+    if listed != step or code == -signal.SIGKILL:
         return Found(f"the store has step {listed}", step, said["left_s"])
     return Found("", step, said["left_s"])
 
@@ -135,6 +147,16 @@ def end(script: Script) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         script.process.wait(10)
+
+
+def end_agent(folder: str) -> None:
+    """It ends by itself once it has nothing to save: nothing of it may reach the store in the next round."""
+    for each in psutil.process_iter(["cmdline"]):
+        if any(word.startswith(f"{folder}/agent") for word in each.info["cmdline"] or ()):
+            try:
+                each.wait(60)
+            except psutil.TimeoutExpired:
+                each.kill()
 
 
 if __name__ == "__main__":
