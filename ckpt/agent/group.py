@@ -384,7 +384,7 @@ class Group(Verdicts):
         if self.course is Course.PUSH or not self._may_appoint() or self._saves:
             return
         slot = self._grantable() if hold or extra or now_s >= self._due_s else None
-        if slot is None or self._start_step is None:
+        if slot is None or self._start_step is None or not (hold or extra or self._can_spare(slot)):
             return
         by_time = hold or extra or self.policy.seconds is not None
         if by_time and len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
@@ -470,9 +470,9 @@ class Group(Verdicts):
     def _fits(self, slot: Slot) -> bool:
         return len(slot.bytes) == len(self._need) == self.world and all(map(operator.ge, slot.bytes, self._need))
 
-    def _grantable(self) -> Slot | None:
-        """A slot that is free and warm on all ranks; with one slot in all, a committed round gives way."""
-        for slot in self.slots[: self.slots_in_use]:
+    def _grantable(self, slots: Sequence[Slot] | None = None) -> Slot | None:
+        """A slot (of these) that is free and warm on all ranks; with one slot in all, a committed round gives way."""
+        for slot in self.slots[: self.slots_in_use] if slots is None else slots:
             if slot.making or slot.leases or not self._fits(slot):
                 continue
             if len(slot.warm) < self.world or set(slot.warm.values()) != {self.division}:
@@ -483,6 +483,16 @@ class Group(Verdicts):
                 self._free(slot)
                 return slot
         return None
+
+    def _can_spare(self, slot: Slot) -> bool:
+        """Whether a snapshot to leave at would find a slot, were this one taken. While others are still being made, which
+        beside training may take as long as a commit, it might have to wait for one that is being committed."""
+        others = [each for each in self.slots[: self.slots_in_use] if each is not slot]
+        if not any(each.state is State.FREE for each in others) or self._grantable(others) is not None:
+            return True
+        rest = [s.round for s in others if s.state in (State.STAGED, State.COMPLETE) and not s.leases and s.round]
+        next_one = self.committing is None and any(round_.store is Store.NEW for round_ in rest)
+        return len(rest) > next_one  # a newer one frees them
 
     def _gives_way(self, slot: Slot) -> bool:
         """Whether it is the only one, and what it holds is in the store."""

@@ -101,6 +101,26 @@ def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> N
     assert driver.word().step == 20
 
 
+@pytest.mark.parametrize("how", ["leave", "made", "committed"])
+def test_while_slots_are_made_and_the_newest_is_committed_one_is_kept_to_leave_with(how: str) -> None:
+    driver = Driver(slots=2)
+    driver.group.slots_in_use = 3
+    making = [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)]
+    assert making == [2], "which takes its time"
+    driver.complete()
+    assert driver.group.committing is not None
+    assert driver.word() is None, "step 20 would take the last one"
+    if how == "leave":
+        hold(driver)  # asserts that it is appointed
+        return
+    if how == "made":
+        driver.group.made(2, (100, 100))
+        driver.make_ready()
+    else:
+        driver.commit()
+    assert driver.word().step == 20
+
+
 def test_a_step_too_near_to_be_heard_of_in_time_is_not_appointed() -> None:
     driver = Driver()
     driver.complete()
