@@ -76,6 +76,14 @@ class Reader:
             headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
             return [self._part(rank, arenas[rank], header, keep_hashes) for rank, header in headers.items()]
 
+    def sealed(self, identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+        """The same by the hashes that lie there already: nothing is hashed again, and whoever gets a frame has to.
+
+        Errors: DamagedData where an arena holds something else than `identity`, or no hashes."""
+        with self._lock:
+            headers = {rank: _header(identity, rank, world, arena) for rank, arena in arenas.items()}
+            return [self._sealed(rank, arenas[rank], header) for rank, header in headers.items()]
+
     def declared(self) -> dict[int, bytes]:
         """By rank: its declaration, encoded, as it was read last."""
         with self._lock:
@@ -90,10 +98,14 @@ class Reader:
         if arena.header() != header:
             raise DamagedData(f"the arena of rank {rank} is filled anew")
         arena.write_hashes(header, hashes)
-        shared, own = _blob(arena, header.shared), _blob(arena, header.own)
-        at = header.shared[0], header.own[0]
         self._moved()
-        return Part(declaration, hashes, shared, own, at, _metrics(arena, header))
+        return _part(declaration, hashes, arena, header)
+
+    def _sealed(self, rank: int, arena: Arena, header: Header) -> Part:
+        declaration, hashes = self._declaration(rank, arena, header), arena.hashes()
+        if hashes is None or len(hashes) != len(declaration.staging.frames):
+            raise DamagedData(f"the arena of rank {rank} does not say what lies in it")
+        return _part(declaration, hashes, arena, header)
 
     def _declaration(self, rank: int, arena: Arena, header: Header) -> Declaration:
         data = bytes(arena.part(header.declaration))
@@ -128,6 +140,11 @@ def _header(identity: Identity, rank: int, world: int, arena: Arena) -> Header:
             f"not {identity} of rank {rank} of {world}"
         )
     return header
+
+
+def _part(declaration: Declaration, hashes: npt.NDArray[np.uint64], arena: Arena, header: Header) -> Part:
+    shared, own = _blob(arena, header.shared), _blob(arena, header.own)
+    return Part(declaration, hashes, shared, own, (header.shared[0], header.own[0]), _metrics(arena, header))
 
 
 def _blob(arena: Arena, place: tuple[int, int]) -> Blob:

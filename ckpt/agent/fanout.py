@@ -29,7 +29,7 @@ from ckpt.agent.window import Window
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event
 from ckpt.format.manifest import Manifest
-from ckpt.plan.homes import homes
+from ckpt.plan.homes import Numbers, homes
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
@@ -71,9 +71,10 @@ class FanOut:
         open_record: Callable[[], FrameReader],
         room: Callable[[], int],
         tell: Callable[[Event], None],
+        only: Numbers | None = None,
     ) -> None:
         """`nodes`: of the job, this one among them, in the order that all of them know. `room`: bytes that may be taken
-        until all ranks have restored."""
+        until all ranks have restored. `only`: the frames that are not in memory; None: any may have to be read."""
         self.window: Callable[[], Window]
         self.read: Callable[[list[int]], None] = lambda frames: None
         self.landed: Callable[[list[int], int], None] = lambda frames, offset: None
@@ -88,7 +89,8 @@ class FanOut:
         self._me = next(number for number, node in enumerate(nodes) if node.name == network.me)
         self._at_once = max(1, FETCHES // max(1, len(nodes) - 1))
         self._number = {node.name: number for number, node in enumerate(nodes)}
-        self._homes = homes(manifest.frames, len(nodes))
+        self._homes = homes(manifest.frames, len(nodes), only)
+        self.kept_bytes = self._homes.sizes[self._me] if only is not None else 0  # that will be read here for all
         self._lengths = manifest.frames["length"].astype(np.int64)
         self._wanted: dict[int, set[int]] = {}  # by the frame that stands for them: frames that the restore waits for
         self._given = Given()
@@ -111,6 +113,10 @@ class FanOut:
         """Those of them that lie in this node's memory already."""
         same = self._homes.same
         return {frame for frame in frames if int(same[frame]) in self._given.here}
+
+    def has_homes(self, frames: Collection[int]) -> set[int]:
+        """Those of them that a node reads for all."""
+        return {frame for frame in frames if self._homes.nodes[frame] >= 0}
 
     def want(self, frames: Iterable[int]) -> None:
         """Brings them; what is on its way already is not asked for again. Tells nothing before it returns."""
@@ -470,6 +476,11 @@ class FanOut:
         if frames and max(frames) >= count:
             raise AgentError(f"{self._identity} has no frame {max(frames)}")
         return frames
+
+
+def beside(fan: FanOut | None, room: Callable[[], int]) -> Callable[[], int]:
+    """The same room without what `fan` takes of it."""
+    return lambda: max(0, room() - (fan.kept_bytes if fan is not None else 0))
 
 
 def _blob(frames: Sequence[int]) -> bytes:

@@ -253,7 +253,7 @@ class Restore:
             far = {frame for frame in frames - near - self._bad_far if self._peers.can_have(frame)}
         rest = frames - near - far
         ready = rest & self._in_window.keys() - self._bad_home
-        shared = rest - ready - self._bad_home if self.fan is not None else set()
+        shared = self.fan.has_homes(rest - ready - self._bad_home) if self.fan is not None else set()
         self._from_window(asked, ready)
         self._from_store(asked, rest - ready - shared)
         self._from_peers(asked, far)

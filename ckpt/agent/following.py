@@ -25,7 +25,7 @@ from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Word
-from ckpt.agent.fanout import FanOut
+from ckpt.agent.fanout import FanOut, beside
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
@@ -398,19 +398,22 @@ class Following:
         manifest = decode_manifest(answer.blobs[0])
         slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
         room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
-        near: Near | None = None
-        peers: PeerFrames | None = None
-        if "holders" in answer.fields:  # it is in memory, here or on other nodes
+        places: Places | None = None
+        if "holders" in answer.fields:  # it is in memory, here or on other nodes, or a part of it is
             places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)
-            near = Near(self._arenas_of(identity), places.ranks, places.offsets)
-            nodes = [*self.nodes, *_givers(answer.blobs[4])]
-            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post, room)
         refs = [CommitRef(identity, str(writer), int(size)) for writer, size in answer.fields["records"]]
         fan: FanOut | None = None
         if refs and len(self.nodes) > 1:
             services = self._network, self._bulk, self._server.later, self._server.post
             read = lambda: self._store.reader(refs)  # noqa: E731
-            fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event)
+            only = places.lacking if places is not None else None
+            fan = FanOut(identity, self.epoch, manifest, self.nodes, *services, read, room, self._tell_event, only)
+        near: Near | None = None
+        peers: PeerFrames | None = None
+        if places is not None:
+            near = Near(self._arenas_of(identity), places.ranks, places.offsets)
+            nodes = [*self.nodes, *_givers(answer.blobs[4])]
+            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post, beside(fan, room))
         return Restore(
             identity,
             manifest,

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -35,14 +35,20 @@ log = logging.getLogger("ckpt")
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the frames of a checkpoint lie in memory. `ranks`, `offsets`: by frame: bytes of the memfd of that rank's
-    arena. `sizes`: of the arenas, by rank. `holders`: who has each rank's arena, the first to be asked first; "" is
-    this node."""
+    arena; rank -1: nobody holds that frame. `sizes`: of the arenas, by rank. `holders`: who has each rank's arena, the
+    first to be asked first; "" is this node."""
 
     identity: Identity
     ranks: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     sizes: dict[int, int]
     holders: dict[int, list[str]]
+
+    @property
+    def lacking(self) -> npt.NDArray[np.int64] | None:
+        """The frames that nobody holds; None: there are none."""
+        found = np.flatnonzero(self.ranks < 0)
+        return found if len(found) else None
 
     def numbers(self, rank: int) -> npt.NDArray[np.int64]:
         """Of the frames that lie in that rank's arena, in the order in which a transfer counts them."""
@@ -79,7 +85,8 @@ class Places:
         told_sizes, told_holders = unpacked(blobs[2], "where frames lie")
         sizes = {int(rank): int(size) for rank, size in told_sizes}
         holders = {int(rank): [str(name) for name in names] for rank, names in told_holders}
-        if not len(ranks) == len(offsets) == len(manifest.frames) or not set(np.unique(ranks).tolist()) <= sizes.keys():
+        held = set(np.unique(ranks).tolist()) - {-1}
+        if not len(ranks) == len(offsets) == len(manifest.frames) or not held <= sizes.keys():
             raise AgentError(f"where the frames of {identity} lie was told wrong")
         return Places(identity, ranks, offsets, sizes, holders)
 
@@ -97,21 +104,28 @@ class Gathered:
         return len(self.checkpoint.arenas) == len(self.places.holders)
 
 
-class Gathering:
-    """Asks the holders of one identity: for each rank the first, and where that cannot give it the next. `arenas`:
-    those that this node has, by rank. `then` hears what came of it, or None and why nothing did; once."""
+T = TypeVar("T")
+
+
+class Asking(Generic[T]):
+    """Asks the holders of one identity what they know of its snapshots: for each rank the first, and where that cannot
+    say it the next. `holders`: by rank, of a world of so many. `arenas`: those that this node has, by rank. `then`
+    hears what was made of it, or None and why nothing was; once."""
+
+    sealed = False  # whether what the arenas say of themselves will do: see Reader.sealed
 
     def __init__(
         self,
         network: Network | None,
         bulk: Bulk,
         identity: Identity,
+        world: int,
         holders: Mapping[int, Sequence[str]],
         arenas: Mapping[int, Arena],
-        then: Callable[[Gathered | None, str], None],
+        then: Callable[[T | None, str], None],
     ) -> None:
         self._network, self._bulk, self._then = network, bulk, then
-        self._identity, self._arenas = identity, dict(arenas)
+        self._identity, self._world, self._arenas = identity, world, dict(arenas)
         self._holders = {rank: list(names) for rank, names in holders.items()}  # but those that could not give it
         self._rest = {  # that have not been asked yet
             rank: [*([""] if rank in arenas else []), *(name for name in names if name)]
@@ -119,35 +133,45 @@ class Gathering:
         }
         self._parts: list[Part] = []
         self._sizes = {rank: arena.bytes for rank, arena in arenas.items()}
-        self._left = set(holders)
+        self.left = set(holders)  # ranks of which nothing is known yet
+        self._making = False
         self._over = False
-        self.lacking: int | None = None  # a rank that nobody who holds it could give
 
     def begin(self) -> None:
         self._ask_next(list(self._holders), "nobody holds it")
+
+    def _lacks(self, rank: int, why: str) -> None:
+        """Nobody gives what he holds of it."""
+        raise NotImplementedError
+
+    def _make(self) -> T:
+        """On a thread: of all parts. Errors: CkptError."""
+        raise NotImplementedError
 
     def _ask_next(self, ranks: Sequence[int], why: str) -> None:
         """`why`: what the one before said."""
         asked: dict[str, list[int]] = {}
         for rank in ranks:
             if not self._rest[rank]:
-                self.lacking = rank if self.lacking is None else self.lacking
-                self._fail(why)
-                return
+                self._lacks(rank, why)
+                if self._over:
+                    return
+                continue
             asked.setdefault(self._rest[rank].pop(0), []).append(rank)
         for name, theirs in asked.items():
             self._ask(name, theirs)
 
     def _ask(self, name: str, ranks: list[int]) -> None:
-        world = len(self._holders)
         if not name:
             arenas = {rank: self._arenas[rank] for rank in ranks}
-            work = lambda: read_parts(self._identity, world, arenas)  # noqa: E731
+            read = sealed_parts if self.sealed else read_parts
+            work = lambda: read(self._identity, self._world, arenas)  # noqa: E731
             self._bulk.run(Lane.FRONT, work, lambda done: self._read_here(ranks, done))
         elif self._network is None:
             self._refused(name, ranks, f"there is no way to agent {name}")
         else:
-            fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": world}
+            fields = {"t": "parts", "identity": str(self._identity), "ranks": ranks, "world": self._world}
+            fields["sealed"] = self.sealed
             heard = lambda answer, error: self._heard(name, ranks, answer, error)  # noqa: E731
             self._network.ask(name, fields, (), heard)
 
@@ -158,6 +182,8 @@ class Gathering:
             self._got(done.result())
 
     def _heard(self, name: str, ranks: list[int], answer: Message | None, error: str) -> None:
+        if self._making:
+            return  # too late
         try:
             if answer is None:
                 raise AgentError(error)
@@ -173,7 +199,7 @@ class Gathering:
 
     def _refused(self, name: str, ranks: list[int], error: str) -> None:
         """It may be one rank's part that is damaged there, and not those of the others."""
-        if self._over:
+        if self._over or self._making:
             return
         if len(ranks) > 1:
             for rank in ranks:
@@ -186,21 +212,18 @@ class Gathering:
         self._ask_next(ranks, error)
 
     def _got(self, parts: list[Part]) -> None:
-        self._left -= {part.declaration.rank for part in parts}
+        if self._making:
+            return
+        self.left -= {part.declaration.rank for part in parts}
         self._parts += parts
-        if not self._left and not self._over:
+        self._make_if_all()
+
+    def _make_if_all(self) -> None:
+        if not self.left and not self._over and not self._making:
+            self._making = True
             self._bulk.run(Lane.FRONT, self._make, self._made)
 
-    def _make(self) -> Gathered:
-        """On a thread. Errors: CkptError where the parts do not belong together, or cannot lie where they are said
-        to."""
-        made = put_together(self._identity, self._parts, self._arenas)
-        places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
-        for rank in self._sizes:
-            places.frames(rank, made.manifest)
-        return Gathered(made, places)
-
-    def _made(self, done: Future[Gathered]) -> None:
+    def _made(self, done: Future[T]) -> None:
         if error := failure(done):
             self._fail(error)
         elif not self._over:
@@ -213,12 +236,47 @@ class Gathering:
             self._then(None, error)
 
 
+class Gathering(Asking[Gathered]):
+    """Puts a checkpoint together of which each rank is held."""
+
+    def __init__(
+        self,
+        network: Network | None,
+        bulk: Bulk,
+        identity: Identity,
+        holders: Mapping[int, Sequence[str]],
+        arenas: Mapping[int, Arena],
+        then: Callable[[Gathered | None, str], None],
+    ) -> None:
+        super().__init__(network, bulk, identity, len(holders), holders, arenas, then)
+        self.lacking: int | None = None  # a rank that nobody who holds it could give
+
+    def _lacks(self, rank: int, why: str) -> None:
+        self.lacking = rank if self.lacking is None else self.lacking
+        self._fail(why)
+
+    def _make(self) -> Gathered:
+        """On a thread. Errors: CkptError where the parts do not belong together, or cannot lie where they are said
+        to."""
+        made = put_together(self._identity, self._parts, self._arenas)
+        places = Places(self._identity, made.ranks, made.offsets, self._sizes, self._holders)
+        for rank in self._sizes:
+            places.frames(rank, made.manifest)
+        return Gathered(made, places)
+
+
 def read_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
     """On a thread: hashes these arenas again, which must hold what their agent saw in them. Errors: DamagedData."""
     return Reader().read(identity, world, arenas, keep_hashes=False)
 
 
-def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> bytes:
+def sealed_parts(identity: Identity, world: int, arenas: Mapping[int, Arena]) -> list[Part]:
+    """On a thread: what these arenas say of themselves. Errors: DamagedData."""
+    return Reader().sealed(identity, world, arenas)
+
+
+def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], sealed: bool = False) -> bytes:
     """The same for another node. Errors: DamagedData."""
     reader = Reader()
-    return encode_parts(reader.read(identity, world, arenas, keep_hashes=False), {}, reader.declared())
+    told = reader.sealed(identity, world, arenas) if sealed else reader.read(identity, world, arenas, keep_hashes=False)
+    return encode_parts(told, {}, reader.declared())

@@ -13,9 +13,9 @@ import msgpack
 
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
-from ckpt.agent.fanout import FanOut
+from ckpt.agent.fanout import FanOut, beside
 from ckpt.agent.former import ask_former
-from ckpt.agent.gathering import Gathered
+from ckpt.agent.gathering import Gathered, Places
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
@@ -179,8 +179,10 @@ class Leading(Starts):
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
         return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
-    def _serve_others(self, start: Start, job: Job, gathered: Gathered) -> PeerFrames | None:
-        places, manifest, network = gathered.places, gathered.checkpoint.manifest, self.network
+    def _serve_others(
+        self, start: Start, job: Job, places: Places, manifest: Manifest, fan: FanOut | None
+    ) -> PeerFrames | None:
+        network = self.network
         if network is None or not start.nodes:
             return None
         for rank, names in places.holders.items():
@@ -192,16 +194,18 @@ class Leading(Starts):
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._others_that_hold(start)]
-        return PeerFrames(places, manifest, network, nodes, self._server.post, _room_for(job, manifest))
+        room = beside(fan, _room_for(job, manifest))
+        return PeerFrames(places, manifest, network, nodes, self._server.post, room)
 
-    def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
         if self.network is None or len(start.nodes) < 2:
             return None
         identity, records = chosen.candidate.identity, chosen.candidate.records
         services = self.network, self._bulk, self._server.later, self._server.post
         read = lambda: self._store.reader(records)  # noqa: E731
         room = _room_for(job, chosen.manifest)
-        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event)
+        only = places.lacking if places is not None else None
+        return FanOut(identity, job.epoch, chosen.manifest, start.nodes, *services, read, room, self._event, only)
 
     def _serve(self, identity: Identity, rank: int, frames: Frames, by: str) -> None:
         """Whoever takes part in the run may fetch these frames from here, until agent `by` says that nobody does any
@@ -298,9 +302,9 @@ class Leading(Starts):
             elif job.reprotecting.is_due and protection is not None and protection.losses and job.plan:
                 job.reprotecting.tend(job.lends(), protection.losses)
 
-    def _givers_told(self, start: Start, gathered: Gathered) -> bytes:
+    def _givers_told(self, start: Start, places: Places) -> bytes:
         """Where those are that hold some of it and have no part in the job: a blob."""
-        names = {name for held in gathered.places.holders.values() for name in held}
+        names = {name for held in places.holders.values() for name in held}
         givers = [node for node in self._others_that_hold(start) if node.name in names]
         told: bytes = msgpack.packb([[node.name, [str(address) for address in node.addresses]] for node in givers])
         return told

@@ -431,6 +431,7 @@ class Others(Leading):
         """What another node needs to know of the snapshots that lie here, but for their bytes."""
         request_id, world = int(fields["id"]), int(fields["world"])
         identity, ranks = Identity.parse(str(fields["identity"])), [int(rank) for rank in fields["ranks"]]
+        sealed = bool(fields.get("sealed"))
         # Its coordinator's agent may have died before it asked for hashes; whoever follows it appoints nothing yet.
         arenas = self._held(identity, ranks, hashed=not self._leads(channel.peer, identity.epoch))
 
@@ -441,7 +442,7 @@ class Others(Leading):
                 sizes = [[rank, arena.bytes] for rank, arena in arenas.items()]
                 channel.reply(request_id, {"sizes": sizes}, [done.result()])
 
-        self._bulk.run(Lane.FRONT, lambda: encoded_parts(identity, world, arenas), read)
+        self._bulk.run(Lane.FRONT, lambda: encoded_parts(identity, world, arenas, sealed), read)
 
     def _say_where(self, job: Job, channel: Channel, fields: dict[str, Any]) -> None:
         """Where the frames of the candidate are that the ranks are to fetch."""
@@ -450,12 +451,12 @@ class Others(Leading):
         if job.restore is None or job.restore.identity != identity or start is None or start.chosen is None:
             raise AgentError(f"{identity} is not being restored now")
         records = [[ref.writer, ref.size] for ref in start.chosen.records]
-        gathered = start.gathered.get(identity)
-        where = gathered.places.fields() if gathered is not None else {}
+        found = start.places(identity)
+        where = found.fields() if found is not None else {}
         if identity not in start.told:  # made once, and not for each node
             from ckpt.format.record import encode_manifest
 
-            places = [*gathered.places.blobs(), self._givers_told(start, gathered)] if gathered is not None else []
+            places = [*found.blobs(), self._givers_told(start, found)] if found is not None else []
             start.told = {identity: [encode_manifest(job.restore.manifest), *places]}
         channel.reply(int(fields["id"]), {"records": records, **where}, start.told[identity])
 

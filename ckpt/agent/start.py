@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.agent.candidates import Candidate
-from ckpt.agent.gathering import Gathered
+from ckpt.agent.gathering import Gathered, Places
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.server import Peer
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Manifest, Record
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ class Start:
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen.
     `former`: nodes of earlier starts that have no part in this one and have said what they hold.
-    `told`: the blobs of the answer to where the candidate's frames are."""
+    `told`: the blobs of the answer to where the candidate's frames are. `part`: where memory has some of a candidate
+    that is read from the store."""
 
     peer: Peer
     request_id: int | None
@@ -54,13 +55,22 @@ class Start:
     asked_former: bool = False
     former: list[NodeAt] = field(default_factory=list)
     told: dict[Identity, list[bytes]] = field(default_factory=dict)
+    part: Places | None = None
+
+    def places(self, identity: Identity) -> Places | None:
+        """Where memory has it, or a part of it."""
+        if identity in self.gathered:
+            return self.gathered[identity].places
+        return self.part if self.part is not None and self.part.identity == identity else None
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A candidate that can be restored, and its manifest."""
+    """A candidate that can be restored, and its manifest. `record`: which the store has of it; None where memory has
+    the candidate."""
 
     candidate: Candidate
     manifest: Manifest
     encoded: bytes
     metrics: dict[str, float]
+    record: Record | None = None

@@ -23,11 +23,12 @@ from ckpt.agent.candidates import Candidate
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
-from ckpt.agent.fetch import Restore
+from ckpt.agent.fetch import Memory, Near, Restore
 from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.moving import SAY_S
+from ckpt.agent.partly import AskingForPart
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
@@ -50,10 +51,11 @@ from ckpt.types import FRAMES_MAX, HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.fanout import FanOut
-    from ckpt.agent.gathering import Gathered
+    from ckpt.agent.gathering import Places
     from ckpt.agent.network import NodeAt
     from ckpt.agent.peerframes import PeerFrames
     from ckpt.agent.peers.sockets import Address
+    from ckpt.format.manifest import Manifest
     from ckpt.store.lineage import Claim
     from ckpt.store.run import RunView
 
@@ -243,7 +245,8 @@ class Starts(Keeper):
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)
                 continue
-            return Resolved(candidate, record.manifest, encode_manifest(record.manifest), record.metrics), damaged
+            encoded = encode_manifest(record.manifest)
+            return Resolved(candidate, record.manifest, encoded, record.metrics, record), damaged
         return None, damaged
 
     def _resolved(self, start: Start, done: Future[tuple[Resolved | None, dict[Identity, str]]]) -> None:
@@ -261,9 +264,39 @@ class Starts(Keeper):
             text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
             self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
             return
-        if start.job is None:
-            start.job = self._new_job(start)
-        self._offer_candidate(start, start.job, chosen, damaged)
+        start.part = None
+        if chosen is None or chosen.record is None or not self._holders_of(start, chosen.candidate.identity):
+            self._offer_candidate(start, chosen, damaged)
+            return
+        start.resolving = True
+        self._find_part(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
+
+    def _holders_of(self, start: Start, identity: Identity) -> dict[int, list[str]]:
+        """Of the ranks of it that somebody holds."""
+        inventory = start.inventory
+        held = inventory.by_rank(identity) if identity in inventory.worlds else {}
+        return {rank: names for rank, names in held.items() if names}
+
+    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+        """What memory has of a candidate from the store need not be read from there."""
+        identity = chosen.candidate.identity
+
+        def found(places: Places | None, error: str) -> None:
+            start.resolving, start.part = False, places
+            if places is None:
+                log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
+            then()
+
+        AskingForPart(
+            self.network,
+            self._bulk,
+            identity,
+            chosen.manifest,
+            self._holders_of(start, identity),
+            self._arenas_of(identity),
+            self._server.later,
+            lambda places, error: self._guard_start(start, lambda: found(places, error)),
+        ).begin()
 
     def _new_job(self, start: Start) -> Job:
         begun = {*self._store.begun, *start.inventory.steps}
@@ -278,8 +311,9 @@ class Starts(Keeper):
         network = self.network
         return [RemoteRanks(network, each.name, epoch, world, each.ranks) for each in nodes[1:] if network is not None]
 
-    def _offer_candidate(self, start: Start, job: Job, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
+    def _offer_candidate(self, start: Start, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
         assert start.request_id is not None
+        job = start.job = start.job or self._new_job(start)
         start.chosen = chosen.candidate if chosen is not None else None
         body: dict[str, Any] = {
             "epoch": str(job.epoch),
@@ -300,19 +334,24 @@ class Starts(Keeper):
             where[0].group.lease(where[1])
             self._lease = where[0], where[1]
         records = chosen.candidate.records
-        gathered = start.gathered.get(identity)
+        gathered, places = start.gathered.get(identity), start.places(identity)
+        memory: Memory | None = gathered.checkpoint if gathered is not None else self._in_memory(identity)
+        if memory is None and places is not None:
+            memory = Near(self._arenas_of(identity), places.ranks, places.offsets)
+        fan = self._fan_out(start, job, chosen, places) if records else None
         job.restore = Restore(
             identity,
             chosen.manifest,
             job.ranks.count,
-            gathered.checkpoint if gathered is not None else self._in_memory(identity),
+            memory,
             (lambda: self._store.reader(records)) if records else None,
             self._bulk,
             self._server.later,
             self._server.post,
-            peers=self._serve_others(start, job, gathered) if gathered is not None else None,
-            fan=self._fan_out(start, job, chosen) if records else None,
+            peers=self._serve_others(start, job, places, chosen.manifest, fan) if places is not None else None,
+            fan=fan,
         )
+        job.restore.record = chosen.record
         lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
         lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
         lost += [start.newest_step - identity.tick.step] if start.newest_step > identity.tick.step else []
@@ -503,12 +542,14 @@ class Starts(Keeper):
         """Puts a checkpoint together that lies on several nodes, and then chooses again."""
         raise NotImplementedError
 
-    def _serve_others(self, start: Start, job: Job, gathered: Gathered) -> PeerFrames | None:
-        """The nodes give each other what they hold of it; what this one gets."""
+    def _serve_others(
+        self, start: Start, job: Job, places: Places, manifest: Manifest, fan: FanOut | None
+    ) -> PeerFrames | None:
+        """The nodes give each other what they hold of it; what this one gets, beside what it reads for all."""
         raise NotImplementedError
 
-    def _fan_out(self, start: Start, job: Job, chosen: Resolved) -> FanOut | None:
-        """The nodes share the reading of the store; what this one has to do with it."""
+    def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
+        """The nodes share the reading of the store, but for what memory has; what this one has to do with it."""
         raise NotImplementedError
 
     def _end_serving(self, identity: Identity) -> None:

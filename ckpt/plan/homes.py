@@ -17,7 +17,8 @@ Numbers = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Homes:
     """By frame: `same`: the first frame that has the same bytes, which stands for it here. `nodes`: its home, by the
-    node's place in the job. `offsets`: where it lies in its home's memory. `sizes`: bytes of that memory, by node."""
+    node's place in the job; -1: it has none. `offsets`: where it lies in its home's memory. `sizes`: bytes of that
+    memory, by node."""
 
     same: Numbers
     nodes: Numbers
@@ -29,12 +30,20 @@ class Homes:
         return np.flatnonzero((self.nodes == node) & (self.same == np.arange(len(self.same))))
 
 
-def homes(frames: npt.NDArray[Any], count: int) -> Homes:
+def homes(frames: npt.NDArray[Any], count: int, only: Numbers | None = None) -> Homes:
     """`frames`: of a manifest, which have hash_hi, hash_lo and length. `count`: of the nodes. Each gets a run of frames
     (those lie near one another in the store) of a `count`th of all bytes, give or take a frame. Frames of equal bytes
-    are at one home, once. Errors: UsageError without nodes."""
+    are at one home, once. `only`: the frames that have one; all by default. Errors: UsageError without nodes."""
     if count < 1:
         raise UsageError(f"frames are read by nodes, and there are {count}")
+    numbers = np.arange(len(frames)) if only is None else only
+    same, nodes, offsets, sizes = _homes(frames[numbers], count)
+    all_same, all_nodes, all_offsets = np.arange(len(frames)), np.full(len(frames), -1), np.zeros(len(frames), np.int64)
+    all_same[numbers], all_nodes[numbers], all_offsets[numbers] = numbers[same], nodes, offsets
+    return Homes(all_same, all_nodes, all_offsets, tuple(sizes.tolist()))
+
+
+def _homes(frames: npt.NDArray[Any], count: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     same = _same(frames)
     counted = np.where(same == np.arange(len(frames)), frames["length"], 0).astype(np.int64)
     stops = np.cumsum(counted)
@@ -43,8 +52,7 @@ def homes(frames: npt.NDArray[Any], count: int) -> Homes:
     nodes = np.minimum(middles * count // max(1, 2 * total), count - 1)[same]
     sizes = np.bincount(nodes, counted, count).astype(np.int64)
     starts = np.cumsum(sizes) - sizes
-    offsets = ((stops - counted)[same]) - starts[nodes]
-    return Homes(same, nodes, offsets, tuple(sizes.tolist()))
+    return same, nodes, ((stops - counted)[same]) - starts[nodes], sizes
 
 
 def _same(frames: npt.NDArray[Any]) -> Numbers:

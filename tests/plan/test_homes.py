@@ -57,6 +57,21 @@ def test_what_lies_together_is_read_together(contents: list[tuple[int, int]], co
     assert firsts.tolist() == sorted(firsts.tolist())
 
 
+@given(CONTENTS, st.integers(1, 9), st.sets(st.integers(0, 59)))
+def test_only_what_is_to_be_read_has_a_home_and_takes_room_there(
+    contents: list[tuple[int, int]], count: int, wanted: set[int]
+) -> None:
+    only = np.array(sorted(number for number in wanted if number < len(contents)), np.int64)
+    found, alone = homes(frames(contents), count, only), homes(frames(contents)[only], count)
+    assert np.flatnonzero(found.nodes >= 0).tolist() == only.tolist()
+    assert found.nodes[only].tolist() == alone.nodes.tolist()
+    assert found.offsets[only].tolist() == alone.offsets.tolist()
+    assert found.same[only].tolist() == only[alone.same].tolist()
+    assert found.sizes == alone.sizes
+    for node in range(count):
+        assert found.of(node).tolist() == only[alone.of(node)].tolist()
+
+
 def test_without_nodes_there_is_no_answer() -> None:
     with pytest.raises(UsageError):
         homes(frames([]), 0)

@@ -1,5 +1,6 @@
 """A checkpoint that is in the store alone leaves it once for the whole job: each frame is read by one node and given to
-the others, and a node that does not give what it should is done without."""
+the others, and a node that does not give what it should is done without. Of what memory has a part of, only the rest
+leaves the store."""
 
 from __future__ import annotations
 
@@ -67,6 +68,53 @@ def test_a_state_leaves_the_store_once_whatever_the_number_of_nodes(
     fetched = cluster.fetched()
     assert set(fetched) == {"store", "peer"}
     assert cluster.checkpoint("store") > step
+    cluster.finish()
+
+
+def lose_a_node(cluster: Cluster, node: int, damaged: int | None = None) -> tuple[int, list[int]]:
+    """Saves a step to the store; one node of three is lost then, and nobody has copies of what it had. What another has
+    is `damaged`. The step, and the bytes that each had of it."""
+    cluster.options = {**cluster.options, "peers": None}
+    cluster.start(0, 1, 2)
+    cluster.checkpoint("store")
+    tick = cluster.save("store")
+    staged = [rank.plan.declaration.staging.data_bytes for rank in cluster.job if rank.plan is not None]
+    assert sum(staged) == STATE_BYTES
+    for arena in cluster.job[damaged].slots.values() if damaged is not None else ():
+        arena.data(0, 1000)[:] = bytes(range(250)) * 4
+    cluster.kill(node)
+    cluster.hang_up()
+    return tick.step, staged
+
+
+PARTLY = [(1, (0, 3, 2)), (1, (0, 2)), (1, (2, 0, 3, 0)), (0, (3, 1, 2)), (2, (3, 4, 0, 1, 1))]
+
+
+@pytest.mark.parametrize(("gone", "spread"), PARTLY)
+def test_of_a_checkpoint_that_memory_has_a_part_of_only_the_rest_leaves_the_store_and_once(
+    gone: int, spread: tuple[int, ...], cluster: Cluster, store: TinyS3
+) -> None:
+    step, staged = lose_a_node(cluster, gone)
+    read(store)
+    decision = cluster.start(*spread)
+    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
+    assert {rank.step for rank in cluster.job} == {step}
+    assert staged[gone] <= read(store) <= staged[gone] + SLACK_BYTES
+    fetched = cluster.fetched()
+    assert fetched["local"] + fetched["peer"] >= sum(staged) - staged[gone]
+    assert cluster.checkpoint("store") > step
+    cluster.finish()
+
+
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_a_part_in_memory_that_is_damaged_there_comes_from_the_store(
+    damaged: int, cluster: Cluster, store: TinyS3
+) -> None:
+    step, staged = lose_a_node(cluster, 1, damaged)
+    read(store)
+    cluster.start(0, 3, 2)
+    assert {rank.step for rank in cluster.job} == {step}
+    assert read(store) >= staged[1] + staged[damaged]
     cluster.finish()
 
 
