@@ -2,10 +2,11 @@
 
     python -m benchmarks.everystep [--small] [--json FILE]
 
-A job of two ranks, each with an agent of its own, as on two nodes, and 64 MiB of state in all, half on each: it is
-staged at every step, and the other's agent fetches it. In turns with that, the same loop without ckpt. One core free:
-of each step a rank computes a quarter, and waits for the rest, so that of two cores at least one is idle. Saturated:
-both ranks compute all the time, and the agents take from them what they need.
+A job of two ranks, each with an agent of its own, as on two nodes, and 64 MiB of state in all, half on each: a
+parameter, and the momentum that its optimizer has of it. It is staged at every step, and the other's agent fetches it.
+In turns with that, the same loop without ckpt. One core free: of each step a rank computes a quarter, and waits for the
+rest, so that of two cores at least one is idle. Saturated: both ranks compute all the time, and the agents take from
+them what they need.
 
 One generation is in flight: a step that finds it under way is not staged at the peer. How many were is printed. The
 store takes 1 MB/s: it is not what is asked about.
@@ -36,31 +37,44 @@ BAR = 0.02
 
 
 class Work:
-    """A fixed number of matrix products, after which the step waits until STEP_S is over."""
+    """A fixed number of matrix products, a wait until STEP_S is over, and the optimizer's step as a part of it. `mib`:
+    of state."""
 
-    def __init__(self, busy_s: float) -> None:
+    def __init__(self, busy_s: float, mib: int) -> None:
         self._a = torch.ones(256, 256)
-        counts = []
-        for _ in range(5):
-            began = time.thread_time()
-            for _ in range(100):
-                torch.mm(self._a, self._a)
-            counts.append(100 * busy_s / (time.thread_time() - began))
-        self.count = max(1, int(statistics.median(counts)))
+        weight = torch.nn.Parameter(torch.randn(mib << 17))  # other values on each rank: each stages its own
+        weight.grad = torch.randn_like(weight)
+        self.model = torch.nn.ParameterDict({"weight": weight})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer.step()  # from here on it has its momentum
+        self._step_s = statistics.median(_seconds(self.optimizer.step) for _ in range(5))
+        product_s = statistics.median(_seconds(self._multiply) for _ in range(500))
+        self.count = max(1, int((busy_s - self._step_s) / product_s))
 
     def step(self) -> None:
-        until = time.perf_counter() + STEP_S
+        until = time.perf_counter() + STEP_S - self._step_s
         for _ in range(self.count):
-            torch.mm(self._a, self._a)
+            self._multiply()
         time.sleep(max(0.0, until - time.perf_counter()))
+        self.optimizer.step()
+
+    def _multiply(self) -> None:
+        torch.mm(self._a, self._a)
+
+
+def _seconds(what: Callable[[], object]) -> float:
+    """Of this thread's CPU time."""
+    began = time.thread_time()
+    what()
+    return time.thread_time() - began
 
 
 def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    state = torch.zeros((mib << 18) // RANKS)
-    work = Work(busy_s)
+    torch.manual_seed(rank)
+    work = Work(busy_s, mib // RANKS)
     reached: list[str] = []
 
     def loop(after: Callable[[], None]) -> float:
@@ -76,22 +90,17 @@ def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> Non
         if event.name == "peers.done":
             reached.append(event.data["identity"])
 
-    shard = ckpt.Shard(state, (RANKS * len(state),), (rank * len(state),))
+    state = {"model": work.model, "optimizer": work.optimizer}
     limits = ckpt.Limits(bandwidth=1e6, exit_s=1)
     without: list[float] = []
     with_: list[float] = []
     policy = ckpt.Every(steps=1)
-    with ckpt.Checkpointer(f"{folder}/run", {"own": shard}, policy=policy, limits=limits, sinks=(hear,)) as ck:
-
-        def end() -> None:
-            state[0] += 1
-            ck.step()
-
-        loop(end)  # the arenas are made and warmed
+    with ckpt.Checkpointer(f"{folder}/run", state, policy=policy, limits=limits, sinks=(hear,)) as ck:
+        loop(ck.step)  # the arenas are made and warmed
         for _ in range(rounds):
             without.append(loop(lambda: None))
             before = len(reached)
-            with_.append(loop(end))
+            with_.append(loop(ck.step))
             shown = len(reached) - before
         say_line({"rank": rank, "with": with_, "without": without, "reached": shown, "bytes": ck.receipt})
         dist.barrier()

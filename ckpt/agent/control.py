@@ -7,7 +7,7 @@ stores, atomic on the machines we run on; no decision depends on the order of tw
 
     word = round << 44 | slot << 40 | kind << 36 | at        0: nothing is appointed
     at   = step, or for a poll after it (kind with POLL): (step mod 2^16) << 20 | poll
-    slot = entered step << 20 | polls, saves since the last ended step
+    slot = entered step << 20 | polls, saves since the last ended step; behind it when that was, and whether it copies
 """
 
 from __future__ import annotations
@@ -128,6 +128,15 @@ class ControlPage:
         """When it entered that step, on the host's monotonic clock; None: none yet."""
         at_ns = self.words[8 * (1 + rank) + 1]
         return at_ns / 1e9 if at_ns else None
+
+    def copy(self, rank: int, begins: bool) -> None:
+        """Training of `rank` stands still for a copy, or goes on. A hint."""
+        self.words[8 * (1 + rank) + 2] = begins
+
+    @property
+    def copies(self) -> bool:
+        """Whether training of some rank stands still for a copy."""
+        return any(self.words[8 + 2 :: 8])
 
     def polled(self, rank: int) -> int:
         return self.words[8 * (1 + rank)] & SUB_MAX

@@ -485,8 +485,8 @@ class Group(Verdicts):
         return None
 
     def _can_spare(self, slot: Slot) -> bool:
-        """Whether a snapshot to leave at would find a slot, were this one taken. While others are still being made, which
-        beside training may take as long as a commit, it might have to wait for one that is being committed."""
+        """Whether a snapshot to leave at would find a slot, were this one taken. While others are still being made,
+        which beside training may take as long as a commit, it might have to wait for one that is being committed."""
         others = [each for each in self.slots[: self.slots_in_use] if each is not slot]
         if not any(each.state is State.FREE for each in others) or self._grantable(others) is not None:
             return True

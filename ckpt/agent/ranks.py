@@ -7,6 +7,7 @@ of the job's, or all. Everything runs on the agent's main thread; what takes lon
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +20,8 @@ from ckpt.agent.control import ControlPage, Word
 from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
 from ckpt.types import Identity
+
+GIVE_WAY_S = 0.2  # at most, for each piece of an arena that is made
 
 
 class Ranks:
@@ -127,7 +130,15 @@ class Ranks:
                 self.arenas[slot] = done.result()
                 then({rank: arena.bytes for rank, arena in done.result().items()}, "")
 
-        self._bulk.run(Lane.MEMORY, lambda: _make(sizes, self.progress.moved), made)
+        self._bulk.run(Lane.MEMORY, lambda: _make(sizes, self._give_way), made)
+
+    def _give_way(self) -> None:
+        """Between two pieces of an arena that is made: training that stands still for a copy needs the memory more. A
+        rank that was killed meanwhile says so for ever."""
+        until_s = time.monotonic() + GIVE_WAY_S
+        while not self.dropped and self.page.copies and time.monotonic() < until_s:
+            time.sleep(0.001)
+        self.progress.moved()
 
     def offer(self, slot: int, division: str) -> None:
         """Grants each rank its arena of the slot, for that division."""
@@ -190,12 +201,12 @@ class Ranks:
         return arena is not None and os.path.samestat(os.fstat(fd), os.fstat(arena.fd))
 
 
-def _make(sizes: Mapping[int, int], moved: Callable[[], None]) -> dict[int, Arena]:
+def _make(sizes: Mapping[int, int], between: Callable[[], None]) -> dict[int, Arena]:
     made: dict[int, Arena] = {}
     try:
         for rank, size in sizes.items():
             made[rank] = Arena.create(size)
-            made[rank].warm(moved)
+            made[rank].warm(between)
     except BaseException:
         _close(made.values())
         raise

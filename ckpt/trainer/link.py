@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,7 @@ class Link:
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
+    _old_pages: list[ControlPage] = field(default_factory=list)
     _entered: tuple[int, int] = (0, 0)
     _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
     _looked: tuple[int, int, int] = (0, 0, 0)  # the last boundary, and the word that was seen there
@@ -210,16 +211,18 @@ class Link:
                 *([encode_nodes(self.terms.nodes)] if self.terms.nodes else []),
             ],
         )
-        page = ControlPage(answer.fds.pop())
+        self._turn_to(ControlPage(answer.fds.pop()))
+        self._publish()
+        if self._gave_up is not None:
+            self._notify("unsavable", self._gave_up)
+
+    def _turn_to(self, page: ControlPage) -> None:
         with self._lock:
             old, self._page = self._page, page
             self.words = page.words
             if old is not None:
                 self._left_by = old.leaves() or self._left_by
-                old.close()
-        self._publish()
-        if self._gave_up is not None:
-            self._notify("unsavable", self._gave_up)
+                self._old_pages.append(old)  # the training thread may be reading it
 
     def _still_standing(self) -> list[dict[str, Any]]:
         """The notices that the agent had heard on this node, which the next one may not hear again."""
@@ -240,6 +243,21 @@ class Link:
         page = self._page
         if page is not None and self.terms is not None:
             page.enter(self.terms.rank, step, sub)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """While training stands still for a copy threads that prepare other arenas wait, here and in the agent: they
+        would take half of the memory's bandwidth."""
+        page, terms = self._page, self.terms
+        self.calm.clear()
+        try:
+            if page is not None and terms is not None:
+                page.copy(terms.rank, True)
+            yield
+        finally:
+            if page is not None and terms is not None:
+                page.copy(terms.rank, False)
+            self.calm.set()
 
     def look(self, step: int, sub: int) -> int:
         """The control word as it is at that boundary, after `enter`."""
@@ -545,9 +563,10 @@ class Link:
         for slot in self.slots.values():
             slot.arena.close()
         self.slots.clear()
-        if self._page is not None:
-            self._page.close()
-            self._page = None
+        for page in (*self._old_pages, *([self._page] if self._page is not None else [])):
+            page.close()
+        self._old_pages.clear()
+        self._page = None
 
     def abandon_in_child(self) -> None:
         """In a forked child: closes what would keep the socket and the arenas alive."""

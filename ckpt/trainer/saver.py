@@ -155,11 +155,8 @@ class Saver:
             return "values"
         samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
         slot.arena.begin_fill()
-        self.link.calm.clear()  # threads that prepare other arenas would take half of the memory's bandwidth
-        try:
+        with self.link.standing_still():
             snapshot = self._snapshotter.take(number)
-        finally:
-            self.link.calm.set()
         filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, samples)
         self.receipt.stalls_s.append(time.perf_counter() - started_s)
         self.link.levels.expect(tick)

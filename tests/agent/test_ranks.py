@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 from ckpt.agent.arena import WARM_BYTES
 from ckpt.agent.memory import Taken
-from ckpt.agent.ranks import Ranks
+from ckpt.agent.ranks import GIVE_WAY_S, Ranks
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
@@ -24,6 +26,25 @@ def test_memory_that_is_made_and_snapshots_that_are_hashed_are_seen_to_move() ->
         turned.until(lambda: len(heard) == 2)
         assert heard == ["", ""]
         assert ranks.progress.count == before + 2, "each rank's"
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
+    """And not never: a rank that was killed in a copy does not take its word back."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    heard: list[object] = []
+    try:
+        ranks.page.copy(1, True)
+        began_s = time.monotonic()
+        ranks.make(0, {0: 3 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert heard == [""]
+        assert time.monotonic() - began_s >= 3 * GIVE_WAY_S
+        ranks.page.copy(1, False)
+        assert not ranks.page.copies
     finally:
         ranks.drop()
         turned.close()

@@ -343,7 +343,9 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
     taken, made = Snapshotter.take, Saver._take
 
     def take(self: Snapshotter, slot: int) -> Any:
-        calm = current[0].link.calm.is_set()
+        calm, page = current[0].link.calm.is_set(), current[0].link._page
+        assert page is not None
+        assert page.copies, "the agent sees it too"
         if fails:
             raise RuntimeError("no copy")
         found = taken(self, slot)
@@ -356,6 +358,8 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
             return made(self, *args)
         finally:
             assert self.link.calm.is_set()
+            assert self.link._page is not None
+            assert not self.link._page.copies
 
     current: list[Saver] = []
     fails: list[bool] = []

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.client import Connection
+from ckpt.agent.control import ControlPage
 from ckpt.agent.hosts import domains_here
 from ckpt.errors import AgentError, NotLed
 from ckpt.events import Event, Events
@@ -40,6 +41,20 @@ def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them
         told = made.listen(b"")
         assert (told["domains"], told["link_bytes_s"]) == (domains_here("zone-a/rack-7"), 125)
         made.close()
+
+
+def test_a_page_that_the_training_thread_may_be_reading_stays_when_another_agent_brings_its_own() -> None:
+    with Tasks("page") as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        made = Link("url", read({}), Events(), tasks, nothing, nothing)
+        made._turn_to(ControlPage.create(1))
+        words = made.words
+        made._turn_to(ControlPage.create(1))
+        assert words[0] == 0
+        assert made.words is not words
+        made.close()
+        with pytest.raises(ValueError, match="released"):
+            words[0]
 
 
 @pytest.mark.parametrize(
