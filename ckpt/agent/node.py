@@ -329,7 +329,7 @@ class Node(Inheriting):
             in_store = self._makes_way and self._turns.settled
             return now_s if in_store else self._idle_since_s + self._settings.linger_s
         ahead_s = self._listening.left_ahead_s(time.time())
-        if ahead_s and not (self._server.end_asked or self._makes_way):
+        if ahead_s and not (ended or self._server.end_asked or self._makes_way):
             return min(now_s + ahead_s, self._idle_since_s + self._settings.linger_s)
         if not jobs:
             wanted = not (self._served or self._server.end_asked or self._makes_way)

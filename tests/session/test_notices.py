@@ -94,6 +94,19 @@ def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
     assert found["notices"] == [f"file {word}"]
 
 
+def test_a_job_that_is_started_again_where_it_has_left_comes_to_its_end_and_so_does_the_agent(tmp_path: Path) -> None:
+    word, env = tmp_path / "word", {"CKPT_NOTICE_FILE": str(tmp_path / "word"), "CKPT_LINGER_S": "60"}
+    script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000", **env)
+    at_step(script)
+    word.write_text("+90")  # no commit was measured: it leaves at once
+    assert code_of(script) == CODE
+    step = outcome(tmp_path)["step"]
+    again = train(tmp_path / "again", tmp_path / "run", step + 20, **env)
+    assert code_of(again) == 0
+    assert next(line["restored"] for line in again.lines() if "restored" in line) == step
+    assert not (tmp_path / "outcome.json").exists(), "that of an earlier start was left"
+
+
 def test_an_operator_asks_and_may_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000")
     at_step(script)
