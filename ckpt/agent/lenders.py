@@ -89,7 +89,9 @@ class Lenders:
         found = []
         for address in self.wanted:
             lent = self._there.get(address)
-            about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes} if lent is not None else {}
+            about: dict[str, Any] = {}
+            if lent is not None:
+                about = {"name": lent.node.name, "lends_bytes": lent.lend_bytes, "domains": list(lent.node.domains)}
             found.append({"address": str(address), **about, "error": self._why.get(address, "") or None})
         return found
 

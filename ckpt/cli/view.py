@@ -240,6 +240,7 @@ def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) 
         yield from _costs(account)
     if job is not None:
         yield from _memory(job["memory"])
+        yield from _lenders(status.get("lenders") or [])
         if not job["notices"]["standing"]:
             yield "notices", "none", ""
     yield from _predictions(status.get("predictions"))
@@ -307,6 +308,19 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
     left_out = len(rows) - len(rows[:NODES]) + plan["nodes_left_out"]
     if left_out:
         yield "", f"and {left_out} more nodes (--json)", ""
+
+
+def _lenders(lenders: list[Facts]) -> Iterator[Row]:
+    """Memory-only nodes that the job names."""
+    for number, each in enumerate(lenders[:NODES]):
+        if "lends_bytes" in each:
+            domain = f", in {'/'.join(each['domains'])}" if each["domains"] else ""
+            text, style = f"{each['address']} lends {out.size(each['lends_bytes'])}{domain}", ""
+        else:
+            text, style = f"{each['address']} is not there: {each['error'] or 'it has not answered yet'}", "yellow"
+        yield "borrows" * (not number), text, style
+    if len(lenders) > NODES:
+        yield "", f"and {len(lenders) - NODES} more memory-only nodes (--json)", ""
 
 
 def _notices(notices: Facts) -> Iterator[Row]:

@@ -130,3 +130,22 @@ def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_fe
     assert len(shown) == view.NODES
     assert "copies 1.0 MiB" in shown[0]
     assert any("and 104 more nodes" in line for line in lines)
+
+
+def test_memory_only_nodes_that_the_job_names_have_a_line_each_and_one_that_is_not_there_says_why() -> None:
+    lenders = [
+        {
+            "address": "10.0.0.7:7777",
+            "name": "a",
+            "lends_bytes": 64 << 30,
+            "domains": ["zone-a", "rack-7"],
+            "error": None,
+        },
+        {"address": "10.0.0.8:7777", "error": "the connection has ended"},
+        {"address": "10.0.0.9:7777", "error": None},
+    ]
+    lines = view.text({**STATUS, "lenders": lenders}, 200).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("borrows"))
+    assert "10.0.0.7:7777 lends 64.0 GiB, in zone-a/rack-7" in lines[at]
+    assert "10.0.0.8:7777 is not there: the connection has ended" in lines[at + 1]
+    assert "10.0.0.9:7777 is not there: it has not answered yet" in lines[at + 2]
