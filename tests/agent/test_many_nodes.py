@@ -129,9 +129,9 @@ def test_what_a_lender_is_told_of_the_longest_claim_fits_into_a_message() -> Non
 
 def test_where_a_thousand_nodes_of_earlier_starts_are_that_hold_a_candidate_fits_into_a_message() -> None:
     nodes = [NodeAt(f"{at:016x}", (Address("10.11.12.13", at), Address("10.11.12.14", at)), ()) for at in range(COUNT)]
-    gathered = SimpleNamespace(places=SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)}))
+    places = SimpleNamespace(holders={at: [node.name] for at, node in enumerate(nodes)})
     leading = SimpleNamespace(_others_that_hold=lambda start: nodes)
-    blob = Leading._givers_told(cast(Leading, leading), cast(Start, None), cast(Any, gathered))
+    blob = Leading._givers_told(cast(Leading, leading), cast(Start, None), cast(Any, places))
     payloads({"t": "reply", "id": 1, "records": []}, [blob])
     assert _givers(blob) == nodes
 
