@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import secrets
 import shutil
 import signal
 import tempfile
@@ -91,6 +92,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = random.Random(f"{SEED} {request.node.nodeid}").getrandbits(31)
     print(f"seed of this test: {value} (CKPT_TEST_SEED={SEED})")
     return value
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    """The secret of a run, for CKPT_SECRET_FILE."""
+    file = tmp_path / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return file
 
 
 @pytest.fixture(autouse=True)

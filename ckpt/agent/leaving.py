@@ -274,7 +274,8 @@ class Leaving(Facts):
     def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
         """Measures, and settles which course holds for this round of decisions."""
         self._measure(now_s, steps)
-        self._tend_extra(now_s, steps)
+        self._find_due(now_s)
+        self._tend_extra(steps)
         self.course = self._choose(now_s)
         self._tend_push(now_s)
         passed = [n for n, each in self.notices.items() if each.sends_away and each.deadline_s <= now_s]
@@ -314,12 +315,15 @@ class Leaving(Facts):
             elif slot.state is State.COMPLETE and round_.hashed_s is None and round_.all_staged_s is not None:
                 round_.hashed_s = now_s - round_.all_staged_s
 
-    def _tend_extra(self, now_s: float, steps: Sequence[int]) -> None:
+    def _find_due(self, now_s: float) -> None:
+        """By which it is time to leave; by what a start has left before it is time for one checkpoint more."""
         for name, each in self.notices.items():
-            stays = each.certain and not each.sends_away and name not in self._due
-            if stays and each.deadline_s - self.need_s <= now_s < each.deadline_s:
+            is_time = each.when is When.AT_ONCE or now_s >= each.deadline_s - self.need_s
+            if each.certain and is_time and now_s < each.deadline_s and name not in self._due:
                 self._due.add(name)
-                self._extra_asked = True
+                self._extra_asked = self._extra_asked or not each.sends_away
+
+    def _tend_extra(self, steps: Sequence[int]) -> None:
         if self._extra_asked:
             self._extra_asked = False
             self._extra, self._extra_tries = Tick(max(steps, default=0)), EXTRA_TRIES
@@ -345,9 +349,6 @@ class Leaving(Facts):
         live = self._live(now_s)
         if not live:
             return Course.OVER if any(each.sends_away for each in self.notices.values()) else Course.STAY
-        for each in live:
-            if each.when is When.AT_ONCE or now_s >= each.deadline_s - self.need_s:
-                self._due.add((each.source, each.key))
         if not any((each.source, each.key) in self._due for each in live):
             return Course.STAY
         if any(s.round is not None and s.round.unjudged for s in self.slots):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -23,12 +22,9 @@ HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]
 
 
 @pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "secret"
-    file.touch(mode=0o600)
-    file.write_text(secrets.token_hex(32))
-    monkeypatch.setenv("CKPT_SECRET_FILE", str(file))
-    return file
+def secret(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CKPT_SECRET_FILE", str(secret_file))
+    return secret_file
 
 
 @contextlib.contextmanager

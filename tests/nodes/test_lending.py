@@ -3,7 +3,6 @@ memory-only node commits what it keeps, and the state comes back from its memory
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from pathlib import Path
@@ -27,16 +26,13 @@ def lose(lan: Lan, job: Elastic, name: str) -> float:
 
 
 def test_what_a_lost_trainers_node_had_is_committed_by_a_memory_only_node_and_comes_back_from_its_memory(
-    lan: Lan, tmp_path: Path
+    lan: Lan, tmp_path: Path, secret_file: Path
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32))
     stable = lan.node()
-    peers = {"CKPT_PEERS": f"{stable.at['own']}:{PORT}", "CKPT_SECRET_FILE": str(secret)}
+    peers = {"CKPT_PEERS": f"{stable.at['own']}:{PORT}", "CKPT_SECRET_FILE": str(secret_file)}
     slowly = ("--mib", "3", "--bandwidth", str(STORE_BYTES_S))
     first = Elastic(lan, tmp_path, 100_000, *slowly, nodes=(1, 1), apart=True)
-    lend(stable, first.url, secret, tmp_path / "lending.log")
+    lend(stable, first.url, secret_file, tmp_path / "lending.log")
     first.env = peers
     (node,) = first.start()
     first.safe_after(0.0, world=1)

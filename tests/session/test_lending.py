@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,12 +21,9 @@ class Fails(Exception):
 
 
 @pytest.fixture
-def peer(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def peer(tmp_path: Path, secret_file: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where it listens. CKPT_PEERS and CKPT_SECRET_FILE are set."""
-    file = tmp_path / "secret"
-    file.touch(mode=0o600)
-    file.write_text(secrets.token_hex(32))
-    monkeypatch.setenv("CKPT_SECRET_FILE", str(file))
+    monkeypatch.setenv("CKPT_SECRET_FILE", str(secret_file))
     command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(tmp_path / "run")]
     command += ["--listen", "127.0.0.1:0", "--memory", "64MiB"]
     env = {**os.environ, "CKPT_RUNTIME_DIR": str(runtime_dir / "stable")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,12 +62,9 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def hosts(tmp_path: Path, secret_file: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """They know the secret of a file. The store takes claims and no data: memory is all there is."""
-    secret = tmp_path / "secret"
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32))
-    monkeypatch.setenv("CKPT_SECRET_FILE", str(secret))
+    monkeypatch.setenv("CKPT_SECRET_FILE", str(secret_file))
     monkeypatch.setenv("CKPT_LAUNCH", "two-hosts")
     (runtime_dir / "run").mkdir()
     (runtime_dir / "run" / "data").touch()
