@@ -256,8 +256,8 @@ class Leaving(Facts):
         for name, each in self.notices.items():
             if each.certain and each.deadline_s > now_s:
                 times.append(each.deadline_s)
-                if name not in self._due:
-                    times.append(max(now_s, each.deadline_s - self.need_s))
+                due_s = self._due_from_s(each) if name not in self._due else None
+                times += [max(now_s, due_s)] if due_s is not None else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
         if self._waits_for_agent(now_s):
@@ -316,12 +316,22 @@ class Leaving(Facts):
                 round_.hashed_s = now_s - round_.all_staged_s
 
     def _find_due(self, now_s: float) -> None:
-        """By which it is time to leave; by what a start has left before it is time for one checkpoint more."""
+        """By which it is time to leave; by what a start has left before it is time for one checkpoint more, and for
+        another where saving turns out to be so quick that this one was early."""
         for name, each in self.notices.items():
-            is_time = each.when is When.AT_ONCE or now_s >= each.deadline_s - self.need_s
-            if each.certain and is_time and now_s < each.deadline_s and name not in self._due:
+            if each.when is When.NOT_AGAIN and self._extra is None and now_s < each.deadline_s - 2 * self.need_s:
+                self._due.discard(name)
+            due_s = self._due_from_s(each)
+            if due_s is not None and due_s <= now_s < each.deadline_s and name not in self._due:
                 self._due.add(name)
                 self._extra_asked = self._extra_asked or not each.sends_away
+
+    def _due_from_s(self, each: Standing) -> float | None:
+        """When it is time to leave by it. None: that is not known before this start trains, since until then what it
+        goes on from may not have told how long saving takes."""
+        if each.when is When.AT_ONCE and each.certain:
+            return -math.inf
+        return each.deadline_s - self.need_s if each.certain and self._start_step is not None else None
 
     def _tend_extra(self, steps: Sequence[int]) -> None:
         if self._extra_asked:

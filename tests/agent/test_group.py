@@ -23,7 +23,7 @@ GO_ON = {"leave": False, "by_s": None}
 class Driver:
     """A group whose ranks are ready, and what it has said so far."""
 
-    def __init__(self, world: int = 2, policy: Every | None = None, slots: int = 3) -> None:
+    def __init__(self, world: int = 2, policy: Every | None = None, slots: int = 3, start_step: int | None = 0) -> None:
         self.group = Group(world, policy or Every(steps=10))
         self.world = world
         self.now_s = 0.0
@@ -32,7 +32,8 @@ class Driver:
         for rank in range(world):
             self.group.joined(rank)
             self.group.layout(rank)
-        self.group.started(0, 0.0)
+        if start_step is not None:
+            self.group.started(start_step, 0.0)
         self.decide()
         assert self.group.planned(world, "d", (100,) * world, slots)
         self.make_ready()

@@ -24,8 +24,8 @@ DAY_S = 86400.0
 class Warned(Driver):
     """Trains at ten steps a second, and commits take a second."""
 
-    def __init__(self, world: int = 2, every: int = 1000, slots: int = 3) -> None:
-        super().__init__(world, Every(steps=every), slots)
+    def __init__(self, world: int = 2, every: int = 1000, slots: int = 3, start_step: int | None = 0) -> None:
+        super().__init__(world, Every(steps=every), slots, start_step)
 
     def train(self, seconds: float) -> None:
         self.now_s += seconds
@@ -269,6 +269,45 @@ def test_by_what_a_start_has_left_the_next_one_does_not_and_takes_one_more_just_
     assert not driver.outcomes()
     driver.warn(10.0, "2")
     assert driver.is_hold(), "another one is another matter"
+
+
+def test_how_long_saving_takes_is_not_guessed_before_a_start_has_learnt_what_it_goes_on_from() -> None:
+    former = Warned()
+    former.save_once()
+    driver = Warned(every=1000, start_step=None)
+    driver.steps = [0, 0]
+    driver.warn(40.0, when=When.NOT_AGAIN)
+    due_s = driver.now_s + 40.0
+    assert not driver.group.wants_extra, "which would be over with what the start goes on from"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is None or wake_s > driver.now_s
+    driver.group.goes_on(former.group)
+    driver.group.started(0, driver.now_s)
+    driver.steps = [1, 1]
+    driver.make_ready()
+    driver.train(2.0)
+    driver.train(10.0)
+    assert driver.word().step >= 1000
+    driver.train(due_s - driver.group.need_s - driver.now_s)
+    assert driver.word().step <= driver.steps[0] + 2
+
+
+def test_where_nothing_was_measured_one_is_taken_at_once_and_another_just_before() -> None:
+    driver = Warned(every=1000)
+    driver.make_ready()
+    driver.train(2.0)
+    driver.warn(90.0, when=When.NOT_AGAIN)
+    due_s = driver.now_s + 90.0
+    taken = []
+    while driver.now_s < due_s:
+        if driver.word().step < 1000:
+            taken.append(due_s - driver.now_s)
+            driver.complete()
+            driver.commit()
+        driver.train(1.0)
+    first_s, second_s = taken
+    assert first_s > 80.0
+    assert RESERVE_S - 1.0 < second_s < RESERVE_S + 5.0
 
 
 def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
