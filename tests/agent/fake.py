@@ -170,7 +170,7 @@ class FakeRank:
             "resume": resume,
             "arenas": slots,
             "standing": self.standing if resume else [],
-            "verdict": self.page.leaves() if self.page is not None else 0,
+            "verdict": self.verdict,
             "leader": leader_of(self.nodes),
             "peers": self.peers,
             "notices": self.notices,
@@ -179,7 +179,16 @@ class FakeRank:
         answer = self.request("join", fields, fds, [encode_layout(self.layout()), self.hashes(), *self.nodes_told()])
         page, self.page = self.page, ControlPage(answer.fds.pop())
         if page is not None:
-            page.close()
+            self.turned_from(page)
+
+    @property
+    def verdict(self) -> int:
+        """The round by which an agent has told this rank to leave; 0: none has."""
+        return self.page.leaves() if self.page is not None else 0
+
+    def turned_from(self, page: ControlPage) -> None:
+        """That of an agent that has died."""
+        page.close()
 
     def restore(self, decision: wire.Message) -> Identity | None:
         """Fetches the candidate into the tensors. Errors: AgentError; CkptError when no source has a frame."""

@@ -1,0 +1,639 @@
+"""Agents and ranks in a world of its own time: the same objects as in their processes, but for what lies between them.
+
+An agent's main loop, the sockets to its ranks, the connections between agents, and what moves frames are stood in for;
+messages are packed and unpacked as they are there, arrive in order, late, or not at all where a connection is cut.
+Everything else is what users run: the agents, their threads, the ranks' side of the protocol, the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.agent import client, wire
+from ckpt.agent.network import Network, NodeAt, run_of
+from ckpt.agent.node import Node
+from ckpt.agent.peers import messages
+from ckpt.agent.peers.sockets import Address
+from ckpt.agent.peers.transport import Frames
+from ckpt.agent.server import Peer, Server
+from ckpt.errors import AgentError, CkptError, DamagedData
+from ckpt.format.frames import frame_hash
+from ckpt.settings import Settings
+from tests.sim.world import World
+
+STARTS_S = 0.3  # an agent's process, until it serves
+
+
+class Way:
+    """Messages in one direction: in order, each after some delay."""
+
+    def __init__(self, world: World, delay_s: float) -> None:
+        self._world, self._delay_s = world, delay_s
+        self._last_s = world.now_s
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        world = self._world
+        at_s = max(self._last_s, world.now_s + world.rng.expovariate(1 / self._delay_s))
+        self._last_s = at_s
+        world.at(at_s - world.now_s, deliver)
+
+
+class Fabric:
+    """What is between the nodes. `pairs`: both ends of each connection of two agents. `parted`: nodes that cannot reach
+    each other now."""
+
+    def __init__(self, world: World, url: str, settings: Settings) -> None:
+        self.world, self.url = world, url
+        self.agents: dict[int, Agent] = {}  # by node; those that live
+        self.ever: list[Agent] = []
+        self.listening: dict[Address, tuple[SimNetwork, int]] = {}
+        self.offers: dict[tuple[str, str], tuple[memoryview, Frames]] = {}
+        self.channels: list[SimChannel] = []
+        self.local_delay_s, self.link_delay_s = 0.0002, 0.001
+        self.frame_s = 0.01  # that a frame takes from one node to another
+        self.starting: dict[int, threading.Condition] = {}
+        self._settings = settings
+        self._folder = tempfile.TemporaryDirectory(prefix="ckpt-sim-")
+        self._left, self._right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pids, self._ports = itertools.count(1000), itertools.count(7000)
+
+    def settings(self, node: int) -> Settings:
+        return replace(self._settings, runtime_dir=self.folder(node), listen="10.0.0.1:0")
+
+    def folder(self, node: int) -> Path:
+        path = Path(self._folder.name, str(node))
+        path.mkdir(exist_ok=True)
+        return path
+
+    def carry(self, fields: dict[str, Any], fds: Iterable[int], blobs: Sequence[bytes]) -> wire.Message:
+        """As it arrives at the other end of a Unix socket."""
+        wire.send(self._left, fields, list(fds), blobs)
+        message = wire.receive(self._right)
+        assert message is not None
+        return message
+
+    def pid(self) -> int:
+        return next(self._pids)
+
+    def port(self) -> int:
+        return next(self._ports)
+
+    def agent_of(self, node: int) -> Agent:
+        """Started if there is none. On a rank's thread."""
+        while node not in self.agents:
+            starts = node not in self.starting
+            served = self.starting.setdefault(node, threading.Condition())
+            if starts:
+                time.sleep(self.world.rng.uniform(0.5, 1.5) * STARTS_S)
+                self.agents[node] = Agent(self, node)
+                self.ever.append(self.agents[node])
+                del self.starting[node]
+                with served:
+                    served.notify_all()
+            else:
+                with served:
+                    served.wait(1.0)
+        return self.agents[node]
+
+    def kill(self, node: int) -> None:
+        """The agent's process."""
+        agent = self.agents.pop(node, None)
+        if agent is not None:
+            agent.end(killed=True)
+
+    def cut(self, a: str, b: str) -> None:
+        """The connection of two agents."""
+        for channel in list(self.channels):
+            if (channel.me, channel.peer) == (a, b):
+                channel.cut("was cut")
+                channel.far.cut("was cut")
+
+    def close(self) -> None:
+        for agent in self.ever:
+            agent.let_go()
+        self._left.close()
+        self._right.close()
+        self._folder.cleanup()
+
+
+class Agent:
+    """One process: its loop, a turn of which follows each thing that happens."""
+
+    def __init__(self, fabric: Fabric, node: int) -> None:
+        self.fabric, self.world, self.number = fabric, fabric.world, node
+        self.over = self.closed = False
+        self.lost: list[SimPeer] = []
+        self.pid = fabric.pid()
+        before, self.world.owner = self.world.owner, self
+        self.server = SimServer(self)
+        self.node = SimNode(fabric, self)
+        self.world.owner = before
+        self._wakes = 0
+        self.happens(lambda: None)
+
+    @property
+    def network(self) -> SimNetwork | None:
+        return self.node.network
+
+    def happens(self, what: Callable[[], None], delay_s: float = 0.0) -> None:
+        before, self.world.owner = self.world.owner, self
+        self.world.at(delay_s, lambda: self.turn(what))
+        self.world.owner = before
+
+    def turn(self, what: Callable[[], None]) -> None:
+        if self.over:
+            return
+        """What happens to it, and what follows."""
+        self._guard(what)
+        wake_s = self._settle()
+        while self.lost and not self.over:
+            peer = self.lost.pop()
+            self._guard(lambda peer=peer: self.node.ended(peer))
+            wake_s = self._settle()
+        if self.node.finished():
+            self.end()
+        elif wake_s is not None:
+            self._wakes += 1
+            number = self._wakes
+            self.happens(lambda: None, wake_s - self.world.now_s) if wake_s <= self.world.now_s else self._later(
+                wake_s - self.world.now_s, number
+            )
+
+    def _later(self, delay_s: float, number: int) -> None:
+        self.world.at(delay_s, lambda: self.turn(lambda: None) if number == self._wakes else None)
+
+    def _settle(self) -> float | None:
+        found: list[float | None] = [None]
+        self._guard(lambda: found.__setitem__(0, self.node.settle()))
+        return found[0]
+
+    def _guard(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception:
+            self.world.mistakes.append(f"agent {self.number}: {traceback.format_exc()}")
+
+    def end(self, killed: bool = False) -> None:
+        """Everybody sees the end of its connections; at an end in order after what it has said."""
+        if self.over:
+            return
+        self.over = True
+        if self.fabric.agents.get(self.number) is self:
+            del self.fabric.agents[self.number]
+        if self.network is not None:
+            self.network.deafen()
+        if killed:
+            self.world.dead.add(self)
+            self._hang_up()
+        else:
+            self.world.spawn(f"end of agent {self.number}", self._end)
+
+    def _end(self) -> None:
+        self.node.close()
+        self._hang_up()
+        self.closed = True
+
+    def _hang_up(self) -> None:
+        for peer in list(self.server.peers):
+            peer.close()
+        for channel in list(self.fabric.channels):
+            if self.network is not None and channel.me == self.network.me:
+                channel.close()
+
+    def let_go(self) -> None:
+        """Of a process that is gone: its memory."""
+        for each in (*self.node._jobs(), *self.node.followings):
+            each.ranks.drop() if not isinstance(each.ranks, Network) else None
+
+
+class SimServer(Server):
+    def __init__(self, agent: Agent) -> None:
+        self.path = agent.fabric.folder(agent.number) / "agent.sock"
+        self.peers: dict[SimPeer, None] = {}
+        self.end_asked = self.warned = False
+        self.agent = agent
+
+    def post(self, what: Callable[[], None]) -> None:
+        self.agent.happens(what)
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.agent.happens(what, delay_s)
+
+    def watch_death(self, peer: Peer) -> None:
+        pass
+
+    def forget(self, peer: Peer) -> None:
+        pass
+
+    def lose(self, peer: Peer) -> None:
+        if peer.open:
+            self.peers.pop(peer, None)
+            peer.close()
+            self.agent.lost.append(peer)
+
+    def close(self) -> None:
+        pass
+
+
+class SimPeer(Peer):
+    """The agent's end of a rank's connection."""
+
+    def __init__(self, agent: Agent, far: SimConnection, pid: int) -> None:
+        self.server, self.pid, self.role = agent.server, pid, ""
+        self.open, self.hung_up, self.was_reset = True, False, False
+        self.outbox = ()
+        self._fabric, self._far = agent.fabric, far
+        self._way = Way(agent.world, agent.fabric.local_delay_s)
+
+    def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
+        if self.open:
+            message = self._fabric.carry(fields, fds, blobs)
+            self._say(lambda: self._far.arrived(message))
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._say(lambda: self._far.ended("it closed the connection"))
+
+    def _say(self, what: Callable[[], None]) -> None:
+        """It arrives also where the agent is gone by then."""
+        world = self._fabric.world
+        before, world.owner = world.owner, None
+        self._way.send(what)
+        world.owner = before
+
+
+class SimConnection:
+    """A rank's end, as client.Connection."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        pid: int,
+        on_message: Callable[[wire.Message], None],
+        on_lost: Callable[[str], None],
+        role: str = "trainer",
+    ) -> None:
+        """Errors: as client.Connection."""
+        self.agent, self._on_message, self._on_lost = agent, on_message, on_lost
+        self._peer = SimPeer(agent, self, pid)
+        self._way = Way(agent.world, agent.fabric.local_delay_s)
+        self._pending: dict[int, client.Pending] = {}
+        self._numbers = itertools.count(1)
+        self._closed = False
+        agent.server.peers[self._peer] = None
+        hello = self.request("hello", {"version": client.VERSION, "role": role})
+        self.incarnation, self.agent_pid = str(hello.fields["incarnation"]), agent.pid
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    def request(
+        self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = (), timeout_s: float | None = 120.0
+    ) -> wire.Message:
+        pending = self.ask(kind, fields, fds, blobs)
+        try:
+            return pending.answer(timeout_s)
+        except TimeoutError as exc:
+            raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
+        finally:
+            pending.forget()
+
+    def ask(self, kind: str, fields: Any = None, fds: Any = (), blobs: Any = ()) -> client.Pending:
+        pending = client.Pending(self, next(self._numbers), kind)
+        self._pending[pending.id] = pending
+        self.notify(kind, {"id": pending.id, **(fields or {})}, fds, blobs)
+        return pending
+
+    def forget(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+    def notify(self, kind: str, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
+        if self._closed:
+            raise AgentError("the agent is gone")
+        agent = self.agent
+        message = agent.fabric.carry({"t": kind, **fields}, fds, blobs)
+        self._say(lambda: agent.turn(lambda: self._handle(message)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._say(lambda: self.agent.turn(lambda: self.agent.server.lose(self._peer)))
+            self._fail()
+
+    def died(self) -> None:
+        """The rank's process is dead."""
+        self._closed = True
+        agent, peer = self.agent, self._peer
+
+        def seen() -> None:
+            agent.node.died(peer)
+            agent.server.lose(peer)
+
+        self._say(lambda: agent.turn(seen))
+
+    def _say(self, what: Callable[[], None]) -> None:
+        world = self.agent.world
+        before, world.owner = world.owner, self.agent
+        self._way.send(what)
+        world.owner = before
+
+    # -- at the agent
+
+    def _handle(self, message: wire.Message) -> None:
+        peer, node = self._peer, self.agent.node
+        if not peer.open:
+            message.close()
+            return
+        try:
+            node.message(peer, message)
+        except CkptError as exc:
+            if isinstance(message.fields.get("id"), int):
+                peer.refuse(message.fields["id"], exc)
+        finally:
+            message.close()
+
+    # -- at the rank
+
+    def arrived(self, message: wire.Message) -> None:
+        if self._closed:
+            message.close()
+        elif message.kind in ("reply", "error"):
+            asked = self._pending.pop(message.fields["id"], None)
+            if asked is not None:
+                asked.future.set_result(message)
+            else:
+                message.close()
+        elif message.kind == "moving":
+            moving = self._pending.get(message.fields["id"])
+            if moving is not None:
+                moving.moves.set()
+        else:
+            self._on_message(message)
+
+    def ended(self, why: str) -> None:
+        if not self._closed:
+            self._closed = True
+            self._fail()
+            self._on_lost(why)
+
+    def _fail(self) -> None:
+        pending, self._pending = list(self._pending.values()), {}
+        for each in pending:
+            if not each.future.done():
+                each.future.set_exception(AgentError("the agent went away before it answered"))
+
+
+class SimNode(Node):
+    def __init__(self, fabric: Fabric, agent: Agent) -> None:
+        self._sim, self.agent = fabric, agent
+        super().__init__(fabric.url, fabric.settings(agent.number), agent.server)
+        self.foreseeing.reading.follow = lambda on: None
+
+    def _open_network(self, name: str) -> Network:
+        if self.network is None:
+            self.network = SimNetwork(self._sim, self.agent, self._bulk, name, self)
+        return self.network
+
+
+class _Clock:
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def sleep_s(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class SimNetwork(Network):
+    def __init__(self, fabric: Fabric, agent: Agent, bulk: Any, me: str, node: Node) -> None:
+        self._fabric, self.agent = fabric, agent
+        make = lambda greet: SimTransport(fabric, me)  # noqa: E731
+        super().__init__(agent.server, bulk, me, node, _Clock(), make)
+        self.at: Address | None = None
+
+    def listen(self, secret: bytes, at: str) -> list[Address]:
+        self._secrets[run_of(secret)] = secret
+        if self.at is None:
+            port = int(at.rpartition(":")[2]) or self._fabric.port()
+            self.at = Address("10.0.0.1", port)
+            self._fabric.listening[self.at] = self, port
+        return [self.at]
+
+    def deafen(self) -> None:
+        if self.at is not None and self._fabric.listening.get(self.at, (None, 0))[0] is self:
+            del self._fabric.listening[self.at]
+
+    def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
+        def dial() -> None:
+            if node.name in self._channels:
+                then("")
+                return
+            found = next(
+                (self._fabric.listening[each][0] for each in node.addresses if each in self._fabric.listening), None
+            )
+            if found is None or found.me != node.name:
+                then("nobody listens there")
+                return
+            self._dialled_to(found)
+            then("")
+
+        delay_s = self._fabric.world.rng.expovariate(1 / (4 * self._fabric.link_delay_s))
+        self._loop.later(delay_s, dial)
+
+    def find(self, address: Address, then: Callable[[str, str], None]) -> None:
+        def dial() -> None:
+            found = self._fabric.listening.get(address)
+            if found is None:
+                then("", "nobody listens there")
+                return
+            if found[0].me not in self._channels:
+                self._dialled_to(found[0])
+            then(found[0].me, "")
+
+        self._loop.later(4 * self._fabric.link_delay_s, dial)
+
+    def _dialled_to(self, found: SimNetwork) -> None:
+        here, there = SimChannel(self, found.me), SimChannel(found, self.me)
+        here.far, there.far = there, here
+        self._fabric.channels += [here, there]
+        found._called[there] = "10.0.0.1"
+        self._keep(here, "10.0.0.1")
+        self._note_dialled(here)
+        here.send({"t": "here"})
+
+
+class SimChannel:
+    """One agent's end of a connection to another, as peers.channel.Channel."""
+
+    far: SimChannel
+
+    def __init__(self, network: SimNetwork, peer: str) -> None:
+        self.me, self.peer, self.run = network.me, peer, network.run
+        self.open = True
+        self.waiting_bytes = 0
+        self._network, self.agent = network, network.agent
+        self._fabric = network._fabric
+        self._way = Way(self._fabric.world, self._fabric.link_delay_s)
+
+    def send(self, fields: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
+        if not self.open:
+            return
+        assembler, message = messages.Assembler(), None
+        for kind, payload in messages.payloads(fields, blobs):
+            message = assembler.add(kind, bytes(payload))
+        assert message is not None
+        self._say(lambda: self.far._arrived(message))
+
+    def reply(self, request_id: int, body: dict[str, Any], blobs: Sequence[bytes | memoryview] = ()) -> None:
+        self.send({"t": "reply", "id": request_id, **body}, blobs)
+
+    def refuse(self, request_id: int, error: BaseException) -> None:
+        self.send(wire.error_fields(request_id, error))
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            self._gone()
+            self._say(lambda: self.far.cut("closed it"))
+
+    def cut(self, why: str) -> None:
+        """It has ended by something else than this agent: it is told, and what is on its way here is lost."""
+        if self.open:
+            self.open = False
+            self._gone()
+            error = AgentError(f"the connection to agent {self.peer} has ended: it {why}")
+            self.agent.happens(lambda: self._network.closed(self, error), self._fabric.world.rng.uniform(0.0, 0.05))
+
+    def _gone(self) -> None:
+        if self in self._fabric.channels:
+            self._fabric.channels.remove(self)
+
+    def _say(self, what: Callable[[], None]) -> None:
+        world = self._fabric.world
+        before, world.owner = world.owner, None
+        self._way.send(what)
+        world.owner = before
+
+    def _arrived(self, message: wire.Message) -> None:
+        world = self.agent.world
+        world.owner = self.agent
+        self.agent.turn(lambda: self._handle(message))
+        world.owner = None
+
+    def _handle(self, message: wire.Message) -> None:
+        if not self.open:
+            return
+        try:
+            self._network.message(self, message)
+        except CkptError as exc:
+            if isinstance(message.fields.get("id"), int):
+                self.refuse(message.fields["id"], exc)
+
+
+class SimTransport:
+    """Moves frames, as peers.transport.Transport."""
+
+    def __init__(self, fabric: Fabric, me: str) -> None:
+        self._fabric, self._me = fabric, me
+
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool = False) -> None:
+        if (self._me, name) in self._fabric.offers:
+            raise AgentError(f"{name} is offered already")
+        self._fabric.offers[self._me, name] = source, frames
+
+    def withdraw(self, name: str) -> Future[None]:
+        self._fabric.offers.pop((self._me, name), None)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def fetch(
+        self,
+        peer: str,
+        addresses: Sequence[Address],
+        name: str,
+        target: memoryview,
+        frames: Frames,
+        only: Iterable[int] | None = None,
+        landed: Callable[[int], None] | None = None,
+        urgent: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> SimFetch:
+        wanted = list(range(len(frames)) if only is None else only)
+        return SimFetch(self._fabric, peer, name, target, frames, wanted, landed, numbers)
+
+    def accept(self, sock: Any, session: Any) -> None:
+        raise AssertionError("nobody connects here")
+
+    def set_rate(self, bytes_per_s: float | None) -> None:
+        pass
+
+    def close(self) -> None:
+        for key in [key for key in self._fabric.offers if key[0] == self._me]:
+            del self._fabric.offers[key]
+
+
+class SimFetch:
+    def __init__(
+        self,
+        fabric: Fabric,
+        peer: str,
+        name: str,
+        target: memoryview,
+        frames: Frames,
+        wanted: list[int],
+        landed: Callable[[int], None] | None,
+        numbers: Sequence[int] | None,
+    ) -> None:
+        self.done: Future[None] = Future()
+        self._fabric, self._peer, self._name, self._target, self._frames = fabric, peer, name, target, frames
+        self._missing, self._landed, self._numbers = list(wanted), landed, numbers
+        self._cancelled = False
+        fabric.world.spawn(f"fetch {name}", self._work)
+
+    def missing(self) -> list[int]:
+        return sorted(self._missing)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def _work(self) -> None:
+        try:
+            for number in list(self._missing):
+                time.sleep(self._fabric.world.rng.uniform(0.5, 1.5) * self._fabric.frame_s)
+                self._bring(number)
+        except CkptError as exc:
+            self.done.set_exception(exc)
+        else:
+            self.done.set_result(None)
+
+    def _bring(self, number: int) -> None:
+        if self._cancelled:
+            raise AgentError("it was cancelled")
+        offer = self._fabric.offers.get((self._peer, self._name))
+        alive = any(a.network is not None and a.network.me == self._peer for a in self._fabric.agents.values())
+        if offer is None or not alive:
+            raise AgentError(f"agent {self._peer} does not offer {self._name}")
+        source, theirs = offer
+        at = self._numbers[number] if self._numbers is not None else number
+        (start, length), (to, _) = theirs.places()[at], self._frames.places()[number]
+        self._target[to : to + length] = source[start : start + length]
+        found = frame_hash(self._target[to : to + length])
+        if list(found) != self._frames.hashes[number].astype(np.uint64).tolist():
+            raise DamagedData(f"frame {number} of {self._name} arrived with another hash")
+        self._missing.remove(number)
+        if self._landed is not None:
+            self._landed(number)

@@ -1,0 +1,284 @@
+"""Jobs in a world: ranks that train in lock-step, find another agent where theirs has died, and leave when told to."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckpt.agent import wire
+from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.listening import Sources
+from ckpt.errors import AgentError, CkptError
+from ckpt.notices.notice import First, Known, Notice
+from ckpt.notices.notice import Word as Told
+from ckpt.types import Tick
+from tests.agent.fake import FakeRank
+from tests.sim.agents import Fabric, SimConnection
+
+AWAY_S = 60.0  # so long another agent is looked for
+LATER_S = 0.05
+ASKED_S = 1.0  # how often a machine's owner is
+
+
+class SimRank(FakeRank):
+    """On a thread of the world. `node`: where it is. What it does where its agent dies is what ckpt.trainer.link and
+    ckpt.trainer.parting do."""
+
+    def __init__(self, fabric: Fabric, node: int, rank: int, world: int, launch: str) -> None:
+        super().__init__(fabric.url, rank, world, launch, fabric.settings(node))
+        self.inbox = queue.Queue()
+        self.node, self.fabric, self.pid = node, fabric, fabric.pid()
+        self.reconnecting = False
+        self.over = self.gone = False  # gone: no agent is to be had any more
+        self.on_hold: Callable[[str], None] = lambda what: None  # told when it holds, and when it hears the verdict
+        self._left_by = 0  # the round by which an agent that has died told the ranks to leave
+        self.offered, self.hashed = (-1, 0), b""
+
+    def hashes(self) -> bytes:
+        """Of what it was when its layout was, as all ranks' of that tick."""
+        if self.offered != (self.layout_step, self.extra):
+            self.offered, self.hashed = (self.layout_step, self.extra), super().hashes()
+        return self.hashed
+
+    # -- its agent, and another where that dies
+
+    def connect(self) -> None:
+        lost = self.lost = threading.Event()
+        agent = self.fabric.agent_of(self.node)
+        time.sleep(self.fabric.local_delay_s)
+        while agent.over:  # it has ended just now
+            agent = self.fabric.agent_of(self.node)
+        made = SimConnection(agent, self.pid, self.on_message, lambda *_: self.on_lost(lost))
+        self.connection = made
+
+    def join(self, epoch: str, resume: bool = False) -> None:
+        super().join(epoch, resume)
+        self.enter(self.step + 1)
+
+    @property
+    def verdict(self) -> int:
+        return super().verdict or self._left_by
+
+    def turned_from(self, page: ControlPage) -> None:
+        self._left_by = page.leaves() or self._left_by
+        super().turned_from(page)
+
+    def on_lost(self, lost: threading.Event) -> None:
+        super().on_lost(lost)
+        if self.epoch and not (self.over or self.reconnecting):  # two would take each other's place at the agent
+            self.reconnecting = True
+            self.tasks.start("reconnect", self._reconnect)
+
+    @property
+    def is_back(self) -> bool:
+        """Whether an agent is there that knows this rank."""
+        return self.is_open and not self.reconnecting
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection is not None and self.connection.is_open and not self.lost.is_set()
+
+    def _reconnect(self) -> None:
+        delay_s, until_s = LATER_S, time.monotonic() + AWAY_S
+        while not self.over:
+            try:
+                with self.changed:
+                    self.warm.clear()
+                self.connect()
+                if self.known is not None:
+                    self.request("listen", self.known)
+                self.join(self.epoch, resume=True)
+                if self.over:
+                    self._hang_up()
+                elif not self.is_open:
+                    continue
+                self.reconnecting = False
+                return
+            except ValueError:
+                assert self.over, "its page is closed, and it is not over"
+                self._hang_up()
+            except CkptError:
+                self._hang_up()
+                if time.monotonic() > until_s:
+                    self.gone = True
+                    return
+                time.sleep(delay_s)
+                delay_s = min(10.0, 2 * delay_s)
+
+    def _hang_up(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+    def notify(self, kind: str, fields: dict[str, Any], blobs: Any = ()) -> None:
+        """A hint, as ckpt.trainer.link sends it."""
+        with contextlib.suppress(AgentError):
+            super().notify(kind, fields, blobs)
+
+    def on_message(self, message: wire.Message) -> None:
+        if message.kind == "awaited":
+            word = Word.unpack(int(message.fields["word"]))
+            if word is not None and word.round != self.answered and self.step > word.step:
+                self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+        super().on_message(message)
+
+    # -- what a step ends with
+
+    def boundary(self) -> bool:
+        """Whether to leave."""
+        page = self.page
+        assert page is not None
+        word = page.word() if self.is_back else None
+        if word is None or word.round == self.answered or word.step > self.step:
+            return False
+        self.answered = word.round
+        if word.step < self.step:
+            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+            return False
+        self.take(word.round, word.slot, Tick(self.step))
+        return word.kind is Kind.HOLD and self.taken[-1:] == [self.step] and self.hold(word.round)
+
+    def hold(self, round_: int) -> bool:
+        """The verdict: as ckpt.trainer.parting asks for it."""
+        self.on_hold("holds")
+        while True:
+            try:
+                leave = bool(self.request("held", {"round": round_}, timeout_s=None).fields["leave"])
+                self.on_hold("told")
+                return leave
+            except AgentError:
+                if self._is_verdict(round_):
+                    return True
+                while not self.is_back:
+                    if self.gone:
+                        return len(self.nodes) > 1
+                    time.sleep(LATER_S)
+
+    def _is_verdict(self, round_: int) -> bool:
+        return round_ in (self._left_by, super().verdict)
+
+    # -- the end
+
+    def leave_for(self, outcome: str, until_s: float) -> dict[str, Any]:
+        """Until it is answered, by whichever agent; nothing where none is to be had any more."""
+        while not self.gone:
+            told = {"why": "", "left_s": until_s - time.monotonic(), "committed": None} if outcome == "notice" else {}
+            try:
+                answer = self.request("leave", {"outcome": outcome, **told}, timeout_s=None)
+                return dict(answer.fields)
+            except AgentError:
+                self._find()
+        return {}
+
+    def save_last(self) -> None:
+        """The last step; where an attempt comes to nothing, again."""
+        for sub in range(1, 50):
+            if self.gone:
+                return
+            try:
+                self.save(Tick(self.step, sub), "exit")
+                return
+            except CkptError:
+                self._find()
+        raise AssertionError("the last step is not saved")
+
+    def _find(self) -> None:
+        while not (self.is_back or self.gone):
+            time.sleep(LATER_S)
+        time.sleep(LATER_S)
+
+
+class SimListener:
+    """What a machine's owner says to its node; asked now and then, as services are. `stands`: by key."""
+
+    name = "owner"
+
+    def __init__(self, stands: dict[str, Notice], first: First) -> None:
+        self._stands, self._first = stands, first.setdefault(self.name, {})
+
+    def listen(self, stop: threading.Event, tell: Callable[[Told], None]) -> None:
+        known = Known(tell, self._first)
+        while not stop.is_set():
+            known.standing(self.name, list(self._stands.values()))
+            stop.wait(ASKED_S)
+
+
+class SimJob:
+    """One start: `spread` is the node of each rank. `left`: by rank, whether it was told to leave, and its last step.
+    `answers`: by rank, to its last words."""
+
+    def __init__(
+        self, fabric: Fabric, spread: Sequence[int], secret: bytes, options: dict[str, Any], launch: str = "test"
+    ) -> None:
+        self.fabric, self.secret = fabric, secret
+        self.ranks = [SimRank(fabric, node, rank, len(spread), launch) for rank, node in enumerate(spread)]
+        self.left: dict[int, tuple[bool, int]] = {}
+        self.answers: dict[int, dict[str, Any]] = {}
+        self.restored: set[int] = set()
+        self.left_s = 0.0  # when the last of them had
+        self._meet = threading.Barrier(len(spread))
+        self._told: dict[str, dict[str, Any]] = {}
+        self._decision: Any = None
+        self._entered = 0
+        for rank in self.ranks:
+            rank.options = options
+            rank.notices = Sources("given", file=f"/nowhere/{rank.node}").fields()
+
+    @property
+    def trains(self) -> bool:
+        """Whether all have entered, and none has come to its end."""
+        return self._entered == len(self.ranks) and not self.left
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.answers) == len(self.ranks)
+
+    def start(self, steps: int, pace: Callable[[SimRank], float]) -> None:
+        """Trains so many steps. `pace`: the seconds of a rank's next one."""
+        for rank in self.ranks:
+            self.fabric.world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace))
+
+    def _live(self, rank: SimRank, steps: int, pace: Callable[[SimRank], float]) -> None:
+        self._enter(rank)
+        last = rank.step + steps
+        leave = False
+        while rank.step < last and not leave:
+            rank.enter(rank.step + 1)
+            time.sleep(pace(rank))
+            self._meet.wait()
+            rank.train(rank.step + 1)
+            leave = rank.boundary()
+        self.left[rank.rank] = leave, rank.step
+        self.left_s = time.monotonic()
+        if not leave:
+            rank.save_last()
+        self.answers[rank.rank] = rank.leave_for("notice" if leave else "normal", time.monotonic() + 60.0)
+        rank.over = True
+        rank.close()
+
+    def _enter(self, rank: SimRank) -> None:
+        rank.connect()
+        told = rank.listen(self.secret)
+        known = self._told.setdefault(told["name"], {**told, "ranks": []})
+        known["ranks"].append(rank.rank)
+        self._meet.wait()
+        known["ranks"].sort()
+        rank.nodes = sorted(self._told.values(), key=lambda each: min(each["ranks"])) if len(self._told) > 1 else []
+        rank.known = {"secret": self.secret, "at": known["addresses"][0], "name": known["name"]}
+        if rank.rank == 0:
+            self._decision = rank.begin()
+        self._meet.wait()
+        rank.join(self._decision.fields["epoch"])
+        identity = rank.restore(self._decision)
+        rank.check(rank.step)
+        self.restored.add(rank.step)
+        self._meet.wait()
+        rank.branch = int(rank.epoch.split("-")[0])
+        if rank.rank == 0:
+            rank.request("restored", {"epoch": rank.epoch, "identity": str(identity) if identity else None})
+        rank.wait_warm()
+        self._meet.wait()
+        self._entered += 1

@@ -1,0 +1,255 @@
+"""A thousand lives of a job of several nodes, whole agents and all: notices that come to any of them, agents that die,
+connections that are cut, slow stores, slow steps, and the same job started again on machines that are about to go.
+Whatever happens, in whichever order:
+
+- all ranks leave at one step, or none does;
+- they leave only by a notice that is certain and stands; where nothing breaks they do in time, and it is committed;
+- by what a start has left the next one does not leave again;
+- nobody waits for ever, and every agent ends by itself;
+- what was said to be committed is in the store, whole.
+
+A schedule is one seed. CKPT_SIM_SCHEDULES: how many, times ten; CKPT_TEST_SEED: the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ckpt.notices.cloud
+from ckpt.agent.peers import secret
+from ckpt.backends import memory
+from ckpt.backends.memory import MemoryBackend
+from ckpt.errors import CkptError
+from ckpt.notices.notice import Notice
+from ckpt.settings import Settings, read
+from ckpt.types import Tick
+from tests.agent import fake
+from tests.agent.nodes.cluster import line
+from tests.sim.agents import Fabric, SimConnection
+from tests.sim.jobs import SimJob, SimListener, SimRank
+from tests.sim.world import BEGIN_S, EPOCH_S, World, living
+
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
+SPREADS = ((0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 2))
+LONG_S = 600.0  # nothing takes longer than that
+SOON_S = 28.0  # with so much time, and nothing that breaks, a job of such a size has left by then
+ENTERS_S = 10.0  # it trains after that
+LATE_S = 5.0  # so much later what was taken back is known to be
+
+
+class Life:
+    """One schedule. `faults`: whether an agent or a connection goes, or a rank takes long over a step."""
+
+    def __init__(self, world: World, seed: int, settings: Settings) -> None:
+        self.world, rng = world, random.Random(seed)
+        self.rng = rng
+        self.url = f"memory://life-{seed}"
+        self.fabric = Fabric(world, self.url, replace(settings, linger_s=20.0))
+        self.spread = rng.choice(SPREADS)
+        self.nodes = sorted(set(self.spread))
+        self.fabric.local_delay_s = 10 ** rng.uniform(-4.5, -2)
+        self.fabric.link_delay_s = 10 ** rng.uniform(-4, -1.3)
+        self.put_s = 10 ** rng.uniform(-3, 0)
+        self.trains_s = rng.uniform(10.0, 150.0)
+        self.step_s = self.trains_s / rng.uniform(40, 150)
+        self.broke_s = -LONG_S  # when something did last, or ends doing so
+        self.faults = False
+        self.held_s = 0.0  # when a rank first did
+        self.on_hold: list[tuple[str, Callable[[], None]]] = []  # what breaks then
+        self.stands: dict[int, dict[str, Notice]] = {node: {} for node in self.nodes}
+        self.notices: list[tuple[float, Notice, float | None]] = []  # from when, what, and when taken back
+        self.operator: list[float] = []
+        self.slow: dict[int, float] = {}  # by rank: seconds that its next step takes more
+        self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10, 1000)), "seconds": None}}
+        if rng.random() < 0.5:
+            self.options["peers"] = {"replicas": 1}
+        self.key = secret.make()
+        self.job: SimJob | None = None
+
+    # -- what happens
+
+    def plan(self) -> None:
+        rng, world = self.rng, self.world
+        for number in range(rng.choice((0, 1, 1, 1, 2, 3))):
+            self._warn(rng.uniform(0.0, 15.0), f"n{number}")
+        if rng.random() < 0.15:
+            world.at(rng.uniform(1.0, 15.0), lambda: world.spawn("operator", self._preempt))
+        if rng.random() < 0.6:
+            self.faults = True
+            for _ in range(rng.choice((1, 1, 2))):
+                what = rng.choice((self._kill, self._kill_cut, self._kill_cut, self._cut, self._hang_up, self._linger))
+                if rng.random() < 0.5:
+                    world.at(rng.uniform(0.5, 20.0), lambda what=what: self._break(what))
+                else:
+                    self.on_hold.append((rng.choice(("holds", "told")), what))
+
+    def _warn(self, at_s: float, key: str) -> None:
+        rng, world = self.rng, self.world
+        node, certain = rng.choice(self.nodes), rng.random() < 0.75
+        lead_s = rng.choice((2.0, 5.0, 15.0, 30.0, 60.0, 120.0))
+        notice = Notice(EPOCH_S + world.now_s - BEGIN_S + at_s + lead_s, "owner", certain, key, "it goes away")
+        back_s = at_s + rng.uniform(0.0, lead_s) if rng.random() < 0.25 else None
+        self.notices.append((world.now_s + at_s, notice, world.now_s + back_s if back_s is not None else None))
+        world.at(at_s, lambda: self.stands[node].__setitem__(key, notice))
+        if back_s is not None:
+            world.at(back_s, lambda: self.stands[node].__delitem__(key))
+
+    def _preempt(self) -> None:
+        """An operator, on some node. Where no job runs it is refused."""
+        agent = self.fabric.agents.get(self.rng.choice(self.nodes))
+        with contextlib.suppress(CkptError):
+            if agent is not None:
+                tool = SimConnection(
+                    agent, self.fabric.pid(), lambda message: message.close(), lambda why: None, "tool"
+                )
+                self.operator.append(self.world.now_s)
+                tool.request("preempt", {"source": "me", "deadline_s": 60.0})
+                tool.close()
+
+    def _break(self, what: Callable[[], None]) -> None:
+        """While it trains or ends: a start that meets with it fails, and is for a launcher to repeat."""
+        if self.job is None or not (self.job.trains or self.job.left):
+            self.world.at(1.0, lambda: self._break(what))
+        elif not self.job.is_over:
+            self.broke_s = max(self.broke_s, self.world.now_s)
+            what()
+
+    def _holds(self, what: str) -> None:
+        """A rank does, or is told the verdict."""
+        self.held_s = self.held_s or self.world.now_s
+        owner, self.world.owner = self.world.owner, None
+        for each in [each for each in self.on_hold if each[0] == what]:
+            self.on_hold.remove(each)
+            self.world.at(self.rng.choice((0.0, self.rng.expovariate(1 / self.fabric.link_delay_s))), each[1])
+            self.broke_s = self.world.now_s
+        self.world.owner = owner
+
+    def _kill(self) -> None:
+        self.fabric.kill(self.rng.choice((self.spread[0], *self.nodes)))
+
+    def _kill_cut(self) -> None:
+        """What the coordinator had sent is lost with it."""
+        agent = self.fabric.agents.get(self.spread[0])
+        for channel in [each for each in self.fabric.channels if agent is not None and each.agent is agent]:
+            self.fabric.cut(channel.me, channel.peer)
+        self.fabric.kill(self.spread[0])
+
+    def _cut(self) -> None:
+        if self.fabric.channels:
+            channel = self.rng.choice(self.fabric.channels)
+            self.fabric.cut(channel.me, channel.peer)
+
+    def _hang_up(self) -> None:
+        agent = self.fabric.agents.get(self.rng.choice(self.nodes))
+        if agent is not None and agent.server.peers:
+            peer = self.rng.choice(list(agent.server.peers))
+            agent.happens(lambda: peer.lose())
+
+    def _linger(self) -> None:
+        """A rank takes long over a step, as over an evaluation."""
+        self.slow[self.rng.randrange(len(self.spread))] = slow_s = self.rng.uniform(1.0, 20.0)
+        self.broke_s = max(self.broke_s, self.world.now_s + slow_s)
+
+    def pace(self, rank: SimRank) -> float:
+        return self.rng.uniform(0.8, 1.2) * self.step_s + self.slow.pop(rank.rank, 0.0)
+
+    def listeners(self, *given: Any, **named: Any) -> list[SimListener]:
+        return [SimListener(self.stands[int(named["file"].name)], named["first"])]
+
+    # -- a life
+
+    def run(self) -> Counter[str]:
+        seen: Counter[str] = Counter()
+        self.plan()
+        first = self._start(seen)
+        left = first.left[0]
+        if left[0] and self.rng.random() < 0.5:
+            seen["again"] += 1
+            self._goes_on(first, self._start(seen))
+        self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
+        return seen
+
+    def _start(self, seen: Counter[str]) -> SimJob:
+        began_s = self.world.now_s
+        job = self.job = SimJob(self.fabric, self.spread, self.key, self.options)
+        for rank in job.ranks:
+            rank.on_hold = self._holds
+        self.held_s = 0.0
+        job.start(round(self.trains_s / self.step_s), self.pace)
+        self.world.run(lambda: job.is_over, LONG_S)
+        outcomes = set(job.left.values())
+        assert len(outcomes) == 1, f"some leave and some do not, or at another step: {job.left}"
+        leave, step = next(iter(outcomes))
+        seen["left" if leave else "stayed"] += 1
+        if leave and not self.operator:
+            since_s = self.held_s - LATE_S - 3 * self.step_s - (LONG_S if self.faults else 0.0)
+            stood = [n for from_s, n, to_s in self.notices if n.certain and from_s <= job.left_s]
+            stood = [n for _, n, to_s in self.notices if n in stood and (to_s is None or to_s >= since_s)]
+            assert stood, f"nothing made them leave after {self.held_s}: {self.notices}"
+        if not self.faults:
+            committed = {Tick.parse(answer["committed"]).step for answer in job.answers.values()}
+            assert committed == {step}, (committed, step, job.answers)
+        if not seen["again"]:
+            for from_s, notice, back_s in self.notices:
+                deadline_s = notice.deadline_s - EPOCH_S + BEGIN_S
+                if (
+                    notice.certain
+                    and back_s is None
+                    and deadline_s - max(began_s + ENTERS_S, from_s, self.broke_s) >= SOON_S
+                ):
+                    assert job.left_s < deadline_s, f"they have not left by {notice}"
+                    seen["in time"] += leave
+        return job
+
+    def _goes_on(self, first: SimJob, again: SimJob) -> None:
+        (restored,) = again.restored
+        if not self.faults:
+            assert restored == first.left[0][1]
+        certain = [n for _, n, _ in self.notices if n.certain]
+        if len(certain) == 1 and not (self.operator or self.faults):
+            assert not again.left[0][0], "it leaves again by what it has left by"
+
+
+def live(seed: int) -> Counter[str]:
+    settings = replace(read(), notices="off")
+    with living(seed) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "ROWS", 4)
+        patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
+        life = Life(world, seed, settings)
+        patch.setattr(ckpt.notices.cloud, "listeners", life.listeners)
+        put = MemoryBackend.put
+
+        def slow(backend: MemoryBackend, *given: Any, **named: Any) -> None:
+            if world.current is not None:
+                time.sleep(life.rng.expovariate(1 / life.put_s))
+            put(backend, *given, **named)
+
+        patch.setattr(MemoryBackend, "put", slow)
+        try:
+            seen = life.run()
+        finally:
+            life.fabric.close()
+    line(life.url)
+    del memory._STORES[life.url]
+    seen["happened"] = world.happened
+    return seen
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_lives(part: int) -> None:
+    first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * SCHEDULES // 10
+    for seed in range(first, first + SCHEDULES // 10):
+        try:
+            live(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
