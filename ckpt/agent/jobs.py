@@ -98,7 +98,7 @@ class Job(TakenOver):
     @property
     def came_to_nothing(self) -> bool:
         """Whether nobody is left of it, and it has made nothing complete, nor will."""
-        return self.group.all_gone and not self.group.at_work and not self.checkpoints
+        return self.group.all_gone and not (self.group.at_work or self.checkpoints or self.holds_unread)
 
     @property
     def ended_in_order(self) -> bool:

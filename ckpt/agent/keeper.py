@@ -166,7 +166,8 @@ class Keeper:
             self._tell_others_to_forget(self.current)
         for job in list(self.former):
             outdone = newer or job.epoch < self.newest_elsewhere
-            if job.is_idle and (outdone or (not job.checkpoints and job.group.closed_in_store)):
+            nothing = not (job.checkpoints or job.holds_unread)
+            if job.is_idle and (outdone or (nothing and job.group.closed_in_store)):
                 self.former.remove(job)
                 job.drop()
 

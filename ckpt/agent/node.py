@@ -61,7 +61,8 @@ class Node(Inheriting):
         self.foreseeing.close()
         self._free_lenders()
         for job in self._jobs():
-            job.drop(leave_others=self._server.end_asked and not job.ended_in_order)
+            unknown = self._server.end_asked or job.holds_unread  # whether anybody needs what the others have of it
+            job.drop(leave_others=unknown and not job.ended_in_order)
         for following in self.followings:
             following.drop()
         self.copies.close()
@@ -334,7 +335,9 @@ class Node(Inheriting):
         if not jobs:
             wanted = not (self._served or self._server.end_asked or self._makes_way)
             return self._idle_since_s + IDLE_S if wanted else now_s
-        held = any(job.checkpoints for job in jobs)  # what came before the newest is superseded by it
+        held = any(
+            job.checkpoints or job.holds_unread for job in jobs
+        )  # what came before the newest is superseded by it
         if jobs[-1].ended_in_order or not held or self._server.end_asked or self._makes_way:
             return now_s
         return self._idle_since_s + self._settings.linger_s

@@ -49,6 +49,11 @@ class Recovery:
         for slot in set(slots) & set(range(self.slots_max)):
             self._elsewhere.setdefault(slot, set()).add(rank)
 
+    def hand_over(self) -> dict[int, dict[int, Arena]]:
+        """All that ranks have handed over until now, by slot and rank."""
+        taken, self._arenas = self._arenas, {}
+        return taken
+
     def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
         """The arenas of the slots that every rank has handed over, or has elsewhere, by rank; and the other slots,
         whose arenas are closed. keep=False: all are."""

@@ -25,6 +25,7 @@ class TakenOver(Carrier):
     """What a job does until all of its ranks have come to this agent, if it is not the first. Main thread."""
 
     _recovery: Recovery | None = None
+    holds_unread = False  # a rank was lost before all had come: what the others had is kept, here and on other nodes
 
     def recover_from_trainers(self) -> None:
         """This agent takes over a running job: the trainers bring the arenas."""
@@ -123,8 +124,13 @@ class TakenOver(Carrier):
         recovery, self._recovery = self._recovery, None
         if recovery is None:
             return
-        if why:
-            log.warning("what the trainers had in memory cannot be taken over: %s", why)
-            self.group.recovered()
-        for slot in recovery.end(keep=False)[1]:
+        if not why:
+            for slot in recovery.end(keep=False)[1]:
+                self.group.made(slot, ())
+            return
+        log.warning("what the trainers had in memory cannot be taken over: %s", why)
+        self.holds_unread = True
+        self.group.recovered()
+        for slot, by_rank in recovery.hand_over().items():
+            self.own.adopt(slot, by_rank)
             self.group.made(slot, ())

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent import client, wire
+from ckpt.agent.lending import Lend, LendingNode
 from ckpt.agent.network import Network, NodeAt, run_of
 from ckpt.agent.node import Node
 from ckpt.agent.peers import messages
@@ -33,6 +34,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.settings import Settings
 from tests.sim.world import World
 
+DIALS, DIALS_EVERY_S = 4, 0.5  # for what is not offered
 STARTS_S = 0.3  # an agent's process, until it serves
 
 
@@ -65,6 +67,7 @@ class Fabric:
         self.frame_s = 0.01  # that a frame takes from one node to another
         self.starting: dict[int, threading.Condition] = {}
         self._settings = settings
+        self._carried: list[wire.Message] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-sim-")
         self._left, self._right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pids, self._ports = itertools.count(1000), itertools.count(7000)
@@ -82,6 +85,8 @@ class Fabric:
         wire.send(self._left, fields, list(fds), blobs)
         message = wire.receive(self._right)
         assert message is not None
+        if message.fds:
+            self._carried.append(message)  # it may never arrive
         return message
 
     def pid(self) -> int:
@@ -89,6 +94,20 @@ class Fabric:
 
     def port(self) -> int:
         return next(self._ports)
+
+    def lend(self, node: int, lend: Lend) -> Agent:
+        """Starts the agent of a memory-only node."""
+        made = self.agents[node] = Agent(self, node, lambda agent: SimLendingNode(self, agent, lend))
+        self.ever.append(made)
+        return made
+
+    def lose(self, node: int) -> None:
+        """The machine: its agent, and what was on its way from there."""
+        agent = self.agents.get(node)
+        if agent is not None:
+            for channel in [each for each in self.channels if each.agent is agent]:
+                self.cut(channel.me, channel.peer)
+            self.kill(node)
 
     def agent_of(self, node: int) -> Agent:
         """Started if there is none. On a rank's thread."""
@@ -121,24 +140,24 @@ class Fabric:
                 channel.far.cut("was cut")
 
     def close(self) -> None:
-        for agent in self.ever:
-            agent.let_go()
         self._left.close()
         self._right.close()
         self._folder.cleanup()
+        for message in self._carried:
+            message.close()
 
 
 class Agent:
     """One process: its loop, a turn of which follows each thing that happens."""
 
-    def __init__(self, fabric: Fabric, node: int) -> None:
+    def __init__(self, fabric: Fabric, node: int, make: Callable[[Agent], Node] | None = None) -> None:
         self.fabric, self.world, self.number = fabric, fabric.world, node
         self.over = self.closed = False
         self.lost: list[SimPeer] = []
         self.pid = fabric.pid()
         before, self.world.owner = self.world.owner, self
         self.server = SimServer(self)
-        self.node = SimNode(fabric, self)
+        self.node = make(self) if make is not None else SimNode(fabric, self)
         self.world.owner = before
         self._wakes = 0
         self.happens(lambda: None)
@@ -211,11 +230,6 @@ class Agent:
         for channel in list(self.fabric.channels):
             if self.network is not None and channel.me == self.network.me:
                 channel.close()
-
-    def let_go(self) -> None:
-        """Of a process that is gone: its memory."""
-        for each in (*self.node._jobs(), *self.node.followings):
-            each.ranks.drop() if not isinstance(each.ranks, Network) else None
 
 
 class SimServer(Server):
@@ -397,16 +411,26 @@ class SimConnection:
                 each.future.set_exception(AgentError("the agent went away before it answered"))
 
 
-class SimNode(Node):
-    def __init__(self, fabric: Fabric, agent: Agent) -> None:
+class _Here(Node):
+    """A node in the world."""
+
+    def __init__(self, fabric: Fabric, agent: Agent, *more: Any) -> None:
         self._sim, self.agent = fabric, agent
-        super().__init__(fabric.url, fabric.settings(agent.number), agent.server)
+        super().__init__(fabric.url, fabric.settings(agent.number), agent.server, *more)
         self.foreseeing.reading.follow = lambda on: None
 
     def _open_network(self, name: str) -> Network:
         if self.network is None:
             self.network = SimNetwork(self._sim, self.agent, self._bulk, name, self)
         return self.network
+
+
+class SimNode(_Here):
+    pass
+
+
+class SimLendingNode(_Here, LendingNode):
+    pass
 
 
 class _Clock:
@@ -620,14 +644,20 @@ class SimFetch:
         else:
             self.done.set_result(None)
 
+    def _offer(self) -> tuple[memoryview, Frames]:
+        """Which may come a little later than it is asked for: then the connection is made anew."""
+        for _ in range(DIALS):
+            alive = any(a.network is not None and a.network.me == self._peer for a in self._fabric.agents.values())
+            offer = self._fabric.offers.get((self._peer, self._name)) if alive else None
+            if offer is not None:
+                return offer
+            time.sleep(self._fabric.world.rng.uniform(0.5, 1.5) * DIALS_EVERY_S)
+        raise AgentError(f"agent {self._peer} does not offer {self._name}")
+
     def _bring(self, number: int) -> None:
         if self._cancelled:
             raise AgentError("it was cancelled")
-        offer = self._fabric.offers.get((self._peer, self._name))
-        alive = any(a.network is not None and a.network.me == self._peer for a in self._fabric.agents.values())
-        if offer is None or not alive:
-            raise AgentError(f"agent {self._peer} does not offer {self._name}")
-        source, theirs = offer
+        source, theirs = self._offer()
         at = self._numbers[number] if self._numbers is not None else number
         (start, length), (to, _) = theirs.places()[at], self._frames.places()[number]
         self._target[to : to + length] = source[start : start + length]

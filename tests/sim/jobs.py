@@ -11,7 +11,6 @@ from typing import Any
 
 from ckpt.agent import wire
 from ckpt.agent.control import ControlPage, Kind, Word
-from ckpt.agent.listening import Sources
 from ckpt.errors import AgentError, CkptError
 from ckpt.notices.notice import First, Known, Notice
 from ckpt.notices.notice import Word as Told
@@ -108,6 +107,13 @@ class SimRank(FakeRank):
                     return
                 time.sleep(delay_s)
                 delay_s = min(10.0, 2 * delay_s)
+
+    def die(self) -> None:
+        if not self.over:
+            self.over = True
+            self.fabric.world.dead.add(self)
+            if self.is_open:
+                self.connection.died()
 
     def _hang_up(self) -> None:
         if self.connection is not None:
@@ -225,7 +231,12 @@ class SimJob:
         self._entered = 0
         for rank in self.ranks:
             rank.options = options
-            rank.notices = Sources("given", file=f"/nowhere/{rank.node}").fields()
+
+    @property
+    def restored_step(self) -> int:
+        """That all have restored."""
+        (step,) = self.restored
+        return step
 
     @property
     def trains(self) -> bool:
@@ -238,8 +249,17 @@ class SimJob:
 
     def start(self, steps: int, pace: Callable[[SimRank], float]) -> None:
         """Trains so many steps. `pace`: the seconds of a rank's next one."""
+        world = self.fabric.world
         for rank in self.ranks:
-            self.fabric.world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace))
+            world.owner = rank
+            world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace))
+            world.owner = None
+
+    def die(self, within_s: float) -> None:
+        """All of its processes."""
+        world = self.fabric.world
+        for rank in self.ranks:
+            world.at(world.rng.uniform(0.0, within_s), rank.die)
 
     def _live(self, rank: SimRank, steps: int, pace: Callable[[SimRank], float]) -> None:
         self._enter(rank)

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 import ckpt.notices.cloud
+from ckpt.agent.listening import Sources
 from ckpt.agent.peers import secret
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
@@ -138,10 +139,7 @@ class Life:
 
     def _kill_cut(self) -> None:
         """What the coordinator had sent is lost with it."""
-        agent = self.fabric.agents.get(self.spread[0])
-        for channel in [each for each in self.fabric.channels if agent is not None and each.agent is agent]:
-            self.fabric.cut(channel.me, channel.peer)
-        self.fabric.kill(self.spread[0])
+        self.fabric.lose(self.spread[0])
 
     def _cut(self) -> None:
         if self.fabric.channels:
@@ -183,6 +181,7 @@ class Life:
         job = self.job = SimJob(self.fabric, self.spread, self.key, self.options)
         for rank in job.ranks:
             rank.on_hold = self._holds
+            rank.notices = Sources("given", file=f"/nowhere/{rank.node}").fields()
         self.held_s = 0.0
         job.start(round(self.trains_s / self.step_s), self.pace)
         self.world.run(lambda: job.is_over, LONG_S)
@@ -211,7 +210,7 @@ class Life:
         return job
 
     def _goes_on(self, first: SimJob, again: SimJob) -> None:
-        (restored,) = again.restored
+        restored = again.restored_step
         if not self.faults:
             assert restored == first.left[0][1]
         certain = [n for _, n, _ in self.notices if n.certain]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import collections
+import contextlib
 import heapq
 import itertools
 import queue
@@ -21,13 +22,14 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import ckpt.store.packs
 import ckpt.tasks
+from ckpt.agent.arena import Arena
+from ckpt.agent.control import ControlPage
 
 EPOCH_S = 1_800_000_000.0  # Unix time when a world begins
 BEGIN_S = 1000.0  # its monotonic clock then
@@ -98,6 +100,7 @@ class World:
         self.back = threading.Lock()
         self.back.acquire()
         self.turns: list[Turn] = []
+        self.memory: list[Arena | ControlPage] = []
         self._events: list[tuple[float, int, Any, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._waiting: dict[int, list[tuple[Turn, int]]] = {}  # by condition
@@ -110,7 +113,8 @@ class World:
         heapq.heappush(self._events, (self.now_s + max(0.0, delay_s), next(self._numbers), self.owner, what))
 
     def run(self, until: Callable[[], bool], limit_s: float) -> None:
-        """Until that holds. Errors: Stuck where it never will, or not within so many seconds of the world's."""
+        """Until that holds. Errors: Stuck where it never will, or not within so many seconds of the world's;
+        AssertionError for a mistake."""
         end_s, stood = self.now_s + limit_s, 0
         while not until():
             stood = stood + 1 if self._events and self._events[0][0] <= self.now_s else 0
@@ -127,6 +131,8 @@ class World:
                 what()
             finally:
                 self.owner = None
+            if self.mistakes:
+                raise AssertionError("\n".join(self.mistakes))
 
     def spawn(self, name: str, target: Callable[[], None]) -> Turn:
         turn = Turn(self, name, target, self.owner)
@@ -136,10 +142,14 @@ class World:
         return turn
 
     def close(self) -> None:
+        """What is left of processes goes, as it does on a machine: their threads, and their memory."""
         self.over = True
         for turn in self.turns:
             while not turn.done:
                 self._let_go(turn)
+        for each in self.memory:
+            with contextlib.suppress(BufferError):
+                each.close()
 
     # -- threads that wait
 
@@ -237,7 +247,7 @@ class Pool:
             turn.join()
 
 
-@contextmanager
+@contextlib.contextmanager
 def living(seed: int) -> Iterator[World]:
     """A world, in which what waits does so by its clock. Whatever came of it, nothing of it is left afterwards.
     Errors: AssertionError where anything of it made a mistake."""
@@ -278,6 +288,17 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     def thread(target: Callable[[], None], name: str, daemon: bool) -> Any:
         return _Started(world, name, target)
 
+    def remember(made: type[Arena] | type[ControlPage]) -> None:
+        begin = made.__init__
+
+        def begin_here(self: Any, *given: Any, **named: Any) -> None:
+            begin(self, *given, **named)
+            world.memory.append(self)
+
+        patch.setattr(made, "__init__", begin_here)
+
+    remember(Arena)
+    remember(ControlPage)
     now: Callable[[], float] = lambda: world.now_s  # noqa: E731
     draw = world.rng
     patch.setattr(threading.Condition, "wait", wait_here)

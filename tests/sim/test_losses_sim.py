@@ -1,0 +1,214 @@
+"""Lives of a job that loses nodes, again and again, in a world of its own time: whole agents, memory-only nodes too.
+
+After each loss the job is started again on the nodes that are left, and on new ones, by other numbers of ranks. What
+was said to be safe (in the store, or in so many nodes' memory as were not lost) is what it goes on from, or something
+newer; never a mixture; and nobody waits for ever, whichever agent dies meanwhile.
+
+A schedule is one seed. CKPT_SIM_SCHEDULES: how many, times ten; CKPT_TEST_SEED: the first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt.agent.lending import Lend
+from ckpt.agent.peers import secret
+from ckpt.backends import memory
+from ckpt.backends.memory import MemoryBackend
+from ckpt.errors import AccessDenied
+from ckpt.settings import Settings, read
+from ckpt.types import Tick
+from tests.agent import fake
+from tests.agent.nodes.cluster import line
+from tests.sim.agents import Fabric
+from tests.sim.jobs import SimJob
+from tests.sim.world import World, living
+
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
+LONG_S = 600.0
+LENDER = 100  # a memory-only node
+LINGER_S = 30.0
+
+
+class Life:
+    """One schedule. `safe`: the newest step that a rank was told to be safe."""
+
+    def __init__(self, world: World, seed: int, settings: Settings) -> None:
+        self.world, self.rng = world, random.Random(seed)
+        rng = self.rng
+        self.url = f"memory://losses-{seed}"
+        self.fabric = Fabric(world, self.url, replace(settings, linger_s=LINGER_S))
+        self.fabric.local_delay_s = 10 ** rng.uniform(-4.5, -2)
+        self.fabric.link_delay_s = 10 ** rng.uniform(-4, -1.5)
+        self.fabric.frame_s = 10 ** rng.uniform(-3, -1)
+        self.put_s = 10 ** rng.uniform(-3, 0)
+        self.step_s = 10 ** rng.uniform(-1, 0)
+        self.refuses = rng.random() < 0.5  # the store, whatever is not a claim
+        self.key = secret.make()
+        self.nodes = list(range(rng.choice((2, 2, 3, 4))))
+        self.losses = 1
+        peers: dict[str, Any] = {"replicas": 1}
+        if len(self.nodes) >= 3 and rng.random() < 0.4:
+            peers = {"data": len(self.nodes) - 1, "parity": 1}
+        self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10)), "seconds": None}, "peers": peers}
+        self.lender: str | None = None
+        if rng.random() < 0.4:
+            agent = self.fabric.lend(LENDER, Lend(self.key, "10.0.0.1:0", 1 << 30, commit_after_s=20.0))
+            self.lender = str(agent.node.addresses[0])
+        self.safe = 0
+
+    def run(self) -> Counter[str]:
+        seen: Counter[str] = Counter()
+        starts = self.rng.choice((2, 2, 3))
+        for number in range(starts):
+            job = self.begin(seen)
+            if number == starts - 1:
+                break
+            self._until_safe(job, seen)
+            self._lose(job, seen)
+        if self.refuses:
+            self.refuses = False
+            seen["allowed"] += 1
+        self.world.run(lambda: job.is_over, LONG_S)
+        if LENDER in self.fabric.agents:
+            self.fabric.agents[LENDER].server.end_asked = True
+            self.fabric.agents[LENDER].happens(lambda: None)
+        self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
+        return seen
+
+    def begin(self, seen: Counter[str]) -> SimJob:
+        rng = self.rng
+        spread = sorted(node for node in self.nodes for _ in range(rng.choice((1, 1, 2))))
+        job = SimJob(self.fabric, spread, self.key, self.options)
+        for rank in job.ranks:
+            rank.peers = [self.lender] if self.lender is not None else []
+        job.start(round(40.0 / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s)
+        self.world.run(lambda: job.trains or job.is_over, LONG_S)
+        restored = job.restored_step
+        assert restored >= self.safe, f"step {self.safe} was safe, and it goes on from {restored}"
+        seen[f"restored {'newer' if restored > self.safe else 'it'}" if self.safe else "first"] += 1
+        return job
+
+    def _until_safe(self, job: SimJob, seen: Counter[str]) -> None:
+        """Until something of its own is safe, and a while. An agent may die before: what it kept for others goes with
+        it, and what is safe is what came after."""
+        world, rng = self.world, self.rng
+        after = job.restored_step
+        if rng.random() < 0.4:
+            self._pass(rng.uniform(0.0, 8.0), job)
+            self.fabric.kill(rng.choice((job.ranks[0].node, *self.nodes)))
+            after = max(rank.step for rank in job.ranks) + 1
+            seen["agent killed"] += 1
+        world.run(lambda: self.told(job) > after or job.is_over, LONG_S)
+        self._pass(rng.expovariate(0.5), job)
+        if self.told(job) > after:
+            self.safe = max(self.safe, self.told(job))
+        else:
+            seen["nothing safe"] += 1
+
+    def wait(self, seconds: float) -> None:
+        until_s = self.world.now_s + seconds
+        self.world.at(seconds, lambda: None)
+        self.world.run(lambda: self.world.now_s >= until_s, LONG_S)
+
+    def _pass(self, seconds: float, job: SimJob) -> None:
+        until_s = self.world.now_s + seconds
+        self.world.run(lambda: self.world.now_s >= until_s or bool(job.left), LONG_S)
+
+    def told(self, job: SimJob) -> int:
+        """The newest step of this job that its ranks were told to be safe; 0: none."""
+        levels = [each for rank in job.ranks for each in rank.levels.items()]
+        safe = [Tick.parse(tick).step for (tick, level), (ok, _) in levels if ok and level in ("peer", "store")]
+        return max(safe, default=0)
+
+    def _lose(self, job: SimJob, seen: Counter[str]) -> None:
+        rng = self.rng
+        lost = rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
+        seen["lost the lender" if lost == LENDER else "lost a node"] += 1
+        for rank in job.ranks:
+            if rank.node == lost:
+                rank.die()
+        self.fabric.lose(lost)
+        if lost == LENDER:
+            self.lender = None
+        else:
+            self.nodes.remove(lost)
+        job.die(rng.choice((0.01, 1.0)))
+        self.wait(rng.uniform(1.0, 10.0))
+        if len(self.nodes) < 2 or rng.random() < 0.3:
+            self.nodes.append(max(self.nodes, default=0) + 10)
+
+    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fake, "ROWS", 16)
+            patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
+            put = MemoryBackend.put
+
+            def slow(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:
+                if self.world.current is not None:
+                    time.sleep(self.rng.expovariate(1 / self.put_s))
+                if self.refuses and key.startswith("data/"):
+                    raise AccessDenied(f"{key}: no")
+                put(backend, key, *given, **named)
+
+            patch.setattr(MemoryBackend, "put", slow)
+            try:
+                return run() if run is not None else self.run()
+            finally:
+                self.fabric.close()
+
+
+def live(seed: int) -> Counter[str]:
+    with living(seed) as world:
+        life = Life(world, seed, replace(read(), notices="off"))
+        seen = life.live()
+    line(life.url)
+    del memory._STORES[life.url]
+    seen["happened"] = world.happened
+    return seen
+
+
+def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_the_next_start_goes_on_from() -> None:
+    """The coordinator's agent dies, and before all ranks have come to the next one a rank of its node does, too."""
+    for seed in range(20):
+        with living(seed) as world:
+            life = Life(world, seed, replace(read(), notices="off"))
+            life.nodes, life.refuses, life.lender = [0, 1], True, None
+            life.options |= {"peers": {"replicas": 1}}
+
+            def run(life: Life = life, world: World = world) -> Counter[str]:
+                job = SimJob(life.fabric, (0, 0, 1, 1), life.key, life.options)
+                job.start(1000, lambda rank: 0.1)
+                world.run(lambda: life.told(job) > 0, LONG_S)
+                life.safe = life.told(job)
+                life.fabric.kill(0)
+                life.wait(life.rng.uniform(0.0, 2.0))
+                job.ranks[0].die()
+                life.wait(life.rng.uniform(0.0, 2.0))
+                job.die(0.1)
+                life.wait(5.0)
+                again = life.begin(Counter())
+                again.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_lives(part: int) -> None:
+    first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * SCHEDULES // 10
+    for seed in range(first, first + SCHEDULES // 10):
+        try:
+            live(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
