@@ -26,11 +26,12 @@ class Lane(enum.Enum):
     FRONT = "front"  # what a starting job waits for: listings, reads
     MEMORY = "memory"  # arenas, divisions, hashing
     COMMIT = "commit"  # one commit after the other
+    PART = "part"  # this node's part of a commit of its own, which waits for it, or for who writes it sooner
     STORE = "store"  # small objects: claim, heartbeat, end
     PARITY = "parity"  # waits for other nodes' bytes
 
 
-_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.STORE: 2, Lane.PARITY: 4}
+_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.PART: 1, Lane.STORE: 2, Lane.PARITY: 4}
 
 
 class Bulk:

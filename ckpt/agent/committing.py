@@ -5,15 +5,18 @@ Everything runs on the agent's main thread; what takes long goes to a lane of `B
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpt.agent.arena import Arena
 from ckpt.agent.basis import Basis
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.checkpoint import Checkpoint
@@ -22,13 +25,13 @@ from ckpt.agent.learning import ABOUT
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.remote import RemoteRanks, Wanted
 from ckpt.agent.surviving import check_due
-from ckpt.agent.writing import Parts, write_part
+from ckpt.agent.writing import Parts, Then, write_part
 from ckpt.errors import Superseded
 from ckpt.policy.every import Keep
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.store.commit import Committed, Elsewhere
+    from ckpt.store.commit import Committed
     from ckpt.store.lineage import Claim
     from ckpt.store.packs import Written
 
@@ -40,6 +43,7 @@ class Committing(Basis):
 
     _claiming = False  # the claim is on its way to the store
     _closing = ""  # why the epoch is to be closed as soon as that is settled
+    _parts: Parts | None = None  # of the newest commit of several nodes
     _beats = 0
     _beating = False
 
@@ -58,7 +62,10 @@ class Committing(Basis):
             self.learning.commit_began(time.monotonic(), self.ranks.hindmost())
             about[ABOUT] = self.learning.about(self._services.foreseen())
         ranks, left_over = self.ranks, bool(self.group.superseded_by)
-        elsewhere = self._elsewhere(slot, checkpoint, ranks) if isinstance(ranks, Nodes) else None
+        kept = self.protection is not None and self.protection.protects
+        elsewhere: Parts | None = None
+        if isinstance(ranks, Nodes) and (kept or ranks.others):  # else nobody but this node has any of it
+            elsewhere = self._elsewhere(slot, checkpoint, ranks)
 
         def commit() -> Committed:
             if left_over:  # nor what a newer start has passed over
@@ -67,9 +74,9 @@ class Committing(Basis):
 
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
 
-    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Elsewhere:
-        """Each other node writes the frames that lie there, or who keeps copies of them does. Whether it has them yet
-        is its own affair: it refuses what is not there, whole and hashed, and then the next is asked."""
+    def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Parts:
+        """Each node writes the frames that lie there, this one too, or who keeps copies of them does. Whether another
+        has them yet is its own affair: it refuses what is not there, whole and hashed, and then the next is asked."""
         round_ = self.group.slots[slot].round
 
         def safe() -> bool:
@@ -79,28 +86,41 @@ class Committing(Basis):
             return self.protection.holders(checkpoint.identity) if self.protection is not None else {}
 
         server, margin_s = self._services.server, self._services.heartbeat_s
-        ask = self._have_written
-        spared = self.group.left_to_others
+        ask = functools.partial(self._have_written, checkpoint.arenas)
+        spared = self.group.left_to_others - {""}  # once this one is gone nobody waits for its part, or for any
         services = ask, server.post, server.later, margin_s
-        return Parts(checkpoint, self.options, nodes.ranks_elsewhere, holders, *services, spared=spared, safe=safe)
+        ranks = nodes.ranks_by_node
+        self._parts = Parts(checkpoint, self.options, ranks, holders, *services, spared=spared, safe=safe)
+        return self._parts
 
-    def _have_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
-        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity."""
+    def abandon_commit(self) -> None:
+        """The agent ends. Nobody hears any more what was written, and the thread that waits for that is waited for."""
+        if self._parts is not None:
+            self._parts.abandon()
+
+    def _have_written(
+        self, own: Mapping[int, Arena], name: str, wanted: Wanted, cancel: threading.Event, then: Then
+    ) -> None:
+        """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity. `own`:
+        what lies here of this node's ranks."""
         owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
+        if not name and name in owners:
+            self._write(Lane.PART, wanted, own, cancel, then)
+            return
         if self.protection is None or name in owners:
-            self._have_copies_written(name, wanted, then)
+            self._have_copies_written(name, wanted, cancel, then)
             return
 
         def made(holder: str, error: str) -> None:
             if error:
                 then(None, error)
             else:
-                self._have_copies_written(holder, wanted, then)
+                self._have_copies_written(holder, wanted, cancel, then)
 
         (owner,) = owners
         self.protection.remake(wanted.identity, owner, name, self._guarded(made))
 
-    def _have_copies_written(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+    def _have_copies_written(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
         nodes, copies = self.ranks, self._services.copies
         if isinstance(nodes, Nodes) and name in nodes.others:
             nodes.others[name].write(wanted, then)
@@ -114,13 +134,23 @@ class Committing(Basis):
             then(None, "it has no copies of them")
             return
 
-        def written(done: Future[Written]) -> None:
+        def written(result: Written | None, error: str) -> None:
             copies.release(wanted.identity)
+            then(result, error)
+
+        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
+        self._write(Lane.MEMORY, wanted, held, cancel, written)
+
+    def _write(
+        self, lane: Lane, wanted: Wanted, arenas: Mapping[int, Arena], cancel: threading.Event, then: Then
+    ) -> None:
+        """From here. Not in the lane that commits: that one waits for it."""
+
+        def written(done: Future[Written]) -> None:
             then(None if failure(done) else done.result(), failure(done))
 
-        store = self._services.store  # in a lane of its own: the one that commits waits for it
-        copies.lease(wanted.identity)  # a newer checkpoint may become safe meanwhile
-        self._run(Lane.MEMORY, lambda: write_part(store, wanted, held), written)
+        store = self._services.store
+        self._run(lane, lambda: write_part(store, wanted, arenas, cancel=cancel), written)
 
     def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
         error = failure(done)

@@ -27,7 +27,7 @@ from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import Options
 from ckpt.agent.surviving import Verdict, commit_whole, judge
 from ckpt.agent.turns import TURNS, Turns
-from ckpt.agent.writing import Parts
+from ckpt.agent.writing import Parts, Then, write_part
 from ckpt.errors import AgentError, Superseded
 from ckpt.events import Event
 from ckpt.policy.every import Limits
@@ -35,6 +35,7 @@ from ckpt.settings import Settings
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.checkpoint import Checkpoint
     from ckpt.agent.following import Following
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.terms import Terms
@@ -247,13 +248,22 @@ class Inheriting(Others):
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = shares(found.places.holders)
 
-        def write(name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+        def write(name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+            if not name:
+                self._write_own(checkpoint, wanted, cancel, then)
+                return
             node = RemoteRanks(network, name, checkpoint.identity.epoch, len(found.places.holders), ())
             node.write(wanted, then)
 
         options = Options(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._server, self._settings.heartbeat_s
         return Parts(checkpoint, options, ranks, lambda: rest, write, server.post, server.later, margin_s)
+
+    def _write_own(self, checkpoint: Checkpoint, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+        def written(done: Future[Written]) -> None:
+            then(None if failure(done) else done.result(), failure(done))
+
+        self._bulk.run(Lane.PART, lambda: write_part(self._store, wanted, checkpoint.arenas, cancel=cancel), written)
 
     def _have_committed(self, attempt: _Attempt, identity: Identity, done: Future[Committed]) -> None:
         if error := failure(done):
@@ -267,12 +277,10 @@ class Inheriting(Others):
 
 def shares(holders: Mapping[int, Sequence[str]]) -> tuple[dict[str, frozenset[int]], dict[str, list[str]]]:
     """Who writes which ranks' frames, and who else has all that such a one is to write. `holders`: by rank, who has its
-    snapshot, the first to be asked first; "" is this node, which writes what it has, and is not named in what comes
-    back."""
+    snapshot, the first to be asked first; "" is this node, which writes what it has."""
     ranks: dict[str, set[int]] = {}
     for rank, names in holders.items():
-        if "" not in names:
-            ranks.setdefault(names[0], set()).add(rank)
+        ranks.setdefault("" if "" in names else names[0], set()).add(rank)
     rest = {
         name: [each for each in holders[min(theirs)] if each != name and all(each in holders[rank] for rank in theirs)]
         for name, theirs in ranks.items()

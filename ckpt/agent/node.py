@@ -63,6 +63,7 @@ class Node(Inheriting):
         for job in self._jobs():
             unknown = self._server.end_asked or job.holds_unread  # whether anybody needs what the others have of it
             job.drop(leave_others=unknown and not job.ended_in_order)
+            job.abandon_commit()
         for following in self.followings:
             following.drop()
         self.copies.close()

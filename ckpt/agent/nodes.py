@@ -72,6 +72,11 @@ class Nodes:
         """By their agents' names."""
         return {name: each.ranks for name, each in self.others.items()}
 
+    @property
+    def ranks_by_node(self) -> dict[str, frozenset[int]]:
+        """The same with this node, "", which is the first."""
+        return {"": frozenset(self._here), **self.ranks_elsewhere}
+
     def holders(self) -> dict[int, list[str]]:
         """By rank: on which node it is, "" for this one."""
         return {rank: [self.node_of(rank)] for rank in range(self.world)}

@@ -144,17 +144,23 @@ class Protection:
 
     def holders(self, identity: Identity) -> dict[str, list[str]]:
         """By node: who keeps copies of what it staged of that checkpoint. With parity, for nodes that are gone: who can
-        make them again, which is any node with ranks, those first that keep some of it. "" is this one."""
+        make them again, which is any node with ranks, those first that keep some of it. "" is this one, which is never
+        gone."""
         me, placement = self._network.me, self._used.get(identity)
         found = self._kept_by(placement)
         if placement is not None and isinstance(placement.option, Parity):
             trains = {node.name for node in self._nodes}
-            gone = {node: names for node, names in found.items() if names and self._network.channel(node) is None}
+            away = {node for node in found if node != me and self._network.channel(node) is None}
+            gone = {node: names for node, names in found.items() if names and node in away}
             found = {
                 node: list(dict.fromkeys([*(name for name in names if name in trains), me]))
                 for node, names in gone.items()
             }
-        return {node: ["" if name == me else name for name in names] for node, names in found.items()}
+
+        def told(name: str) -> str:
+            return "" if name == me else name
+
+        return {told(node): list(map(told, names)) for node, names in found.items()}
 
     def _kept_by(self, placement: Placement | None) -> dict[str, list[str]]:
         if placement is None:

@@ -241,14 +241,15 @@ class StoreSide:
         frame: Callable[[int], memoryview],
         codec: CodecOption,
         bandwidth: float | None,
+        cancel: threading.Event | None = None,
     ) -> Written:
         """This node's part of a commit that another agent makes: the packs without the record. Each call is a writing
-        incarnation of its own. Errors: SaveFailed; StorageError."""
+        incarnation of its own. `cancel`: set it to give up. Errors: SaveFailed; StorageError."""
         from ckpt.store.keys import new_writer
 
         committer = self._committer(codec, bandwidth)
-        numbers = range(len(frames))
-        return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), threading.Event())
+        numbers, cancel = range(len(frames)), cancel or threading.Event()
+        return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), cancel)
 
     def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
         from ckpt.store.commit import Committer

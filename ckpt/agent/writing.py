@@ -1,14 +1,18 @@
-"""The parts of a commit that nodes other than its coordinator's write: whoever holds the frames does it.
+"""The parts of a commit of several nodes: each writes the frames that it holds, or who has copies of them does. That of
+the node that commits is one of them: where its own way to the store is the slow one, another writes that part too.
 
-Every try at a part has keys of its own (StoreSide.write), so that two may be under way at once.
+Every try at a part has keys of its own (StoreSide.write), so that two may be under way at once. Which of them counts is
+decided on the main thread; nothing refers to what the other has put, and prune deletes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,15 +33,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# Has a node write its frames: (its name, what, then), where `then` hears what was written, or why nothing was.
-Ask = Callable[[str, Wanted, Callable[["Written | None", str], None]], None]
+# What hears what was written, or why nothing was.
+Then = Callable[["Written | None", str], None]
+# Has a node write these frames: (its name, "" for this one; what; cancel; then). `cancel` is set once nobody waits for
+# it any more. This node heeds it: what has begun to be put is, and nothing more; other nodes are not told.
+Ask = Callable[[str, Wanted, threading.Event, Then], None]
 
 
 def write_part(
-    store: StoreSide, wanted: Wanted, arenas: Mapping[int, Arena], moved: Callable[[], None] = lambda: None
+    store: StoreSide,
+    wanted: Wanted,
+    arenas: Mapping[int, Arena],
+    moved: Callable[[], None] = lambda: None,
+    cancel: threading.Event | None = None,
 ) -> Written:
-    """On a thread: puts these frames into packs of this node's. `moved`: told of each frame as its turn comes. Errors:
-    AgentError where one lies outside its arena; SaveFailed; StorageError."""
+    """On a thread: puts these frames into packs of this node's. `moved`: told of each frame as its turn comes.
+    `cancel`: set it to give up; the arenas may be filled anew then, since nobody refers to what is put still.
+    Errors: AgentError where a frame lies outside its arena; SaveFailed; StorageError."""
     lengths = wanted.frames["length"].astype(np.int64)
     for rank, arena in arenas.items():
         ours = wanted.ranks == rank
@@ -49,7 +61,7 @@ def write_part(
         moved()
         return arenas[int(wanted.ranks[i])].part((int(wanted.offsets[i]), int(lengths[i])))
 
-    return store.write(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth)
+    return store.write(wanted.identity, wanted.frames, frame, wanted.codec, wanted.bandwidth, cancel)
 
 
 @dataclass(slots=True)
@@ -62,6 +74,7 @@ class _Part:
     names: list[str] | None = None
     asked: int = 0  # writers that have not answered
     errors: list[str] = field(default_factory=list)
+    cancel: threading.Event = field(default_factory=threading.Event)
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +82,10 @@ class _Part:
 
 
 class Parts:
-    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each other node, by its name. `holders`: who has
-    copies of each node's snapshots at that moment, or can have them, and writes them if that one cannot, or has taken
-    too long by `overdue_s`, with this margin; who is first counts, and nothing refers to what the other has put. `ask`:
-    see Ask; it runs on the main thread, as `post` makes it; so does what `later` is given."""
+    """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each node, by its name, "" for this one.
+    `holders`: who has copies of each node's snapshots at that moment, or can have them, and writes them if that one
+    cannot, or has taken too long by `overdue_s`, with this margin; who is first counts. `ask`: see Ask; it runs on the
+    main thread, as `post` makes it; so does what `later` is given."""
 
     def __init__(
         self,
@@ -96,7 +109,6 @@ class Parts:
         self._ranks, self._holders, self._ask, self._post = ranks, holders, ask, post
         self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
         self._began_s = 0.0
-        self._own_bytes = 0
         self._parts: list[_Part] = []
         self._over = False
         self._written: list[tuple[float, int]] = []  # seconds and bytes of the parts that are; main thread
@@ -106,7 +118,6 @@ class Parts:
         made = self._checkpoint
         found: list[tuple[Indices, Future[Written]]] = []
         self._began_s = self._clock.now_s()
-        self._own_bytes = int(made.manifest.frames["length"][todo].sum())
         for name, numbers in _by_node(self._ranks, made.ranks, todo).items():
             frames, at = made.manifest.frames[numbers], (made.ranks[numbers], made.offsets[numbers])
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
@@ -114,22 +125,33 @@ class Parts:
             future: Future[Written] = Future()
             part = _Part(name, wanted, future)
             self._parts.append(part)
-            self._own_bytes -= part.nbytes
             found.append((numbers, future))
+        if self._over:
+            self._fail()
         for part in self._parts:
             self._post(functools.partial(self._begin, part))
         return found
 
-    def own_written(self) -> None:
-        self._post(lambda: self._is_written(self._own_bytes))
-
     def ended(self) -> None:
+        for part in self._parts:
+            part.cancel.set()  # at once: at the agent's end nobody posts any more, and the threads are waited for
         self._post(self._end)
+
+    def abandon(self) -> None:
+        """On the main thread, which ends: whatever is not written yet is not waited for."""
+        self._over = True
+        self._fail()
 
     # -- inside; on the main thread
 
     def _end(self) -> None:
         self._over = True
+
+    def _fail(self) -> None:
+        for part in self._parts:
+            part.cancel.set()
+            with contextlib.suppress(InvalidStateError):  # it is written
+                part.future.set_exception(AgentError("the agent ends"))
 
     def _begin(self, part: _Part) -> None:
         others = [n for n in self._holders().get(part.name, ()) if n not in self._spared] if self._spared else []
@@ -146,15 +168,16 @@ class Parts:
             if part.future.done() or self._over:
                 return  # another one was first, or nobody waits any more
             if result is not None:
+                part.cancel.set()
                 part.future.set_result(result)
                 self._is_written(part.nbytes)
                 return
-            part.errors.append(f"the node of agent {name or 'here'} has not written its part: {error}")
+            part.errors.append(f"{_node(name)} has not written its part: {error}")
             if not self._have_another_write(part, part.errors[-1]) and not part.asked:
                 part.future.set_exception(AgentError(part.errors[0]))
 
         part.asked += 1
-        self._ask(name, part.wanted, answered)
+        self._ask(name, part.wanted, part.cancel, answered)
 
     def _have_another_write(self, part: _Part, why: str) -> bool:
         """The next who has a copy; False where there is none."""
@@ -180,8 +203,12 @@ class Parts:
         if left_s > 0:
             self._later(left_s, lambda: self._look(part))
             return
-        slow = f"the node of agent {part.name} takes longer than {due_s:.1f} s for its part"
+        slow = f"{_node(part.name)} takes longer than {due_s:.1f} s for its part"
         self._have_another_write(part, slow)
+
+
+def _node(name: str) -> str:
+    return f"the node of agent {name}" if name else "this node"
 
 
 def _by_node(

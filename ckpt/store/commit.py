@@ -6,7 +6,8 @@ and the tombstones; then the record. So at any crash the store holds some packs 
 Must-invariants:
 - No key is ever written by two attempts: every attempt at an identity after the first takes a new writer name.
 - A record refers to another checkpoint's packs only through `base`, which must be unretired when the record is put.
-- After an error or a cancel the attempt's threads have ended when `commit` raises, and nothing more is written.
+- After an error or a cancel the attempt's threads have ended when `commit` raises, and nothing more is written by them.
+  What others write for it (`Elsewhere`) may still land then, and nothing refers to it.
 - Frames are hashed again just before they are encoded: what changed in memory since it was staged is not committed.
 """
 
@@ -41,14 +42,10 @@ CANCEL_S = 1.0  # between looks at whether a commit that waits for others was ca
 
 
 class Elsewhere(Protocol):
-    """Other writers that hold some of the frames."""
+    """Other writers that hold some of the frames, or all of them."""
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
         """Of the frames with these numbers, which ones they write, in parts, and when each is done. Has them begin."""
-        ...
-
-    def own_written(self) -> None:
-        """The committer has written the others, and waits for theirs now."""
         ...
 
     def ended(self) -> None:
@@ -133,8 +130,6 @@ class Committer:
                 written = [
                     (own, self.write(identity, manifest.frames[own], own.tolist(), frame, owner, writer, cancel))
                 ]
-                if elsewhere is not None:
-                    elsewhere.own_written()
                 written += [(numbers, _result(future, cancel)) for numbers, future in theirs]
                 self._check_there([pack for _, each in written[1:] for pack in each.packs])
                 for numbers, each in written:

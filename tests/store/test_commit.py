@@ -346,27 +346,47 @@ def test_what_two_writers_put_is_one_record_that_comes_back_bit_for_bit() -> Non
 
 
 class Others:
-    """Another writer that has every second frame, and says of its packs what `told` makes of them."""
+    """Another writer that has every second frame, or each `nth`, and says of its packs what `told` makes of them."""
 
-    def __init__(self, store: Any, snap: Snapshot, told: Callable[[str, int], tuple[str, int]]) -> None:
-        self.store, self.snap, self.told = store, snap, told
-        self.own = self.over = False
+    def __init__(
+        self,
+        store: Any,
+        snap: Snapshot,
+        told: Callable[[str, int], tuple[str, int]] = lambda key, size: (key, size),
+        codec: Any = "raw",
+        nth: int = 2,
+    ) -> None:
+        self.store, self.snap, self.told, self.codec, self.nth = store, snap, told, codec, nth
+        self.over = False
 
     def __call__(self, todo: Any) -> list[tuple[Any, Future[packs.Written]]]:
-        its = todo[::2].tolist()
-        frames, key = self.snap.manifest.frames[todo[::2]], packs.pack_keys(identity(1, 20), "other", "o")
+        numbers = todo[:: self.nth]
+        its = numbers.tolist()
+        frames, key = self.snap.manifest.frames[numbers], packs.pack_keys(identity(1, 20), "other", "o")
         pace, cancel = packs.Pace(ManualClock(), None), threading.Event()
         at = lambda i: self.snap.frame(its[i])  # noqa: E731
-        made = packs.Packs(self.store, frames, at, key, "raw", 4096, pace, cancel).write()
+        made = packs.Packs(self.store, frames, at, key, self.codec, 4096, pace, cancel).write()
         done: Future[packs.Written] = Future()
         done.set_result(packs.Written(tuple(self.told(*pack) for pack in made.packs), made.places))
-        return [(todo[::2], done)]
-
-    def own_written(self) -> None:
-        self.own = True
+        return [(numbers, done)]
 
     def ended(self) -> None:
         self.over = True
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_a_commit_all_of_whose_frames_others_write_has_the_bytes_of_one_that_writes_them_itself(codec: str) -> None:
+    """As on several nodes, where the part of the node that commits is one of the parts. On one node nobody is asked."""
+    alone, parted, snap = Sim(), Sim(), some()
+    own = commit(alone, 20, snap, codec=codec)
+    theirs = commit(parted, 20, snap, codec=codec, elsewhere=Others(parted, snap, codec=codec, nth=1))
+    assert {key.rpartition("/")[2].partition("-")[0] for key, _ in own.record.packs} == {"w"}
+    assert {key.rpartition("/")[2].partition("-")[0] for key, _ in theirs.record.packs} == {"o"}
+    assert theirs.record.places.tobytes() == own.record.places.tobytes()
+    assert (theirs.stored_bytes, theirs.packs) == (own.stored_bytes, own.packs)
+    for (key, _), (other, _) in zip(own.record.packs, theirs.record.packs, strict=True):
+        assert alone.get(key, 1 << 20) == parted.get(other, 1 << 20)
+    assert same(read_all(parted, open_record(parted, theirs.ref)), snap.tensors)
 
 
 def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_refers_to_them() -> None:
@@ -381,8 +401,7 @@ def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_r
             commit(store, 20, snap, elsewhere=liar)
         assert liar.over
     assert not list(store.list("commits/"))
-    honest = Others(store, snap, lambda key, size: (key, size))
+    honest = Others(store, snap)
     done = commit(store, 20, snap, writer="again", elsewhere=honest)
-    assert honest.own
     assert honest.over
     assert same(read_all(store, open_record(store, done.ref)), snap.tensors)

@@ -191,5 +191,5 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
 def test_every_frame_is_written_by_who_has_it_and_another_may_do_it_who_has_all_of_that_share() -> None:
     holders = {0: ["", "b"], 1: ["b", "c", "d"], 2: ["b", "d"], 3: ["c"]}
     ranks, rest = shares(holders)
-    assert ranks == {"b": frozenset((1, 2)), "c": frozenset((3,))}
-    assert rest == {"b": ["d"], "c": []}
+    assert ranks == {"": frozenset((0,)), "b": frozenset((1, 2)), "c": frozenset((3,))}
+    assert rest == {"": ["b"], "b": ["d"], "c": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -391,6 +392,26 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     assert made.holders(identity(6)) == {}
 
 
+def test_who_has_what_this_node_staged_is_known_and_with_parity_it_is_not_taken_to_be_gone() -> None:
+    away = SimpleNamespace(me="n1", channel=lambda name: None)
+    made = protection(4)
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert made.placement is not None
+    made._used[identity(5)] = made.placement
+    made._network = away  # type: ignore[assignment]
+    found = made.holders(identity(5))
+    assert found.keys() == {"", "n0", "n2", "n3"}
+    assert found[""] == ["n3"]
+    made = protection(4, option=Parity(3, 1))
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert made.placement is not None
+    made._used[identity(5)] = made.placement
+    made._network = away  # type: ignore[assignment]
+    found = made.holders(identity(5))
+    assert found.keys() == {"n0", "n2", "n3"}, "nobody can make anew what is not lost"
+    assert all("" in names for names in found.values())
+
+
 @pytest.mark.parametrize("count", range(1, 6))
 def test_of_several_holders_each_is_asked_first_for_as_many_ranks_and_this_node_before_all(count: int) -> None:
     names = [f"n{at}" for at in range(count)]
@@ -427,7 +448,8 @@ def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it
         ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
         protection=made,
         _guarded=lambda then: then,
-        _have_copies_written=lambda name, wanted, then: written.append(name),
+        _have_copies_written=lambda name, wanted, cancel, then: written.append(name),
     )
-    Carrier._have_written(cast(Carrier, carrier), "n2", wanted_of(1), lambda result, error: None)
+    cancel = threading.Event()
+    Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), cancel, lambda result, error: None)
     assert written == ([writes] if writes in there else [])

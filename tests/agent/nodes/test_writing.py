@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.overdue import SLOWER, overdue_s
 from ckpt.agent.remote import Wanted
 from ckpt.agent.storeside import Options
-from ckpt.agent.writing import Parts, _by_node
+from ckpt.agent.writing import Parts, Then, _by_node
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
@@ -57,11 +58,13 @@ def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_n
 
 
 class Writers:
-    """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy."""
+    """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy;
+    rank 0 on the one that commits."""
 
     def __init__(self, world: int, copies: int = 1) -> None:
         self.clock, self.copies, self.safe = ManualClock(), copies, True
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
+        self.cancels: dict[int, threading.Event] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
         frames["length"] = 100
@@ -74,8 +77,8 @@ class Writers:
         self.parts = Parts(
             cast(Checkpoint, made),
             Options(),
-            {f"n{rank}": frozenset([rank]) for rank in range(1, world)},
-            lambda: {f"n{rank}": [f"k{rank}", f"l{rank}"][: self.copies] for rank in range(world)},
+            {node(rank): frozenset([rank]) for rank in range(world)},
+            lambda: {node(rank): [f"k{rank}", f"l{rank}"][: self.copies] for rank in range(world)},
             self.ask,
             lambda what: what(),
             self.later,
@@ -85,8 +88,10 @@ class Writers:
         )
         self.futures = [future for _, future in self.parts(np.arange(world))]
 
-    def ask(self, name: str, wanted: Wanted, then: Callable[[Written | None, str], None]) -> None:
+    def ask(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
         self.asked.append((name, then))
+        (rank,) = wanted.ranks.tolist()
+        self.cancels[rank] = cancel
 
     def later(self, delay_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.clock.now_s() + delay_s, len(self._timers), what))
@@ -107,24 +112,28 @@ class Writers:
         return made
 
     def of(self, rank: int) -> Future[Written]:
-        return self.futures[rank - 1]
+        return self.futures[rank]
+
+
+def node(rank: int) -> str:
+    return f"n{rank}" if rank else ""
 
 
 def test_whoever_is_slow_is_followed_by_who_has_a_copy_and_the_first_counts() -> None:
     nodes = Writers(3)
-    assert nodes.names() == ["n1", "n2"]
+    assert nodes.names() == ["", "n1", "n2"]
     nodes.move(1000)
-    assert nodes.names() == ["n1", "n2"], "the store may be slow for all"
+    assert nodes.names() == ["", "n1", "n2"], "the store may be slow for all"
     nodes = Writers(3)
     nodes.move(2.0)
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.writes("n2")
     nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
-    assert nodes.names() == ["n1", "n2"], "not yet"
+    assert nodes.names() == ["", "n1", "n2"], "not yet"
     nodes.move(0.2)
-    assert nodes.names() == ["n1", "n2", "k1"]
+    assert nodes.names() == ["", "n1", "n2", "k1"]
     nodes.move(1000)
-    assert nodes.names() == ["n1", "n2", "k1"], "one is enough"
+    assert nodes.names() == ["", "n1", "n2", "k1"], "one is enough"
     first = nodes.writes("k1")
     assert nodes.of(1).result(0) is first
     nodes.writes("n1")
@@ -139,16 +148,16 @@ def test_once_a_commit_is_over_nobody_is_asked_to_write_for_it() -> None:
     nodes.parts.ended()
     nodes.move(1000)
     nodes.writes("n1", "it has no store")
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.move(1000)
-    assert nodes.names() == ["n1", "n2"]
+    assert nodes.names() == ["", "n1", "n2"]
 
 
 def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
     nodes = Writers(2)
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.move(MARGIN_S + 1)
-    assert nodes.names() == ["n1", "k1"]
+    assert nodes.names() == ["", "n1", "k1"]
     first = nodes.writes("n1")
     nodes.writes("k1", "too late")
     assert nodes.of(1).result(0) is first
@@ -157,7 +166,7 @@ def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
 @pytest.mark.parametrize("order", [("n1", "k1"), ("k1", "n1")])
 def test_a_part_fails_once_everybody_has_failed_who_had_it_and_not_before(order: tuple[str, str]) -> None:
     nodes = Writers(2)
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.move(MARGIN_S + 1)
     nodes.writes(order[0], "no")
     assert not nodes.of(1).done()
@@ -169,9 +178,9 @@ def test_a_part_fails_once_everybody_has_failed_who_had_it_and_not_before(order:
 def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
     nodes = Writers(2, copies=2)
     nodes.writes("n1", "full")
-    assert nodes.names() == ["n1", "k1"]
+    assert nodes.names() == ["", "n1", "k1"]
     nodes.writes("k1", "full")
-    assert nodes.names() == ["n1", "k1", "l1"]
+    assert nodes.names() == ["", "n1", "k1", "l1"]
     made = nodes.writes("l1")
     assert nodes.of(1).result(0) is made
 
@@ -179,11 +188,11 @@ def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
 def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_failed_and_not_before() -> None:
     nodes = Writers(2)
     nodes.safe = False
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.move(1000)
-    assert nodes.names() == ["n1"], "it is slow, and nobody has a copy for sure"
+    assert nodes.names() == ["", "n1"], "it is slow, and nobody has a copy for sure"
     nodes.writes("n1", "gone")
-    assert nodes.names() == ["n1", "k1"]
+    assert nodes.names() == ["", "n1", "k1"]
     made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
 
@@ -191,14 +200,75 @@ def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_fail
 def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
     """As with parity: what a node staged is made again from it once that node is gone, and not while it is slow."""
     nodes = Writers(2, copies=0)
-    nodes.parts.own_written()
+    nodes.writes("")
     nodes.move(1000)
-    assert nodes.names() == ["n1"]
+    assert nodes.names() == ["", "n1"]
     nodes.copies = 1
     nodes.writes("n1", "gone")
-    assert nodes.names() == ["n1", "k1"]
+    assert nodes.names() == ["", "n1", "k1"]
     made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
+
+
+def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_link_is_slow() -> None:
+    nodes = Writers(3)
+    nodes.move(2.0)
+    nodes.writes("n1")
+    nodes.writes("n2")
+    nodes.move(SLOWER * 2.0 + MARGIN_S - 2.1)
+    assert nodes.names() == ["", "n1", "n2"], "not yet"
+    nodes.move(0.2)
+    assert nodes.names() == ["", "n1", "n2", "k0"]
+    assert not nodes.cancels[0].is_set(), "it may be first after all"
+    first = nodes.writes("k0")
+    assert nodes.of(0).result(0) is first
+    assert nodes.cancels[0].is_set(), "nobody waits for its own part any more"
+    nodes.writes("", "it was cancelled")
+    assert nodes.of(0).result(0) is first
+
+
+@pytest.mark.parametrize("order", [("", "k0"), ("k0", "")])
+def test_where_both_finish_the_own_part_at_once_one_of_them_counts(order: tuple[str, str]) -> None:
+    nodes = Writers(2)
+    nodes.writes("n1")
+    nodes.move(MARGIN_S + 1)
+    first = nodes.writes(order[0])
+    nodes.writes(order[1])
+    assert nodes.of(0).result(0) is first
+
+
+def test_who_has_a_copy_follows_at_once_where_the_own_part_fails() -> None:
+    nodes = Writers(2)
+    nodes.writes("", "the store denies it")
+    assert nodes.names() == ["", "n1", "k0"]
+    nodes.writes("k0", "neither")
+    with pytest.raises(AgentError, match="this node has not written its part: the store denies it"):
+        nodes.of(0).result(0)
+
+
+def test_an_own_part_of_which_nobody_has_a_copy_goes_on_however_slow() -> None:
+    nodes = Writers(2, copies=0)
+    nodes.writes("n1")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1"]
+    assert not nodes.cancels[0].is_set()
+    made = nodes.writes("")
+    assert nodes.of(0).result(0) is made
+
+
+def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_waited_for() -> None:
+    nodes = Writers(2)
+    nodes.parts.ended()
+    assert nodes.cancels[0].is_set()
+    nodes = Writers(2)
+    first = nodes.writes("n1")
+    nodes.parts.abandon()
+    assert nodes.cancels[0].is_set()
+    assert nodes.of(1).result(0) is first
+    with pytest.raises(AgentError, match="ends"):
+        nodes.of(0).result(0)
+    late = nodes.parts(np.arange(2))
+    assert all(future.done() for _, future in late), "nor who is asked for after that"
 
 
 def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(

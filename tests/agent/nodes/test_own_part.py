@@ -1,0 +1,118 @@
+"""The part of a commit that lies on the node that commits: where its own way to the store is slow, or broken, who
+keeps copies of it writes it. Real agents and a real S3 server, which the first node reaches through a proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt.policy.every import Keep
+from ckpt.storage import open as open_store
+from ckpt.store.prune import Pruner
+from ckpt.store.reader import open_record
+from ckpt.store.run import Run
+from ckpt.types import Tick
+from tests import servers
+from tests.agent.nodes.cluster import Cluster, line, train
+from tests.session.proxy import HELD, RESET, Proxy, proxy
+
+KEY = "runs/one"
+DATA = f"{KEY}/data/*"
+
+
+@pytest.fixture
+def url(link: Proxy) -> str:
+    return f"s3://{link.bucket}/{KEY}"
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Of the node that coordinates. The environment leads to the store past it: see `start`."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
+    with servers.rclone() as server, proxy(server) as made:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def start(cluster: Cluster, link: Proxy, *spread: int) -> None:
+    """What leads to the store goes with a start to the agent that coordinates, and to no other."""
+    cluster.connect(*spread)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", link.at.endpoint)
+        cluster.enter()
+
+
+def orphans(url: str, tick: Tick) -> set[str]:
+    """What prune deletes; of a run that has ended. Packs of that tick are all it finds."""
+    store = open_store(url)
+    try:
+        run = Run(store)
+        packs = set(Pruner(run, None, grace_s=-5.0).plan(run.view(), Keep()).packs)
+        referred = {pack for ref in run.view().line for pack, _ in open_record(store, ref).packs}
+        there = {info.key for info in store.list("data/")}
+    finally:
+        store.close()
+    assert packs == there - referred
+    assert all(f"-{tick}/" in pack for pack in packs), packs
+    return packs
+
+
+def check_restored(cluster: Cluster, tick: Tick) -> None:
+    """Onto other nodes, from the store: each rank looks at every value."""
+    cluster.kill(*cluster.pids)
+    decision = cluster.start(5, 6)
+    assert decision.fields["candidate"]["step"] == tick.step
+    assert cluster.fetched()["store"], "what one node reads it gives to the other"
+
+
+def test_where_the_coordinators_own_link_is_stuck_who_has_a_copy_writes_its_part(
+    cluster: Cluster, url: str, link: Proxy
+) -> None:
+    start(cluster, link, 0, 1, 2)
+    link.fail(HELD, "PUT", DATA)
+    train(cluster.job, 1)
+    tick = cluster.save("peer")
+    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    assert link.met, "its own part is on its way, and held for as long as this test wants it to be"
+    assert [each.tick for each in line(url)] == [tick]
+    link.heal()
+    cluster.finish()
+    assert len(orphans(url, tick)) == len(link.met), "what has come late is referred to by nothing"
+    assert any("this node takes longer" in path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
+    check_restored(cluster, tick)
+
+
+def test_on_one_node_one_writer_puts_packs_and_record_and_no_part_is_given_to_anybody(
+    cluster: Cluster, url: str, link: Proxy
+) -> None:
+    start(cluster, link, 0, 0)
+    train(cluster.job, 1)
+    tick = cluster.save("store")
+    store = open_store(url)
+    try:
+        (ref,) = Run(store).view().line
+        writers = {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
+    finally:
+        store.close()
+    assert writers == {ref.writer}
+    check_restored(cluster, tick)
+
+
+def test_where_no_try_of_the_coordinator_comes_through_who_has_a_copy_writes_its_part(
+    cluster: Cluster, url: str, link: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "60")  # it is not waited until it counts as slow
+    monkeypatch.setenv("CKPT_RETRY_S", "5")
+    start(cluster, link, 0, 1)
+    link.fail(RESET, "PUT", DATA)
+    train(cluster.job, 1)
+    tick = cluster.save("peer", "store")
+    assert link.met
+    assert [each.tick for each in line(url)] == [tick]
+    link.heal()
+    train(cluster.job, 2)
+    again = cluster.save("store")
+    assert [each.tick for each in line(url)] == [tick, again], "it goes on from a record whose writer has no packs"
+    check_restored(cluster, again)
