@@ -474,8 +474,10 @@ class Facts:
     @property
     def outdoes_former(self) -> bool:
         """Whether what it has made complete is as safe as what former epochs left in memory may be."""
-        newest = self.newest
-        return newest is not None and (not self.replicates or self.safe is not None or self.committed_tick is not None)
+        if self.newest is None:
+            return False
+        alone = not (self.replicates or self.unsure)  # after a restart of the agent, who keeps what is not decided yet
+        return alone or self.safe is not None or self.committed_tick is not None
 
     @property
     def outlives_a_node(self) -> bool:

@@ -523,6 +523,21 @@ def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_tha
     assert held() == [50]
 
 
+def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:
+    """The agent was started again: that no node is known to keep copies does not say that none is to."""
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.unsure = True
+    driver.group.holds(0, Tick(50), False)
+    assert not driver.group.outdoes_former
+    driver.group.replicates = True
+    assert not driver.group.outdoes_former
+    driver.group.found_safe(None)
+    assert not driver.group.outdoes_former
+    driver.decide()
+    driver.group.replicated(0, "", driver.now_s)
+    assert driver.group.outdoes_former
+
+
 def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
     driver = Driver()
     driver.group.replicates = True
