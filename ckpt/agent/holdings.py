@@ -164,8 +164,10 @@ class Inventory:
 
     def remembered(self) -> list[Remembered]:
         """As candidates for a start."""
-        complete = self.complete()
-        return [Remembered(c, tuple(i for i in complete if i.epoch == epoch)) for epoch, c in self.claims.items()]
+        held: dict[Epoch, list[Identity]] = {epoch: [] for epoch in self.claims}
+        for identity in self.complete():
+            held.setdefault(identity.epoch, []).append(identity)
+        return [Remembered(self.claims.get(epoch), tuple(theirs)) for epoch, theirs in held.items()]
 
     def incomplete(self) -> dict[Identity, list[int]]:
         """The checkpoints of which somebody holds a part and nobody can have the rest: which ranks' that is."""

@@ -103,7 +103,7 @@ class Starts(Keeper):
             self._freeze(HERE)
         start.inventory = self._inventory(whole=bool(nodes))
         self._call_others(start)
-        memory = bool(start.inventory.claims or self._remembered(start))
+        memory = any(each.claim is not None for each in self._remembered(start))
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
 
     def _moves_of(self, start: Start) -> tuple[int, ...]:
@@ -457,17 +457,12 @@ class Starts(Keeper):
                 job.restore = None
 
     def _claim(self, job: Job, parent: Identity | None, start: Start) -> Claim:
-        from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Ancestor, Claim
+        from ckpt.store.lineage import AGENT_ADDRESSES_MAX, AGENTS_MAX, ANCESTORS_MAX, Claim
 
-        ancestors: list[Ancestor] = []
         known = {each.epoch: each.claim for each in self._jobs() if each.claim is not None} | start.inventory.claims
-        at = parent
-        while at is not None and at.epoch in known and not self._store.is_claimed(at.epoch):
-            claim = known[at.epoch]
-            ancestors += [Ancestor(claim.epoch, claim.parent), *claim.ancestors]
-            at = claim.ancestors[-1].parent if claim.ancestors else claim.parent
+        ancestors = candidates.unclaimed(parent, known.values(), self._store.is_claimed)
         host = socket.gethostname()[:200]
-        told = tuple(ancestors[:ANCESTORS_MAX])
+        told = ancestors[:ANCESTORS_MAX]
         run = self.network.run if self.network is not None and job.nodes else ""
         agents = tuple((node.name, tuple(map(str, node.addresses[:AGENT_ADDRESSES_MAX]))) for node in job.nodes)
         return Claim(job.epoch, parent, told, start.launch, host, time.time(), run, agents[:AGENTS_MAX])

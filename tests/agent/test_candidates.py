@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.agent.candidates import Remembered, begin, candidates
+from ckpt.agent.candidates import Remembered, begin, candidates, unclaimed
 from ckpt.errors import DamagedData
 from ckpt.store.lineage import Ancestor, Claim, CommitRef
 from ckpt.store.run import RunView
@@ -62,6 +62,20 @@ def test_epochs_that_the_store_never_heard_of_are_on_the_line() -> None:
         assert begin(known, remembered, []).number == 3
 
 
+@pytest.mark.parametrize("in_store", [True, False])
+def test_what_memory_has_of_an_epoch_is_on_the_line_though_nobody_who_was_there_is_left(in_store: bool) -> None:
+    """Who keeps it came later, and knows only what the later start knew."""
+    behind = () if in_store else (Ancestor(ONE, None),)
+    remembered = [Remembered(None, (at(ONE, 30), at(ONE, 40))), Remembered(Claim(TWO, at(ONE, 30), behind), ())]
+    found = candidates(view(Claim(ONE, None)) if in_store else None, remembered)
+    assert [(each.identity, each.in_memory) for each in found] == [(at(ONE, 30), True)]
+    assert begin(None, remembered, []).number == 3
+
+
+def test_what_nothing_says_anything_about_is_no_candidate() -> None:
+    assert candidates(view(), [Remembered(None, (at(ONE, 30),))]) == []
+
+
 def test_what_was_retired_is_no_candidate() -> None:
     claim = Claim(ONE, None)
     retired = view(claim, commits=(at(ONE, 10), at(ONE, 20)), retired=(at(ONE, 20),))
@@ -76,3 +90,26 @@ def test_a_line_that_cannot_be_followed_is_an_error_and_not_a_fresh_run() -> Non
 def test_a_new_epoch_is_above_all_that_is_known_anywhere() -> None:
     unclaimed = Claim(TWO, at(ONE, 5), (Ancestor(ONE, None),))
     assert begin(view(Claim(ONE, None)), [Remembered(unclaimed, ())], [THREE]).number == 4
+
+
+@pytest.mark.parametrize(
+    ("claims", "in_store", "found"),
+    [
+        ([], [], ()),
+        ([Claim(TWO, at(ONE, 5))], [TWO], ()),
+        ([Claim(TWO, at(ONE, 5))], [], (Ancestor(TWO, at(ONE, 5)),)),
+        ([Claim(TWO, at(ONE, 5)), Claim(ONE, None)], [], (Ancestor(TWO, at(ONE, 5)), Ancestor(ONE, None))),
+        ([Claim(TWO, at(ONE, 5)), Claim(ONE, None)], [ONE], (Ancestor(TWO, at(ONE, 5)),)),
+        # nobody is left who was there in the second epoch, but somebody who went on from it
+        (
+            [Claim(THREE, at(TWO, 7), (Ancestor(TWO, at(ONE, 5)), Ancestor(ONE, None)))],
+            [],
+            (Ancestor(TWO, at(ONE, 5)), Ancestor(ONE, None)),
+        ),
+    ],
+)
+def test_what_an_epoch_goes_on_from_is_named_back_to_what_the_store_knows(
+    claims: list[Claim], in_store: list[Epoch], found: tuple[Ancestor, ...]
+) -> None:
+    assert unclaimed(at(TWO, 7), claims, in_store.__contains__) == found
+    assert unclaimed(None, claims, in_store.__contains__) == ()

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent import memory
+from ckpt.agent.candidates import candidates
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
@@ -74,7 +75,9 @@ def test_a_checkpoint_is_to_be_had_where_somebody_holds_each_of_its_ranks() -> N
 
 
 def test_a_checkpoint_of_an_epoch_that_nobody_knows_to_have_begun_is_no_candidate() -> None:
-    assert together(a=holding((5, 0), (5, 1), claimed=False)).remembered() == []
+    unclaimed = together(a=holding((5, 0), (5, 1), claimed=False)).remembered()
+    assert [(each.claim, each.held) for each in unclaimed] == [(None, (identity(5),))]
+    assert candidates(None, unclaimed) == []
     assert together(a=holding((5, 0), (5, 1), claimed=False), b=holding()).remembered()[0].held == (identity(5),)
 
 
