@@ -257,7 +257,8 @@ class Copies:
             self._post(lambda: ended(wanted.rank, ""))
             return
         if key in self._coming:
-            self._post(lambda: ended(wanted.rank, "it is on its way already"))
+            came = lambda: ended(wanted.rank, "" if key in self.kept else "it was on its way already, and has not come")  # noqa: E731
+            self._coming[key][0].done.add_done_callback(lambda done: self._post(came))  # after `fetched`
             return
         try:
             arena = self._arena(wanted.size)

@@ -168,6 +168,30 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
     assert held.kept() == set()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_asks_again_for_what_is_on_its_way_hears_when_it_is_there_or_that_it_has_not_come(
+    comes: bool, held: Held
+) -> None:
+    """A coordinator's agent that was started again does not know what the one before it has asked for."""
+    which, link = identity(1), cast(Transport, held.transport)
+    arenas = held.originals[which] = staged(which, 1)
+    wanted = described(which, arenas)
+    held.transport.stuck = {f"copy/{which}/0"}
+    heard: list[tuple[str, str]] = []
+    held.keeper.keep(link, which, "a", [], wanted, lambda error: heard.append(("first", error)))
+    held.keeper.keep(link, which, "b", [], wanted, lambda error: heard.append(("again", error)))
+    ((fetch, arena),) = held.keeper._coming.values()
+    if comes:
+        arena.view[PAGE : arena.bytes] = arenas[0].view[PAGE : arena.bytes]
+        fetch.done.set_result(None)
+    else:
+        held.keeper.source_gone("a")
+    held.turned.until(lambda: len(heard) == 2)
+    assert [who for who, _ in heard] == ["first", "again"]
+    assert [error == "" for _, error in heard] == [comes, comes]
+    assert held.kept() == ({(1, 0)} if comes else set())
+
+
 def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(held: Held) -> None:
     assert held.copy(identity(5)) == ""
     held.keeper.before(identity(5))
