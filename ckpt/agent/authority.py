@@ -32,7 +32,7 @@ _SAID = {
     Who.AWAITED: ("start",),
     Who.ASKED: ("outcome", "serve"),
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
-    Who.SERVES: ("publish", "lend", "rebuild", "write"),
+    Who.SERVES: ("publish", "lend", "rebuild", "write", "keeps"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
     Who.OWNER: ("unserve", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
 }

@@ -115,6 +115,7 @@ class Basis:
         self.failed = ""
         self.taken_over = False  # from an agent that has died
         self.asks_for_safe = False  # what is safe in other nodes' memory only they know
+        self.asks_for_former = False  # what they have of the checkpoint that it goes on from, too
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.group.one_page = len(nodes) <= 1
         self.protection: Protection | None = None  # where there are several nodes
@@ -131,7 +132,7 @@ class Basis:
     def supersede(self, by: str) -> None:
         self.group.supersede(by)
 
-    def _guard(self, what: Callable[[], None]) -> None:
+    def guard(self, what: Callable[[], None]) -> None:
         """A mistake in what is done for this job ends it in this agent, and no other job. That is told, and its ranks
         are let go: as after the death of an agent, they bring their arenas to the next one."""
         try:
@@ -146,13 +147,13 @@ class Basis:
                 member.peer.lose()
 
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        self._services.bulk.run(lane, work, lambda done: self._guard(lambda: then(done)))
+        self._services.bulk.run(lane, work, lambda done: self.guard(lambda: then(done)))
 
     def _guarded(self, then: Callable[P, None]) -> Callable[P, None]:
-        return lambda *given, **named: self._guard(lambda: then(*given, **named))
+        return lambda *given, **named: self.guard(lambda: then(*given, **named))
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
-        self._services.server.later(delay_s, lambda: self._guard(what))
+        self._services.server.later(delay_s, lambda: self.guard(what))
 
     def emit(self, name: str, message: str, loud: bool = False, data: dict[str, Any] | None = None) -> None:
         """An event, told to the lowest rank that is there: one is enough."""

@@ -90,14 +90,29 @@ def find_safe(
     losses: Sequence[int],
     then: Callable[[Safe | None], None],
 ) -> None:
-    """`nodes`: all that may keep something, by name, of which this one has `own`. `then` hears None where that is not
-    known; later than this call, unless there is no other node. The rest: see `newest_safe`."""
+    """`then` hears None where that is not known. The rest: see `ask_keeps` and `newest_safe`."""
+
+    def asked(found: Mapping[str, Keeps], silent: Sequence[str]) -> None:
+        then(newest_safe(found, losses) if not silent else None)
+
+    ask_keeps(network, nodes, own, epoch, asked)
+
+
+def ask_keeps(
+    network: Network,
+    nodes: Iterable[str],
+    own: Keeps,
+    epoch: Epoch,
+    then: Callable[[Mapping[str, Keeps], Sequence[str]], None],
+) -> None:
+    """`nodes`: all that may keep something, by name, of which this one has `own`. `then` hears what each has, and who
+    has not said it; once, later than this call, unless there is no other node."""
     names: Sequence[str] = sorted({*nodes} - {network.me})
     left, found = set(names), {network.me: own}
 
     def end() -> None:
         if not left:
-            then(newest_safe(found, losses) if len(found) == len(names) + 1 else None)
+            then(found, [name for name in names if name not in found])
 
     def answered(name: str, answer: Message | None, error: str) -> None:
         left.discard(name)

@@ -22,6 +22,7 @@ from ckpt.agent.listening import Sources
 from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
+from ckpt.agent.refinding import Refinding
 from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.storeside import fields_of, options_from
@@ -66,6 +67,7 @@ class Job(TakenOver):
         self.first = first
         self.restore: Restore | None = None
         self.reprotecting: Reprotecting | None = None  # of what it goes on from, until it has something as safe
+        self.refinding: Refinding | None = None  # what a new agent needs to know for that
         self.gone_s: float | None = None
         self._sent_away = False  # a rank left because of a notice: a start may follow
         self._samples: tuple[int, dict[Sampled, bytes]] = (0, {})  # of the round that was reported last
@@ -349,6 +351,8 @@ class Job(TakenOver):
         again as soon as that can be, and until then no step is said to be safe by it."""
         if self.reprotecting is not None:
             self.reprotecting.lost(name)
+        if self.refinding is not None:
+            self.refinding.lost()
         protection, tick = self.protection, self.group.safe_tick
         if protection is None:
             return
@@ -469,7 +473,7 @@ class Job(TakenOver):
         if self._dropped or self.failed:
             return None
         now_s = time.monotonic()
-        self._guard(lambda: self._decide(now_s))
+        self.guard(lambda: self._decide(now_s))
         if self.group.all_gone and self.gone_s is None:
             self.gone_s = now_s
         return self.group.next_wake_s(now_s) if not self.failed else None

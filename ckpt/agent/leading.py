@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgpack
@@ -14,6 +14,7 @@ import msgpack
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
 from ckpt.agent.fanout import FanOut, beside
+from ckpt.agent.finding import Keeps, ask_keeps
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Places
 from ckpt.agent.holdings import Inventory
@@ -21,6 +22,7 @@ from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
+from ckpt.agent.refinding import Refinding, together
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
@@ -32,7 +34,7 @@ from ckpt.settings import Settings
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.peers.sockets import Address
     from ckpt.format.manifest import Manifest
@@ -126,6 +128,8 @@ class Leading(Starts):
         """Copies may be had elsewhere now."""
         if self.current is not None:
             self.current.place_again()
+            if self.current.refinding is not None:
+                self.current.refinding.came()
 
     def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
         if named and job.claim is not None:
@@ -279,28 +283,77 @@ class Leading(Starts):
         identity = job.claim.parent if job is not None and job.claim is not None else None
         if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
             return
-        sizes = {rank: arena.bytes for rank, arena in self._arenas_of(identity).items()}
-        holders = {rank: [network.me] for rank in sizes}
         if identity in start.gathered:
             places = start.gathered[identity].places
-            sizes = places.sizes
-            holders = {rank: [name or network.me for name in names] for rank, names in places.holders.items()}
+            self._reprotect(job, network, identity, places.sizes, places.holders, start.inventory)
+            return
+        sizes = {rank: arena.bytes for rank, arena in self._arenas_of(identity).items()}
+        self._reprotect(job, network, identity, sizes, {rank: [""] for rank in sizes}, start.inventory)
+
+    def _reprotect(
+        self,
+        job: Job,
+        network: Network,
+        identity: Identity,
+        sizes: Mapping[int, int],
+        holders: Mapping[int, Sequence[str]],
+        inventory: Inventory,
+    ) -> None:
+        """`sizes`, `holders`: as in Places. `inventory`: what all nodes have."""
         losses = job.protection.losses if job.protection is not None else 0
-        intact = start.inventory.protected(identity, losses)
-        holders = {rank: names for rank, names in holders.items() if rank not in intact}
-        services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, holders, sizes
+        intact = inventory.protected(identity, losses)
+        named = {rank: [name or network.me for name in names] for rank, names in holders.items() if rank not in intact}
+        services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, named, sizes
         job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit)
 
     def _tend_protection(self) -> None:
         """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""
-        for job in [job for job in self._jobs() if job.reprotecting is not None]:
-            assert job.reprotecting is not None
+        for job in self._jobs():
+            self._refind(job)
             group, protection = job.group, job.protection
+            losses = protection.losses if protection is not None and job.plan is not None else 0
             if job is not self.current or group.outdoes_former or group.all_gone or group.superseded_by:
-                job.reprotecting.end()
-                job.reprotecting = None
-            elif job.reprotecting.is_due and protection is not None and protection.losses and job.plan:
-                job.reprotecting.tend(job.lends(), protection.losses)
+                for each in (job.refinding, job.reprotecting):
+                    if each is not None:
+                        each.end()
+                job.refinding = job.reprotecting = None
+            elif job.refinding is not None and job.refinding.is_due and losses:
+                job.refinding.tend()
+            elif job.reprotecting is not None and job.reprotecting.is_due and losses:
+                job.reprotecting.tend(job.lends(), losses)
+
+    def _refind(self, job: Job) -> None:
+        """Where this agent has taken the job over, and the job has made nothing yet that may be safe: nothing is asked
+        before it is known what of its own is, and which memory-only nodes are there."""
+        network, identity, group = self.network, job.claim.parent if job.claim is not None else None, job.group
+        if not job.asks_for_former or job.plan is None or self.lenders.awaited:
+            return
+        if group.newest is not None and group.unsure:
+            return
+        job.asks_for_former = False
+        if identity is None or network is None:
+            return
+
+        def ask(then: Callable[[Inventory, bool], None]) -> None:
+            names = [node.name for node in (*job.nodes, *self.lenders.nodes())]
+            own = Keeps.of(self._inventory(whole=True), None, identity.epoch)
+            asked = lambda kept, silent: job.guard(lambda: then(together(kept, network.me), not silent))  # noqa: E731
+            ask_keeps(network, names, own, identity.epoch, asked)
+
+        def collect(inventory: Inventory, then: Callable[[Places | None, str], None]) -> None:
+            def collected(found: Gathered | None, error: str) -> None:
+                self.copies.release(identity)
+                then(found.places if found is not None else None, error)
+
+            self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
+            services = network, self._bulk, self.parities, self._arenas_of, inventory
+            Collecting(*services, job.nodes, self.lenders.nodes(), job.guard, collected).begin(identity)
+
+        def found(places: Places, inventory: Inventory) -> None:
+            job.refinding = None
+            self._reprotect(job, network, identity, places.sizes, places.holders, inventory)
+
+        job.refinding = Refinding(identity, ask, collect, found, self._server.later)
 
     def _givers_told(self, start: Start, places: Places) -> bytes:
         """Where those are that hold some of it and have no part in the job: a blob."""

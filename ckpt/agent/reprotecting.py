@@ -35,6 +35,11 @@ COPIES_TOLD = 64  # in an event
 Emit = Callable[[str, str, bool, dict[str, Any]], None]
 
 
+def again_after_s(failures: int) -> float:
+    """How long it waits after it has failed so often."""
+    return min(2.0 ** min(failures, 16), RETRY_S_MAX)
+
+
 class Reprotecting:
     """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
     `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
@@ -186,7 +191,7 @@ class Reprotecting:
         }
         if self._errors:
             self._failures += 1
-            again_s = min(2.0**self._failures, RETRY_S_MAX)
+            again_s = again_after_s(self._failures)
             self._again_s = time.monotonic() + again_s
             self._later(again_s, lambda: None)  # the loop comes round, and `tend` is called
             text = f"step {step} has lost copies, and not all are made again: {self._errors[0]}"

@@ -117,6 +117,7 @@ class TakenOver(Carrier):
                 for level in ("local", *(["store"] if committed else [])):
                     self._services.account.found(level, self.epoch, tick)
         self.group.recovered()
+        self.asks_for_former = len(self.nodes) > 1
         steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
         self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})
 

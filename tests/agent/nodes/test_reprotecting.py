@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,9 @@ from ckpt.agent import reprotecting
 from ckpt.agent.copies import Copies, described, encode_described
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.reprotecting import Reprotecting
+from ckpt.policy.every import PEER_BANDWIDTH_MIN
+from tests.agent.fake import full
+from tests.agent.nodes.cluster import Cluster, together
 from tests.agent.nodes.staged import Asked, Net, identity, staged
 
 PLENTY = dict.fromkeys("abcd", 1 << 40)
@@ -131,3 +135,95 @@ def test_where_an_agent_is_lost_that_had_a_copy_another_one_is_made(when: str, m
     job.reprotecting.end()
     job.reprotecting.lost(holder)
     assert not job.reprotecting.is_due
+
+
+def limit(cluster: Cluster, peer_bandwidth: int | None) -> None:
+    """Copies take as long as they may, or no longer than they have to, once the coordinator's agent is another."""
+    limits = {"memory": None, "bandwidth": None, "peer_bandwidth": peer_bandwidth}
+    cluster.options = {**cluster.options, "limits": limits}
+    for rank in cluster.job:
+        rank.options = cluster.options
+
+
+def lose_the_coordinators_agent(cluster: Cluster) -> None:
+    """While copies are being made again. All ranks come back."""
+    cluster.kill_agent(0)
+    assert all(rank.lost.wait(60) for rank in cluster.job)
+    assert not any(event["name"] == "peers.reprotected" for event in cluster.job[0].events)
+    cluster.come_back()
+    together(cluster.job, lambda rank: rank.wait_warm())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_coordinators_agent_that_was_started_again_goes_on_with_what_is_being_protected_again(
+    times: int, cluster: Cluster
+) -> None:
+    """Three nodes, two copies of each; one is lost, and a new one comes, which has nothing. While it gets copies the
+    coordinator's agent dies, with all it has. No snapshot is taken after the first: memory of it is all there is."""
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": {"replicas": 2}}
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    cluster.kill(2)
+    cluster.hang_up()
+    limit(cluster, PEER_BANDWIDTH_MIN)
+    decision = cluster.start(0, 1, 3)
+    assert decision.fields["candidate"]["step"] == step
+    for left in reversed(range(times)):
+        limit(cluster, PEER_BANDWIDTH_MIN if left else None)
+        lose_the_coordinators_agent(cluster)
+    told = cluster.await_event("peers.reprotected")
+    assert told["identity"] == decision.fields["candidate"]["identity"]
+    assert told["bytes"] > full("sharded", 0).nbytes
+    assert cluster.job[0].levels == {}
+    cluster.kill(1)
+    cluster.hang_up()
+    decision = cluster.start(0, 3)
+    assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
+
+
+def test_what_only_a_memory_only_node_has_is_copied_from_it_though_it_answers_a_new_agent_later_than_all_others(
+    cluster: Cluster,
+) -> None:
+    """All copies are there; the node with the original of one rank is lost, and the other's agent dies."""
+    cluster.forbid_commits()
+    cluster.peers = cluster.lend("1GiB", "--domain", "y")["listen"]
+    cluster.connect(0, 1)
+    for node in cluster.job[0].nodes:
+        node["domains"] = ["x"]  # so that all copies lie on the memory-only node
+    cluster.enter()
+    step = cluster.checkpoint("peer")
+    cluster.kill(1)
+    cluster.hang_up()
+    limit(cluster, PEER_BANDWIDTH_MIN)
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+    limit(cluster, None)
+    cluster.lending[0].send_signal(signal.SIGSTOP)
+    lose_the_coordinators_agent(cluster)
+    cluster.await_event("peers.unreachable")
+    cluster.lending[0].send_signal(signal.SIGCONT)
+    told = cluster.await_event("peers.reprotected")
+    assert {source for source, _, _ in told["copies"]} == {cluster.status(0)["lenders"][0]["name"]}
+    cluster.end_lending(0, signal.SIGKILL)
+    cluster.kill(2)
+    cluster.hang_up()
+    cluster.peers = []
+    assert cluster.start(0).fields["candidate"]["step"] == step == cluster.job[0].step
+    assert set(cluster.fetched()) == {"local"}
+
+
+def test_what_only_parity_has_after_the_coordinators_agent_died_is_made_again_and_copied(cluster: Cluster) -> None:
+    """No node was lost before, so that nothing was copied; then one node's snapshot and parity go with its agent."""
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 2}}
+    cluster.start(0, 1, 2, 3)
+    step = cluster.checkpoint("peer")
+    cluster.hang_up()
+    assert cluster.start(0, 1, 2, 3).fields["candidate"]["step"] == step
+    lose_the_coordinators_agent(cluster)
+    cluster.await_event("peers.reprotected")
+    cluster.kill(1, 2)
+    cluster.hang_up()
+    assert cluster.start(0, 3).fields["candidate"]["step"] == step == cluster.job[0].step
+    assert "store" not in cluster.fetched()
