@@ -44,6 +44,7 @@ SPREADS = ((0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 2))
 LONG_S = 600.0  # nothing takes longer than that
 SOON_S = 28.0  # with so much time, and nothing that breaks, a job of such a size has left by then
 ENTERS_S = 10.0  # it trains after that
+BACK_S = 15.0  # from something that broke until all know again what stands
 LATE_S = 5.0  # so much later what was taken back is known to be
 
 
@@ -60,8 +61,8 @@ class Life:
         self.fabric.local_delay_s = 10 ** rng.uniform(-4.5, -2)
         self.fabric.link_delay_s = 10 ** rng.uniform(-4, -1.3)
         self.put_s = 10 ** rng.uniform(-3, 0)
-        self.trains_s = rng.uniform(10.0, 150.0)
-        self.step_s = self.trains_s / rng.uniform(40, 150)
+        self.trains_s = rng.choice((rng.uniform(10.0, 150.0), 150.0))
+        self.step_s = self.trains_s / rng.uniform(40, 120)
         self.broke_s = -LONG_S  # when something did last, or ends doing so
         self.faults = False
         self.held_s = 0.0  # when a rank first did
@@ -80,7 +81,7 @@ class Life:
 
     def plan(self) -> None:
         rng, world = self.rng, self.world
-        for number in range(rng.choice((0, 1, 1, 1, 2, 3))):
+        for number in range(rng.choice((0, 1, 1, 1, 1, 2, 3))):
             self._warn(rng.uniform(0.0, 15.0), f"n{number}")
         if rng.random() < 0.15:
             world.at(rng.uniform(1.0, 15.0), lambda: world.spawn("operator", self._preempt))
@@ -88,17 +89,17 @@ class Life:
             self.faults = True
             for _ in range(rng.choice((1, 1, 2))):
                 what = rng.choice((self._kill, self._kill_cut, self._kill_cut, self._cut, self._hang_up, self._linger))
-                if rng.random() < 0.5:
+                if rng.random() < 0.4:
                     world.at(rng.uniform(0.5, 20.0), lambda what=what: self._break(what))
                 else:
                     self.on_hold.append((rng.choice(("holds", "told")), what))
 
     def _warn(self, at_s: float, key: str) -> None:
         rng, world = self.rng, self.world
-        node, certain = rng.choice(self.nodes), rng.random() < 0.75
-        lead_s = rng.choice((2.0, 5.0, 15.0, 30.0, 60.0, 120.0))
+        node, certain = rng.choice(self.nodes), rng.random() < 0.8
+        lead_s = rng.choice((2.0, 5.0, 15.0, 30.0, 60.0, 60.0, 120.0))
         notice = Notice(EPOCH_S + world.now_s - BEGIN_S + at_s + lead_s, "owner", certain, key, "it goes away")
-        back_s = at_s + rng.uniform(0.0, lead_s) if rng.random() < 0.25 else None
+        back_s = at_s + rng.uniform(0.0, lead_s) if rng.random() < 0.35 else None
         self.notices.append((world.now_s + at_s, notice, world.now_s + back_s if back_s is not None else None))
         world.at(at_s, lambda: self.stands[node].__setitem__(key, notice))
         if back_s is not None:
@@ -190,9 +191,8 @@ class Life:
         leave, step = next(iter(outcomes))
         seen["left" if leave else "stayed"] += 1
         if leave and not self.operator:
-            since_s = self.held_s - LATE_S - 3 * self.step_s - (LONG_S if self.faults else 0.0)
-            stood = [n for from_s, n, to_s in self.notices if n.certain and from_s <= job.left_s]
-            stood = [n for _, n, to_s in self.notices if n in stood and (to_s is None or to_s >= since_s)]
+            stood = [each for each in self.notices if each[1].certain and each[0] <= job.left_s]
+            stood = [each for each in stood if each[2] is None or self.held_s <= self._known_s(each[2])]
             assert stood, f"nothing made them leave after {self.held_s}: {self.notices}"
         if not self.faults:
             committed = {Tick.parse(answer["committed"]).step for answer in job.answers.values()}
@@ -208,6 +208,10 @@ class Life:
                     assert job.left_s < deadline_s, f"they have not left by {notice}"
                     seen["in time"] += leave
         return job
+
+    def _known_s(self, back_s: float) -> float:
+        """Until when a rank may hold by what was taken back then."""
+        return max(back_s, self.broke_s + BACK_S) + LATE_S + 3 * self.step_s
 
     def _goes_on(self, first: SimJob, again: SimJob) -> None:
         restored = again.restored_step
