@@ -8,7 +8,7 @@ Whatever happens, in whichever order:
 - nobody waits for ever, and every agent ends by itself;
 - what was said to be committed is in the store, whole.
 
-A schedule is one seed. CKPT_SIM_SCHEDULES: how many, times ten; CKPT_TEST_SEED: the first.
+A schedule is one seed. CKPT_SIM_SCHEDULES: ten times how many; CKPT_TEST_SEED: the first.
 """
 
 from __future__ import annotations
