@@ -3,6 +3,7 @@ newest that is safe never gives way to one that is not."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -292,7 +293,9 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
     if coordinates:
         run = lambda lane, work, then: held.turned.bulk.run(lane, work, then)  # noqa: E731
         carrier = SimpleNamespace(ranks=None, _services=services, _run=run)
-        Carrier._have_copies_written(cast(Any, carrier), "", wanted, lambda *found: heard.append(found))
+        carrier._write = functools.partial(Carrier._write, cast(Any, carrier))
+        cancel, then = threading.Event(), lambda *found: heard.append(found)
+        Carrier._have_copies_written(cast(Any, carrier), "", wanted, cancel, then)
     else:
         arenas = lambda identity, ranks: {rank: held.keeper.of(identity)[rank] for rank in ranks}  # noqa: E731
         writes = Progress()
