@@ -25,7 +25,7 @@ from ckpt.agent.leaving import Standing
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
-SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 4)
+SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
 CALM_S = 120.0  # so long after the last fault a checkpoint has to be complete
 Content = tuple[int, str] | None  # (round, tick) that a rank's arena holds; None while it is being written
 

@@ -4,7 +4,7 @@ After each loss the job is started again on the nodes that are left, and on new 
 was said to be safe (in the store, or in so many nodes' memory as were not lost) is what it goes on from, or something
 newer; never a mixture; and nobody waits for ever, whichever agent dies meanwhile.
 
-A schedule is one seed. CKPT_SIM_SCHEDULES: a hundred times how many; CKPT_TEST_SEED: the first.
+A schedule is one seed. CKPT_SIM_SCHEDULES: two hundred times how many; CKPT_TEST_SEED: the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.sim.agents import Fabric
 from tests.sim.jobs import SimJob
 from tests.sim.world import World, living
 
-SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 100)
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 200)
 LONG_S = 600.0
 LENDER = 100  # a memory-only node
 LINGER_S = 30.0

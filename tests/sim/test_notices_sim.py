@@ -1,4 +1,4 @@
-"""A thousand lives of a job of several nodes, whole agents and all: notices that come to any of them, agents that die,
+"""Lives of a job of several nodes, whole agents and all: notices that come to any of them, agents that die,
 connections that are cut, slow stores, slow steps, and the same job started again on machines that are about to go.
 Whatever happens, in whichever order:
 
@@ -8,7 +8,7 @@ Whatever happens, in whichever order:
 - nobody waits for ever, and every agent ends by itself;
 - what was said to be committed is in the store, whole.
 
-A schedule is one seed. CKPT_SIM_SCHEDULES: ten times how many; CKPT_TEST_SEED: the first.
+A schedule is one seed. CKPT_SIM_SCHEDULES: forty times how many; CKPT_TEST_SEED: the first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.sim.agents import Fabric, SimConnection
 from tests.sim.jobs import SimJob, SimListener, SimRank
 from tests.sim.world import BEGIN_S, EPOCH_S, World, living
 
-SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 10)
+SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 40)
 SPREADS = ((0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 2))
 LONG_S = 600.0  # nothing takes longer than that
 SOON_S = 28.0  # with so much time, and nothing that breaks, a job of such a size has left by then

@@ -47,7 +47,8 @@ class Machine(FakeService):
 
 
 @pytest.fixture
-def machines(cluster: Cluster) -> Iterator[list[Machine]]:
+def machines(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machine]]:
+    monkeypatch.setenv("CKPT_LINGER_S", "5")  # else agents stay until the event begins, to tell it to another start
     told = threading.Event()
     with serving(Machine("vm_0", cluster.url, told)) as first, serving(Machine("vm_1", cluster.url, told)) as second:
         yield [first, second]
