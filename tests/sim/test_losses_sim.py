@@ -72,7 +72,10 @@ class Life:
             job = self.begin(seen)
             if number == starts - 1:
                 break
-            self._until_safe(job, seen)
+            if number and self.rng.random() < 0.5:
+                self._until_protected_again(job, seen)
+            else:
+                self._until_safe(job, seen)
             self._lose(job, seen)
         if self.refuses:
             self.refuses = False
@@ -113,6 +116,15 @@ class Life:
             self.safe = max(self.safe, self.told(job))
         else:
             seen["nothing safe"] += 1
+
+    def _until_protected_again(self, job: SimJob, seen: Counter[str]) -> None:
+        """Until what it goes on from has as many copies as it had, or something of its own is safe."""
+        self.world.run(lambda: self._is_again(job) or self.told(job) > 0 or job.is_over, LONG_S)
+        seen["protected again"] += self._is_again(job)
+        self.safe = max(self.safe, self.told(job))
+
+    def _is_again(self, job: SimJob) -> bool:
+        return any(each["name"] == "peers.reprotected" for rank in job.ranks for each in rank.events)
 
     def wait(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
