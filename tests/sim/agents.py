@@ -53,8 +53,8 @@ class Way:
 
 
 class Fabric:
-    """What is between the nodes. `pairs`: both ends of each connection of two agents. `parted`: nodes that cannot reach
-    each other now."""
+    """What is between the nodes. `channels`: both ends of each connection of two agents. `offers`: what may be fetched,
+    by the agent that offers it and its name."""
 
     def __init__(self, world: World, url: str, settings: Settings) -> None:
         self.world, self.url = world, url
@@ -172,9 +172,9 @@ class Agent:
         self.world.owner = before
 
     def turn(self, what: Callable[[], None]) -> None:
+        """What happens to it, and what follows."""
         if self.over:
             return
-        """What happens to it, and what follows."""
         self._guard(what)
         wake_s = self._settle()
         while self.lost and not self.over:
@@ -186,9 +186,10 @@ class Agent:
         elif wake_s is not None:
             self._wakes += 1
             number = self._wakes
-            self.happens(lambda: None, wake_s - self.world.now_s) if wake_s <= self.world.now_s else self._later(
-                wake_s - self.world.now_s, number
-            )
+            if wake_s <= self.world.now_s:
+                self.happens(lambda: None)
+            else:
+                self._later(wake_s - self.world.now_s, number)
 
     def _later(self, delay_s: float, number: int) -> None:
         self.world.at(delay_s, lambda: self.turn(lambda: None) if number == self._wakes else None)

@@ -30,7 +30,7 @@ from tests.agent import fake
 from tests.agent.nodes.cluster import line
 from tests.sim.agents import Fabric
 from tests.sim.jobs import SimJob
-from tests.sim.world import World, living
+from tests.sim.world import World, each_life, living
 
 SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 200)
 LONG_S = 600.0
@@ -217,10 +217,4 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
 
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
-    first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * SCHEDULES // 10
-    for seed in range(first, first + SCHEDULES // 10):
-        try:
-            live(seed)
-        except BaseException:
-            print(f"seed {seed}")
-            raise
+    each_life(live, SCHEDULES, part)

@@ -37,7 +37,7 @@ from tests.agent import fake
 from tests.agent.nodes.cluster import line
 from tests.sim.agents import Fabric, SimConnection
 from tests.sim.jobs import SimJob, SimListener, SimRank
-from tests.sim.world import BEGIN_S, EPOCH_S, World, living
+from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life, living
 
 SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 40)
 SPREADS = ((0, 1), (0, 0, 1, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 2))
@@ -249,10 +249,4 @@ def live(seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
-    first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * SCHEDULES // 10
-    for seed in range(first, first + SCHEDULES // 10):
-        try:
-            live(seed)
-        except BaseException:
-            print(f"seed {seed}")
-            raise
+    each_life(live, SCHEDULES, part)

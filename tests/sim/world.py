@@ -12,6 +12,7 @@ import collections
 import contextlib
 import heapq
 import itertools
+import os
 import queue
 import random
 import secrets
@@ -245,6 +246,17 @@ class Pool:
             self._jobs.popleft()[0].cancel()
         for turn in self._at_work if wait else ():
             turn.join()
+
+
+def each_life(live: Callable[[int], object], count: int, part: int) -> None:
+    """That tenth of so many lives, from the seed CKPT_TEST_SEED on. The seed of one that fails is printed."""
+    first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * count // 10
+    for seed in range(first, first + count // 10):
+        try:
+            live(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
 
 
 @contextlib.contextmanager
