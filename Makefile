@@ -7,6 +7,7 @@
 #   make bench    every benchmark, each against its ceiling in the same run
 #   make emulators   Azurite, which the tests of az:// need and skip without; needs node and npm
 #
+# WORKERS=1: how many tests run at the same time; most of their time is spent waiting for real processes.
 # PYTHON=python3.12 chooses the interpreter that .venv is made from; STORE=s3://bucket/demo where the demo saves.
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
@@ -15,6 +16,7 @@ BIN := .venv/bin
 PIP := $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check install -qq --constraint constraints.txt
 STORE ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 # Nothing that is started from here asks the cloud that this machine may be in.
 export CKPT_NOTICES ?= off
@@ -29,7 +31,7 @@ demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
 
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 deep: .venv/.ready-dev
 	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py tests/agent/nodes/test_lending.py

@@ -68,6 +68,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     if report.skipped and not hasattr(report, "wasxfail"):
         _refuse_skip(report)
+    # A test of strings that are not UTF-8 may log them; between the processes of pytest-xdist only UTF-8 travels.
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
-from ckpt.agent.members import Members, Presence
+from ckpt.agent.members import AGAIN, Members, Presence
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -181,7 +181,7 @@ class Facts:
         if member.away and self.may_join(rank):
             member.presence, member.away = Presence.HERE, False
         if member.presence is not Presence.HERE:
-            member.lost_s = None  # it waits to leave, and its node's agent is there again
+            member.lost_s, member.leave = None, AGAIN  # what it asked on the lost connection cannot be answered
             self.retry_commit()  # of what began without that
             return
         self.lost(rank, None)
@@ -196,7 +196,7 @@ class Facts:
         member = self.members[rank]
         waits = member.presence is Presence.LEFT and member.leave is not None  # its node's agent was started again
         returns = member.away and not self._closing
-        return (member.presence is Presence.HERE or waits or returns) and not self.closed_in_store
+        return waits or ((member.presence is Presence.HERE or returns) and not self.closed_in_store)
 
     def lost(self, rank: int, now_s: float | None) -> None:
         """Its connection ended, its process did not: it may come back and join again."""

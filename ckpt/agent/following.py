@@ -60,12 +60,13 @@ STEPS_S = 1.0  # how often the coordinator hears which steps the ranks are in, i
 
 @dataclass(slots=True)
 class Here:
-    """A rank on this node. `number`: of its connection. `joining`: the id of its request to join, until it is
-    answered. `left`: it was told that it may leave, or its process is dead."""
+    """A rank on this node. `number`: of its connection. `joining`, `leaving`: the ids of its requests to join and to
+    leave, until they are answered. `left`: it was told that it may leave, or its process is dead."""
 
     peer: Peer
     number: int
     joining: int | None
+    leaving: int | None = None
     left: bool = False
 
 
@@ -202,7 +203,10 @@ class Following:
                 ok, bad = ([int(n) for n in message.fields[name]] for name in ("ok", "bad"))
                 self._restore.got(peer, ok, bad)
         else:
-            self._forward(rank, self._here[rank], message)
+            here = self._here[rank]
+            if message.kind == "leave":
+                here.leaving = int(message.fields["id"])
+            self._forward(rank, here, message)
 
     def ended(self, peer: AnyPeer) -> None:
         self._gone(peer, "ended")
@@ -235,9 +239,7 @@ class Following:
     def closed(self) -> None:
         """Its connection is gone: nothing is appointed, and what is under way is missed."""
         self.ranks.announce(None)
-        for here in self._here.values():
-            if not here.left:
-                here.peer.lose()
+        self._lose_ranks()
 
     def led(self, channel: Channel, message: Message) -> None:
         """Errors: AgentError, and whatever a malformed message leads to; both are told to the coordinator."""
@@ -269,6 +271,7 @@ class Following:
                 self._end_restore()  # all ranks have what they wanted
             case "drop":
                 self.over = True
+                self._lose_ranks()  # nobody answers what they may have asked
             case "taken-back":
                 self.hear(Withdrawn(str(fields["source"])[:200], OPERATOR))
             case "measure":
@@ -307,6 +310,8 @@ class Following:
             if body["t"] == "reply":
                 fds = self.ranks.welcome(rank, here.peer)
                 self._tell_notices()
+        elif body.get("t") == "reply" and body.get("id") == here.leaving:
+            here.left = True
         if body.get("by_s") is not None:  # as it travels: so long from now
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
@@ -449,6 +454,12 @@ class Following:
         peer = next((here.peer for _, here in sorted(self._here.items()) if here.peer.open), None)
         if peer is not None:
             tell(peer, event)
+
+    def _lose_ranks(self) -> None:
+        """Those that have not been told that they may leave: they come back and hear what there is now."""
+        for here in self._here.values():
+            if not here.left:
+                here.peer.lose()
 
     def _end_restore(self) -> None:
         if self._restore is not None:

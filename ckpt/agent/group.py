@@ -41,7 +41,7 @@ from ckpt.agent.actions import (
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
-from ckpt.agent.members import Presence
+from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.verdicts import Verdicts
 from ckpt.types import Tick
 
@@ -450,7 +450,11 @@ class Group(Verdicts):
             dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
             self._out.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
         for member in self.members.seen.leaving:
-            if self.closed_in_store or unsaved or not self.all_gone:
+            if now_s < self._returns_by_s(member) or (member.lost_s is None and member.leave is AGAIN):
+                continue  # it hears it on its next connection
+            if member.lost_s is not None:
+                member.leave = None  # nobody waits for that any more
+            elif self.closed_in_store or unsaved or not self.all_gone:
                 error = self.last_error or (f"superseded by {self.superseded_by}" if self.superseded_by else "")
                 committed = str(self.committed_tick) if self.committed_tick else None
                 self._out.append(Answer(member.leave, {"committed": committed, "error": error or None}))

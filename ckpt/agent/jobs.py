@@ -79,10 +79,10 @@ class Job(TakenOver):
         """Whether it has something to do, or somebody to do it for."""
         if self.failed:
             return False
-        if self.group.superseded_by:
-            return self.group.at_work or self._is_awaited
         group = self.group
-        return not group.all_gone or group.at_work or not group.closed_in_store or group.acknowledging
+        if group.at_work or self._is_awaited:
+            return True
+        return not group.superseded_by and (not group.all_gone or not group.closed_in_store or group.acknowledging)
 
     @property
     def is_orphan(self) -> bool:

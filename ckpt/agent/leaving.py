@@ -23,6 +23,7 @@ from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Emit, Outcome
 from ckpt.agent.choosing import SLACK, Course, Measured, When, choose, outlasts
 from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
+from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
 from ckpt.types import Tick
 
@@ -260,8 +261,8 @@ class Leaving(Facts):
                 times += [max(now_s, due_s)] if due_s is not None else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
-        if self._waits_for_agent(now_s):
-            times.append(self._agent_awaited_s())
+        back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
+        times += [at_s for at_s in back_s if at_s > now_s]
         if self._copy_by_s is not None and self._copy_by_s > now_s:
             times.append(self._copy_by_s)
         if self._report is not None:
@@ -395,16 +396,17 @@ class Leaving(Facts):
     def _waits_for_agent(self, now_s: float) -> bool:
         """Whether the agent of a rank that waits to leave is gone, and with it what that node was to write of the last
         commit. Another one comes soon, if any does; nobody needs it where other nodes keep copies."""
-        return now_s < self._agent_awaited_s()
-
-    def _agent_awaited_s(self) -> float:
-        """Until when; -math.inf: nobody is waited for."""
         round_ = self.newest.round if self.newest is not None else None
-        if round_ is None or round_.peer is Store.DONE or self.superseded_by or self._given_up:
+        if round_ is None or round_.peer is Store.DONE or self._given_up:
+            return False
+        return any(now_s < self._returns_by_s(each) for each in self.members.seen.lost if each.leave is not None)
+
+    def _returns_by_s(self, member: Member) -> float:
+        """Until when a rank that waits to leave is taken to come back; -math.inf: its connection is not gone."""
+        if member.lost_s is None:
             return -math.inf
-        lost = [m.lost_s for m in self.members.seen.lost if m.leave is not None and m.lost_s is not None]
         by_s = math.inf if self._leave_by_s is None else self._leave_by_s - END_S
-        return min(max(lost) + REJOIN_S, by_s) if lost else -math.inf
+        return -math.inf if self.superseded_by else min(member.lost_s + REJOIN_S, by_s)
 
     def _copies_first(self, now_s: float) -> bool:
         """Whether the last snapshot, which is complete, goes to nodes that stay before it is committed."""

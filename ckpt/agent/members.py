@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+AGAIN: Final = object()  # as `Member.leave`: it had asked to, and came back by another connection; it asks there again
 
 
 class Presence(enum.Enum):

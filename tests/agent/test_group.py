@@ -644,6 +644,38 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
 
 
+@pytest.mark.parametrize("how", ["asks again", "dies", "stays away"])
+def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_one(how: str) -> None:
+    driver = Driver()
+    driver.complete()
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.group.lost(1, driver.now_s)
+    driver.commit()
+    driver.group.closed()
+    driver.decide()
+    assert driver.answers("leave") == {0: {"committed": str(Tick(10)), "error": None}}
+    assert [member.rank for member in driver.group.members.seen.leaving] == [1]
+    if how == "dies":
+        driver.group.died(1)
+    elif how == "stays away":
+        wake_s = driver.group.next_wake_s(driver.now_s)
+        assert wake_s is not None
+        assert wake_s <= REJOIN_S
+        driver.now_s = REJOIN_S
+        driver.decide()
+    else:
+        assert driver.group.may_join(1)
+        driver.group.joined(1)
+        driver.decide()
+        assert [member.rank for member in driver.group.members.seen.leaving] == [1]
+        driver.group.leave(1, ("leave", "again"))
+        driver.decide()
+    assert not driver.group.members.seen.leaving
+    assert ("again" in driver.answers("leave")) == (how == "asks again")
+    assert 1 not in driver.answers("leave"), "what it asked on the connection that is gone"
+
+
 def hold(driver: Driver) -> Any:
     driver.group.warn(Standing("test", "1", driver.now_s + 30, driver.now_s, when=When.AT_ONCE))
     driver.decide()
