@@ -117,10 +117,8 @@ class Leave(SystemExit):
 
 
 def _tree(cls: type[CkptError]) -> dict[str, type[CkptError]]:
-    found = {cls.kind: cls}
-    for sub in cls.__subclasses__():
-        found.update(_tree(sub))
-    return found
+    found = {kind: each for sub in cls.__subclasses__() for kind, each in _tree(sub).items()}
+    return {**found, cls.kind: cls}  # last: a subclass without a kind of its own is not what its parent is told as
 
 
 def from_kind(kind: str, message: str) -> CkptError:

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from ckpt.agent import wire
-from ckpt.errors import AgentError, NotFound, UsageError
+from ckpt.errors import AgentError, CkptError, NotFound, NotStaged, SaveFailed, UsageError, from_kind
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -113,3 +113,13 @@ def test_an_error_keeps_its_class_across_the_socket(pair: Pair) -> None:
         wire.raise_error(got)
     assert wire.error_fields(1, NotFound("x"))["kind"] == "not-found"
     assert "ZeroDivisionError" in wire.error_fields(1, ZeroDivisionError("x"))["message"]
+
+
+def test_an_error_comes_over_a_socket_as_the_class_whose_kind_it_has() -> None:
+    class WithoutAKind(SaveFailed):
+        """As modules have of their own."""
+
+    assert type(from_kind("save-failed", "why")) is SaveFailed
+    assert type(from_kind(WithoutAKind.kind, "why")) is SaveFailed
+    assert type(from_kind("not-staged", "why")) is NotStaged
+    assert type(from_kind("never heard of", "why")) is CkptError

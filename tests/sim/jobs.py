@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.agent import wire
 from ckpt.agent.control import ControlPage, Kind, Word
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError, CkptError, NotStaged
 from ckpt.notices.notice import First, Known, Notice
 from ckpt.notices.notice import Word as Told
 from ckpt.types import Tick
@@ -33,7 +33,7 @@ class SimRank(FakeRank):
         self.node, self.fabric, self.pid = node, fabric, fabric.pid()
         self.reconnecting = False
         self.over = self.gone = False  # gone: no agent is to be had any more
-        self.on_hold: Callable[[str], None] = lambda what: None  # told when it holds, and when it hears the verdict
+        self.on_hold: Callable[[str], None] = lambda what: None  # told when it holds, hears the verdict, asks to leave
         self._left_by = 0  # the round by which an agent that has died told the ranks to leave
         self.offered, self.hashed = (-1, 0), b""
 
@@ -172,6 +172,7 @@ class SimRank(FakeRank):
         """Until it is answered, by whichever agent; nothing where none is to be had any more."""
         while not self.gone:
             told = {"why": "", "left_s": until_s - time.monotonic(), "committed": None} if outcome == "notice" else {}
+            self.on_hold("asks")
             try:
                 answer = self.request("leave", {"outcome": outcome, **told}, timeout_s=None)
                 return dict(answer.fields)
@@ -180,15 +181,17 @@ class SimRank(FakeRank):
         return {}
 
     def save_last(self) -> None:
-        """The last step; where an attempt comes to nothing, again."""
+        """The last step; again where its agent went away or a snapshot of it was given up."""
         for sub in range(1, 50):
             if self.gone:
                 return
             try:
                 self.save(Tick(self.step, sub), "exit")
                 return
-            except CkptError:
+            except (AgentError, NotStaged):
                 self._find()
+            except CkptError:
+                return
         raise AssertionError("the last step is not saved")
 
     def _find(self) -> None:

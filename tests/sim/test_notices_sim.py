@@ -71,7 +71,7 @@ class Life:
         self.notices: list[tuple[float, Notice, float | None]] = []  # from when, what, and when taken back
         self.operator: list[float] = []
         self.slow: dict[int, float] = {}  # by rank: seconds that its next step takes more
-        self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10, 1000)), "seconds": None}}
+        self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10, 10, 1000)), "seconds": None}}
         if rng.random() < 0.5:
             self.options["peers"] = {"replicas": 1}
         self.key = secret.make()
@@ -88,16 +88,17 @@ class Life:
         if rng.random() < 0.6:
             self.faults = True
             for _ in range(rng.choice((1, 1, 2))):
-                what = rng.choice((self._kill, self._kill_cut, self._kill_cut, self._cut, self._hang_up, self._linger))
+                often = (self._kill_cut, self._hang_up)
+                what = rng.choice((*often, *often, self._kill, self._cut, self._linger))
                 if rng.random() < 0.4:
                     world.at(rng.uniform(0.5, 20.0), lambda what=what: self._break(what))
                 else:
-                    self.on_hold.append((rng.choice(("holds", "told")), what))
+                    self.on_hold.append((rng.choice(("holds", "told", "asks")), what))
 
     def _warn(self, at_s: float, key: str) -> None:
         rng, world = self.rng, self.world
         node, certain = rng.choice(self.nodes), rng.random() < 0.8
-        lead_s = rng.choice((2.0, 5.0, 15.0, 30.0, 60.0, 60.0, 120.0))
+        lead_s = rng.choice((2.0, 5.0, 15.0, 30.0, 60.0, 60.0, 120.0, 240.0))
         notice = Notice(EPOCH_S + world.now_s - BEGIN_S + at_s + lead_s, "owner", certain, key, "it goes away")
         back_s = at_s + rng.uniform(0.0, lead_s) if rng.random() < 0.35 else None
         self.notices.append((world.now_s + at_s, notice, world.now_s + back_s if back_s is not None else None))
@@ -126,8 +127,9 @@ class Life:
             what()
 
     def _holds(self, what: str) -> None:
-        """A rank does, or is told the verdict."""
-        self.held_s = self.held_s or self.world.now_s
+        """A rank does, or is told the verdict, or asks to leave."""
+        if what == "holds":
+            self.held_s = self.held_s or self.world.now_s
         owner, self.world.owner = self.world.owner, None
         for each in [each for each in self.on_hold if each[0] == what]:
             self.on_hold.remove(each)
