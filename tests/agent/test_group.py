@@ -644,6 +644,20 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
 
 
+def test_who_left_by_an_exception_and_hung_up_is_not_waited_for() -> None:
+    driver = Driver()
+    driver.complete()
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank), in_order=False)
+        driver.group.lost(rank, driver.now_s)
+    driver.decide()
+    driver.commit()
+    driver.group.closed()
+    driver.decide()
+    assert not driver.group.members.seen.leaving
+    assert not driver.answers("leave")
+
+
 @pytest.mark.parametrize("how", ["asks again", "dies", "stays away"])
 def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_one(how: str) -> None:
     driver = Driver()
