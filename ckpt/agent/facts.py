@@ -339,10 +339,11 @@ class Facts:
         """That rank does not ask for a snapshot at that tick, as the others do, or has given it up."""
         self._unsavable[rank] = tick, why
 
-    def leave(self, rank: int, request: Request, in_order: bool = True) -> None:
-        """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts."""
+    def leave(self, rank: int, request: Request, in_order: bool = True, insists: bool = False) -> None:
+        """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts.
+        `insists`: where its connection breaks it comes back to hear the answer."""
         member = self.members[rank]
-        member.leave = request
+        member.leave, member.insists = request, insists
         if member.presence is Presence.HERE:
             member.presence, member.broke = Presence.LEFT, not in_order
 

@@ -450,7 +450,7 @@ class Group(Verdicts):
             dead = [m.rank for m in self.members if m.presence is Presence.DEAD]
             self._out.append(Close(f"ranks {dead[:8]} died" if dead else "left"))
         for member in self.members.seen.leaving:
-            returns = now_s < self._returns_by_s(member) and not member.broke  # else it may not have waited at all
+            returns = member.insists and now_s < self._returns_by_s(member)
             if returns or (member.lost_s is None and member.leave is AGAIN):
                 continue  # it hears it on its next connection
             if member.lost_s is not None:

@@ -283,13 +283,14 @@ class Job(TakenOver):
                 group.wanted(Tick.parse(str(fields["tick"])))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
-                if fields.get("outcome") == "notice":
+                sent_away = fields.get("outcome") == "notice"
+                if sent_away:
                     self._sent_away = True
                     by_s = time.monotonic() + finite(fields.get("left_s") or 0.0, "leave: left_s")
                     committed = fields.get("committed")
                     why = str(fields.get("why") or "")[:1000]
                     group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None)
-                group.leave(rank, (peer, int(fields["id"])), in_order)
+                group.leave(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
                 told = Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}")

@@ -29,6 +29,7 @@ class Member:
     away: bool = False  # it counts as left because it was lost for long; it may still come back
     leave: Any = None  # a request that waits for what is under way
     broke: bool = False  # it left by an exception: the others wait for it in vain
+    insists: bool = False  # where its connection breaks while it waits to leave, it comes back and asks again
     members: Members | None = None  # of which it is one
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -644,14 +644,16 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
 
 
-def test_who_left_by_an_exception_and_hung_up_is_not_waited_for() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_who_asked_to_leave_and_hung_up_is_not_waited_for_unless_it_insists(in_order: bool) -> None:
     driver = Driver()
     driver.complete()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank), in_order=False)
-        driver.group.lost(rank, driver.now_s)
+        driver.group.leave(rank, ("leave", rank), in_order)
     driver.decide()
     driver.commit()
+    for rank in range(2):
+        driver.group.lost(rank, driver.now_s)
     driver.group.closed()
     driver.decide()
     assert not driver.group.members.seen.leaving
@@ -663,7 +665,7 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
     driver = Driver()
     driver.complete()
     for rank in range(2):
-        driver.group.leave(rank, ("leave", rank))
+        driver.group.leave(rank, ("leave", rank), insists=True)
     driver.group.lost(1, driver.now_s)
     driver.commit()
     driver.group.closed()
@@ -683,7 +685,7 @@ def test_who_lost_its_connection_after_asking_to_leave_is_answered_on_the_next_o
         driver.group.joined(1)
         driver.decide()
         assert [member.rank for member in driver.group.members.seen.leaving] == [1]
-        driver.group.leave(1, ("leave", "again"))
+        driver.group.leave(1, ("leave", "again"), insists=True)
         driver.decide()
     assert not driver.group.members.seen.leaving
     assert ("again" in driver.answers("leave")) == (how == "asks again")
