@@ -28,6 +28,7 @@ Post = Callable[[Callable[[], None]], None]
 TEXT_MAX = 4096  # of a path or an address
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_AGAIN_S = 1.0
+OUTLIVES_S = 60.0  # a machine may be there so long after it was to go, and its notice with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,9 @@ class Listening:
             self._left[source, key] = self.standing[source, key].deadline_s
 
     def left_ahead_s(self, now_s: float) -> float:
-        """How long what a job has left by is still ahead: nobody but this agent could tell so to one that is started
-        again here. 0: nothing is. `now_s`: Unix time."""
-        return max((deadline_s - now_s for deadline_s in self._left.values() if deadline_s > now_s), default=0.0)
+        """How long a job that is started again here may meet with what it has left by: nobody but this agent could tell
+        it so. 0: it cannot. `now_s`: Unix time."""
+        return max(0.0, max(self._left.values(), default=-math.inf) + OUTLIVES_S - now_s)
 
     def remember(self, notice: Notice, when: When) -> None:
         """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it

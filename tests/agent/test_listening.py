@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent.choosing import When
-from ckpt.agent.listening import Listening, Sources
+from ckpt.agent.listening import OUTLIVES_S, Listening, Sources
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.notices.cloud import VARIABLES
@@ -152,6 +152,19 @@ def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_p
     loop.listening.stop()
     loop.listening.remember(found, When.NOT_AGAIN)
     assert heard() is When.NOT_AGAIN, "a former agent knew of it"
+    loop.listening.close()
+
+
+def test_what_a_job_has_left_by_is_remembered_for_a_while_after_the_machine_was_to_go(tmp_path: Path) -> None:
+    loop, word = Loop(), tmp_path / "word"
+    word.write_text("+100")
+    loop.listening.follow(Sources("given", file=str(word)))
+    loop.run()
+    (found,) = loop.listening.standing.values()
+    assert loop.listening.left_ahead_s(found.deadline_s - 5) == 0
+    loop.listening.left_by("file", str(word))
+    at_s = (found.deadline_s - 5, found.deadline_s, found.deadline_s + OUTLIVES_S + 1)
+    assert [loop.listening.left_ahead_s(now_s) for now_s in at_s] == [OUTLIVES_S + 5, OUTLIVES_S, 0]
     loop.listening.close()
 
 
