@@ -356,7 +356,11 @@ def _make_one(folder: str) -> None:
     try:
         os.mkdir(folder)
     except FileExistsError:
-        if not os.path.isdir(folder):
+        if not os.path.islink(folder):
+            is_folder = stat.S_ISDIR(os.lstat(folder).st_mode)  # FileNotFoundError: it was removed meanwhile
+        else:
+            is_folder = os.path.isdir(folder)
+        if not is_folder:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
 
 

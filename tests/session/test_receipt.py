@@ -90,7 +90,8 @@ def test_each_rank_says_what_it_left_to_others_and_what_differs(tmp_path: Path) 
     assert [said["commits"] for said in first] == [4, 0], "the lowest rank is told of the job's commits"
     for rank in range(2):
         again = found["again", rank]
-        assert again["receipt"]["bytes"]["restored from store"] > 0
+        read = {what: count for what, count in again["receipt"]["bytes"].items() if what.startswith("restored from ")}
+        assert sum(read.values()) > 0  # from memory, where the former start's agent has not ended yet
         assert len(again["restored"]) == 1
 
 
