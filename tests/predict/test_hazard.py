@@ -43,7 +43,7 @@ def test_the_true_weights_are_found(seed: int) -> None:
 def test_its_score_is_nearly_that_of_the_true_probabilities_and_better_than_the_base_rates(seed: int) -> None:
     x, y, _ = drawn(seed)
     found = fit(x, y)
-    x, y, p = drawn(seed + 1)
+    x, y, p = drawn(seed + 1, 20_000)
     mine = log_loss(found.probabilities(x), y)
     assert mine < log_loss(p, y) + 0.01
     assert mine < log_loss(np.full(len(y), y.mean()), y) - 0.05
