@@ -39,7 +39,7 @@ def test_a_job_that_is_superseded_at_its_end_leaves_with_75(when: str, tmp_path:
     more = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), dtype=torch.int32)
     more[0] = 2  # the step that the other one restores, as its script expects it
     other = threading.Thread(target=take_over, args=(tmp_path, "--mib", "1"))
-    limits = ckpt.Limits(bandwidth=more.nbytes / 90)  # the last save takes longer than it takes to start another job
+    limits = ckpt.Limits(bandwidth=more.nbytes / 45)  # the last save takes longer than it takes to start another job
     ck = ckpt.Checkpointer(tmp_path / "run", {**job.state, "more": more}, policy=LATER, limits=limits)
     ck.__enter__()
     for step in ck.steps(2):
