@@ -237,6 +237,7 @@ class Connection:
             raise
         self.incarnation = str(hello.fields["incarnation"])
         self.agent_pid = int(hello.fields["pid"])
+        self.secret: list[Any] | None = hello.fields["secret"]  # of the last start on several nodes, and its epoch
         self._made = True
 
     @property

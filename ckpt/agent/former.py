@@ -1,7 +1,7 @@
 """Agents of earlier starts that have no part in this one, and may hold what it needs: a start on other machines finds
 them by the claims in the store, which name the agents of their starts, and asks what they hold. Nothing ends there.
 
-They are asked only where the run's secret is the same (CKPT_SECRET_FILE): else they would not listen.
+They are asked only where the run's secret is the same (see peers.secret): else they would not listen.
 """
 
 from __future__ import annotations

@@ -153,8 +153,12 @@ class Keeper:
     def _freeze(self, by: str, left: bool = False) -> None:
         """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome. `left` and
         errors: see Fence.asked."""
+        self.fence.asked(by, self._newest_epoch(), left)
+
+    def _newest_epoch(self) -> Epoch:
+        """Of all that are known here."""
         known = [*self._store.begun, *self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
-        self.fence.asked(by, max(known, default=self.fence.floor), left)
+        return max(known, default=self.fence.floor)
 
     def _drop_former(self) -> None:
         """A former job goes when a newer checkpoint is complete, or it has none, and nothing of it is under way."""

@@ -133,6 +133,11 @@ class Network:
         return next(reversed(self._secrets), "")
 
     @property
+    def secret(self) -> bytes:
+        """The newest one; b"" before there is one."""
+        return self._secrets.get(self.run, b"")
+
+    @property
     def waiting(self) -> bool:
         """Whether something is still to be sent."""
         return any(channel.waiting_bytes for channel in self._channels.values())

@@ -152,7 +152,9 @@ class Node(Inheriting):
             self._refuse_version(version, str(message.fields["role"]))
         peer.role = str(message.fields["role"])
         self._served = self._served or peer.role == "trainer"
-        body = {"version": VERSION, "incarnation": self.incarnation, "pid": os.getpid()}
+        body = {"version": VERSION, "incarnation": self.incarnation, "pid": os.getpid(), "secret": None}
+        if peer.role == "trainer" and self.network is not None and self.network.secret:
+            body["secret"] = [str(self._newest_epoch()), self.network.secret]
         peer.reply(int(message.fields["id"]), body)
 
     def _refuse_version(self, version: int, role: str) -> None:

@@ -201,6 +201,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "state": sorted(asked.state),
             "peers": list(settings.peers),
             "secret": settings.secret_file is not None,
+            "known": saver.link.secret,
             "switches": [asked.strict, asked.generators, asked.take_over, asked.init or ""],
         }
     )
@@ -230,10 +231,11 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
 def _nodes(
     group: collective.Group, settings: Settings, saver: Saver, facts: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes and no secret, by
-    which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and their names,
-    addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
-    if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"]):
+    """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes, and there is no
+    secret by which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and
+    their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
+    former = max((each for said in facts if (each := said["known"])), default=None)
+    if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
         return []
     hosts = {said["agent"]: said["host"] for said in facts}
     if group.rank == 0 and len(set(hosts.values())) < len(hosts):
@@ -243,8 +245,8 @@ def _nodes(
             "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
             loud=True,
         )
-    known = collective.from_first(group, lambda: _secret(settings))
-    node = collective.together(group, lambda: saver.link.listen(known))
+    run_secret = collective.from_first(group, lambda: _secret(settings, former[1] if former is not None else b""))
+    node = collective.together(group, lambda: saver.link.listen(run_secret))
     nodes: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(group.gather(msgpack.packb(node))):
         told = msgpack.unpackb(said)
@@ -252,8 +254,9 @@ def _nodes(
     return list(nodes.values())
 
 
-def _secret(settings: Settings) -> bytes:
-    """Runs on rank 0. Errors: UsageError."""
+def _secret(settings: Settings, former: bytes) -> bytes:
+    """Runs on rank 0. `former`: that of the newest start of which an agent is left; b"": there is none. Errors:
+    UsageError."""
     for each in settings.peers:
         try:
             Address.parse(each)
@@ -264,7 +267,7 @@ def _secret(settings: Settings) -> bytes:
             "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "
             "that they were started with"
         )
-    return secret.for_run(settings)
+    return secret.for_run(settings, former)
 
 
 def _ask(

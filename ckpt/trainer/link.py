@@ -164,6 +164,11 @@ class Link:
     def agent(self) -> str:
         return self.connection.incarnation
 
+    @property
+    def secret(self) -> list[Any] | None:
+        """What the agent knows of earlier starts on several nodes: the newest epoch, and the run's secret."""
+        return self.connection.secret
+
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has the agent take part in a job of several nodes: its name, addresses, domains and link. Errors: AgentError,
         UsageError."""

@@ -1,7 +1,9 @@
 """The run's secret: who knows it may read and write the memory of the run's agents, nobody else.
 
 32 random bytes. Written as 64 hexadecimal digits, in a file that only its owner can read or in one line of standard
-input; where neither is given, rank 0 makes one and it travels with the job's own rendezvous.
+input. Where neither is given rank 0 makes one at the first start, which travels with the job's own rendezvous; the next
+starts take that of the newest start that an agent of theirs was part of, so that those which are late for a start, or
+missing, can still be asked what they hold.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ def make() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-def for_run(settings: Settings) -> bytes:
-    """That of the file which the settings name, or a new one. Errors: as those of `read_file`."""
-    return read_file(settings.secret_file) if settings.secret_file is not None else make()
+def for_run(settings: Settings, former: bytes) -> bytes:
+    """That of the file which the settings name, else that of a former start; a new one where that is b"". Errors: as
+    those of `read_file`."""
+    return read_file(settings.secret_file) if settings.secret_file is not None else former or make()
 
 
 def read_file(path: Path) -> bytes:

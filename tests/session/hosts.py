@@ -1,6 +1,6 @@
-"""Under torchrun, two ranks with an agent each, as on two machines: python -m tests.session.two_hosts FOLDER.
+"""Under torchrun, ranks with an agent each, as on several machines: python -m tests.session.hosts FOLDER.
 
-One step is saved and waited for in the other's memory; once FOLDER/end is there both ranks fail.
+One step is saved and waited for in another's memory; once FOLDER/end is there all ranks fail.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ PATIENCE_S = 120.0
 
 
 def whole() -> torch.Tensor:
-    """What both ranks hold together."""
+    """What all ranks hold together."""
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, folder = dist.get_rank(), Path(sys.argv[1])
+    rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
     os.environ["CKPT_RUNTIME_DIR"] = str(folder / f"n{rank}")
-    half = ROWS // 2
-    mine = whole()[rank * half : (rank + 1) * half].clone()
-    state = {"table": ckpt.Shard(mine, (ROWS, COLUMNS), (rank * half, 0))}
+    first, end = rank * ROWS // world, (rank + 1) * ROWS // world
+    state = {"table": ckpt.Shard(whole()[first:end].clone(), (ROWS, COLUMNS), (first, 0))}
     with ckpt.Checkpointer(folder / "run", state, policy=LATER) as ck:
         for _ in ck.steps(1):
             pass
