@@ -291,6 +291,8 @@ class Job(TakenOver):
                     why = str(fields.get("why") or "")[:1000]
                     group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None)
                 group.leave(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
+                if in_order and not sent_away and group.all_gone:  # it has what it came for without the others
+                    self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")
             case "notice":
                 name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
                 told = Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}")

@@ -11,12 +11,13 @@ from typing import Any
 
 import msgpack
 
-from ckpt.agent.bulk import Lane
+from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.choosing import When
 from ckpt.agent.client import VERSION
 from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
 from ckpt.agent.jobs import Job, finite
+from ckpt.agent.recovery import which_committed
 from ckpt.agent.relaying import OPERATOR, Standing
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
@@ -89,6 +90,8 @@ class Node(Inheriting):
             self._next(_local(peer), message)
         elif kind == "listen":
             self._listen(_local(peer), message)
+        elif kind == "stored":
+            self._stored(_local(peer), message)
         elif kind == "join" and self._is_led_elsewhere(message):
             self._follow(_local(peer), message)
         elif kind == "join":
@@ -169,6 +172,16 @@ class Node(Inheriting):
             raise AgentError(f"{text}. The agent ends with its job; start again then")
         self._makes_way = True
         raise OtherVersion(f"{text}. The agent ends as soon as what it has is in the store")
+
+    def _stored(self, peer: Peer, message: Message) -> None:
+        """Whether what a rank has taken is in the store, whoever has put it there. It need not have joined anything."""
+        fields = message.fields
+        request_id, wanted = int(fields["id"]), Identity.parse(str(fields["identity"]))
+
+        def looked(done: Future[frozenset[Identity]]) -> None:
+            peer.reply(request_id, {"stored": not failure(done) and wanted in done.result()})
+
+        self._bulk.run(Lane.FRONT, lambda: which_committed([wanted], self._store), looked)
 
     def _tool(self, peer: Peer, message: Message) -> None:
         fields, request_id = message.fields, int(message.fields["id"])

@@ -101,16 +101,16 @@ def look_for(epoch: Epoch, arenas: dict[int, dict[int, Arena]], reader: Reader, 
                 found[slot] = put_together(identity, parts, by_rank)
         except CkptError as exc:  # nothing sealed, or not by all: the round is lost, as it is for the ranks
             log.info("slot %d holds no whole snapshot: %s", slot, exc)
-    return Found(found, which_committed(list(found.values()), store))
+    return Found(found, which_committed([checkpoint.identity for checkpoint in found.values()], store))
 
 
-def which_committed(found: Collection[Checkpoint], store: StoreSide) -> frozenset[Identity]:
+def which_committed(wanted: Collection[Identity], store: StoreSide) -> frozenset[Identity]:
     """On a thread: those of them that are in the store, as far as it says."""
-    if not found:
+    if not wanted:
         return frozenset()
     try:
         view = store.run(impatient=True).view()
     except CkptError as exc:
         log.warning("what is committed is not known now, and is committed again: %s", exc)
         return frozenset()
-    return frozenset(ref.identity for ref in view.commits)
+    return frozenset(wanted) & {ref.identity for ref in view.commits}

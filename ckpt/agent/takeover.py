@@ -66,14 +66,14 @@ class TakenOver(Carrier):
         left = set(whole)
 
         def looked() -> None:
-            store, checkpoints = self._services.store, list(found.values())
+            store, identities = self._services.store, [checkpoint.identity for checkpoint in found.values()]
 
             def ended(done: Future[frozenset[Identity]]) -> None:
                 committed: Future[Found] = Future()
                 committed.set_result(Found(found, frozenset() if failure(done) else done.result()))
                 self._recovered(whole, committed)
 
-            self._run(Lane.STORE, lambda: which_committed(checkpoints, store), ended)
+            self._run(Lane.STORE, lambda: which_committed(identities, store), ended)
 
         def gathered(slot: int, result: Gathered | None, error: str) -> None:
             if result is not None:

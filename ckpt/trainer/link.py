@@ -37,7 +37,7 @@ from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer.levels import Levels
 from ckpt.trainer.walk import Walk
-from ckpt.types import Tick
+from ckpt.types import Epoch, Identity, Tick
 
 RECONNECT_TRIES = 20
 AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
@@ -133,6 +133,7 @@ class Link:
     _page: ControlPage | None = None
     _old_pages: list[ControlPage] = field(default_factory=list)
     _entered: tuple[int, int] = (0, 0)
+    _wanted: Tick | None = None  # that somebody waits for until it is in the store
     _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
     _looked: tuple[int, int, int] = (0, 0, 0)  # the last boundary, and the word that was seen there
     _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
@@ -358,6 +359,7 @@ class Link:
 
     def want(self, tick: Tick) -> None:
         """Somebody waits until that snapshot is in the store. A hint."""
+        self._wanted = tick
         self._notify("wanted", {"tick": str(tick)})
 
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
@@ -505,6 +507,7 @@ class Link:
                 self._rejoin()
             except (CkptError, OSError) as exc:
                 self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                self._look_for_wanted()
                 self._drop_connection()
                 tries += isinstance(exc, NotLed) and time.monotonic() < until_s
                 self.tasks.stopping.wait(delay_s)
@@ -517,6 +520,7 @@ class Link:
                 self._reconnecting = False
             self.restarts += 1
             self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
+            self._look_for_wanted()
             return
         with self._lock:
             self._reconnecting = False
@@ -524,6 +528,17 @@ class Link:
         self.levels.fail_all("the agent could not be started again")
         if not self._closed:
             self.events.emit("agent.given_up", "ckpt: no agent; nothing more will be saved by this job", loud=True)
+
+    def _look_for_wanted(self) -> None:
+        """What somebody waits for may be in the store, and nobody left to say so: whoever has put it there is dead, and
+        the other ranks, without whom the next agent knows of nothing, have heard it and left."""
+        tick, terms, connection = self._wanted, self.terms, self._connection
+        if tick is None or terms is None or connection is None or self.levels.level(tick) == "store":
+            return
+        with contextlib.suppress(CkptError):
+            identity = Identity(Epoch.parse(terms.epoch), tick)
+            if connection.request("stored", {"identity": str(identity)}).fields["stored"]:
+                self.levels.put(tick, "store", True)
 
     def _rejoin(self) -> None:
         self.connect()

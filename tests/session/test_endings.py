@@ -16,7 +16,8 @@ import ckpt
 from tests.session.endings import PAD_BYTES
 from tests.session.loops import make, wait_agent_gone
 from tests.session.runs import agent_status, kill_agent
-from tests.session.scripts import Script
+from tests.session.scripts import Script, torchrun
+from tests.session.unheard import EXIT_S
 
 
 def start(tmp_path: Path, what: str) -> Script:
@@ -81,3 +82,14 @@ def test_a_folder_for_sockets_with_too_long_a_path_is_an_error_that_says_what_to
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
     with pytest.raises(ckpt.AgentError, match="longer than 107 bytes; set CKPT_RUNTIME_DIR"):
         ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("where", [[], ["apart"]], ids=["one node", "two nodes"])
+def test_a_rank_whose_agent_dies_with_the_word_that_its_last_step_is_stored_finds_that_out_by_itself(
+    where: list[str], tmp_path: Path, runtime_dir: Path
+) -> None:
+    script = torchrun(tmp_path / "log", 2, "tests.session.unheard", str(runtime_dir), *where)
+    last = script.end()[-1]
+    assert (last["rank"], last["committed"]) == (1, 2)
+    assert last["seconds"] < EXIT_S / 2, "it has not waited for the others, who have left"
