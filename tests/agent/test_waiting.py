@@ -36,7 +36,7 @@ class Agent:
         greeted.result(BOUND_S)
 
     def _greet(self) -> None:
-        self.say({"t": "reply", "id": self.hear(), "incarnation": "x", "pid": 1})
+        self.say({"t": "reply", "id": self.hear(), "incarnation": "x", "pid": 1, "secret": None})
 
     def hear(self) -> int:
         message = wire.receive(self.sock)

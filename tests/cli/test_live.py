@@ -41,7 +41,7 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                 if message.kind == "end":
                     return False
                 asked.append(message.fields)
-                hello = {"version": VERSION, "incarnation": "x", "pid": 1}
+                hello = {"version": VERSION, "incarnation": "x", "pid": 1, "secret": None}
                 answer = hello if message.kind == "hello" else answers[message.kind]
                 if isinstance(answer, CkptError):
                     body = {"t": "error", "kind": answer.kind, "message": str(answer)}
