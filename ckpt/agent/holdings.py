@@ -52,7 +52,7 @@ class Inventory:
     """What one node holds, or several together. `claims`: of epochs that got beyond their start. `steps`: how far each
     epoch is known to have come. `worlds`: by checkpoint. `holders`: who has which snapshot; "" is this node.
     `parities`: which of them are held of a stripe, and by whom. `sizes`: bytes of the snapshots that they are of.
-    `unfit`: who has which snapshot damaged."""
+    `unfit`: who has which snapshot damaged. `refuted`: checkpoints that could not be put together as a whole."""
 
     claims: dict[Epoch, Claim] = field(default_factory=dict)
     steps: dict[Epoch, int] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class Inventory:
     parities: dict[Identity, dict[Striped, dict[int, set[str]]]] = field(default_factory=dict)
     sizes: dict[Key, int] = field(default_factory=dict)
     unfit: dict[Key, set[str]] = field(default_factory=dict)
+    refuted: set[Identity] = field(default_factory=set)
 
     def add_epoch(self, claim: Claim | None, epoch: Epoch, step: int) -> None:
         if claim is not None:
@@ -132,11 +133,13 @@ class Inventory:
 
     def _can_be_had(self, identity: Identity) -> bool:
         missing = self.missing(identity)
-        if not missing:
-            return True
-        rows = self.parities.get(identity, {})
+        return identity not in self.refuted and (not missing or len(self.makeable(identity)) == len(missing))
+
+    def makeable(self, identity: Identity) -> dict[int, int]:
+        """The ranks of it that nobody holds and that can be made again from parity, with the bytes that each staged."""
+        missing = self.missing(identity)
         sizes = {rank: self.sizes[identity, rank] for rank in missing if (identity, rank) in self.sizes}
-        return len(rebuildable(missing, sizes, rows)) == len(missing)
+        return {rank: sizes[rank] for rank in sorted(rebuildable(missing, sizes, self.parities.get(identity, {})))}
 
     def protected(self, identity: Identity, losses: int) -> frozenset[int]:
         """Ranks of it whose snapshots any so many nodes may be lost of, by parity alone."""
@@ -171,7 +174,8 @@ class Inventory:
 
     def incomplete(self) -> dict[Identity, list[int]]:
         """The checkpoints of which somebody holds a part and nobody can have the rest: which ranks' that is."""
-        return {identity: sorted(self.missing(identity)) for identity in sorted(self.worlds.keys() - self.complete())}
+        partly = sorted(self.worlds.keys() - self.complete())
+        return {identity: missing for identity in partly if (missing := self.missing(identity))}
 
     def by_rank(self, identity: Identity) -> dict[int, list[str]]:
         """Who holds each rank of it, the nearest first; of the others another one first for each rank, so that not one
@@ -179,12 +183,10 @@ class Inventory:
         ranks = range(self.worlds[identity])
         return {rank: spread(self.holders.get((identity, rank), []), rank) for rank in ranks}
 
-    def forget(self, identity: Identity) -> None:
-        """It was not what it was said to be."""
-        world = self.worlds.pop(identity, 0)
-        self.parities.pop(identity, None)
-        for rank in range(world):
-            self.holders.pop((identity, rank), None)
+    def refute(self, identity: Identity) -> None:
+        """As a whole it was not what it was said to be. What is held of it may still be a part of what the store
+        has."""
+        self.refuted.add(identity)
 
     # -- in a message
 

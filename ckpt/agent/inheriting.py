@@ -216,13 +216,13 @@ class Inheriting(Others):
                 self._commit_left(attempt, found)
                 return
             log.warning("%s cannot be had from memory: %s", identity, error)
-            attempt.inventory.forget(identity)
+            attempt.inventory.refute(identity)
             self._choose_left(attempt)  # the one before it
 
         mine = [node for node in attempt.following.nodes if node.name == attempt.network.me]
         services = attempt.network, self._bulk, self.parities, self._arenas_of, attempt.inventory
         guard = lambda what: self._while(attempt, what)  # noqa: E731
-        Collecting(*services, [*mine, *attempt.there], (), guard, collected).begin(identity)
+        Collecting(*services, [*mine, *attempt.there], (), guard).whole(identity, collected)
 
     # -- the commit
 

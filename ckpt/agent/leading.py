@@ -20,8 +20,10 @@ from ckpt.agent.gathering import Gathered, Places
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
+from ckpt.agent.memory import needed_bytes
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
+from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.refinding import Refinding, together
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
@@ -173,11 +175,30 @@ class Leading(Starts):
                 return
             log.warning("%s cannot be had from memory: %s", identity, error)
             start.failed[identity] = error
-            start.inventory.forget(identity)
+            start.inventory.refute(identity)
 
+        self._collecting(start).whole(identity, collected)
+
+    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+        identity, manifest = chosen.candidate.identity, chosen.manifest
+
+        def found(places: Places | None, error: str) -> None:
+            start.resolving, start.part = False, places
+            if places is None:
+                log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
+            then()
+
+        ranks = {node.name: len(node.ranks) for node in start.nodes}
+        ranks = ranks or {self.network.me if self.network is not None else "": start.world}
+        slots = {name: _slot_bytes(manifest, count, start.world) for name, count in ranks.items()}
+        leave = {name: needed_bytes(slot_bytes, SLOTS_MIN) for name, slot_bytes in slots.items()}
+        moves = lambda: self._moves_of(start)  # noqa: E731
+        self._collecting(start).part(identity, manifest, leave, self._server.later, moves, found)
+
+    def _collecting(self, start: Start) -> Collecting:
         services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
-        nodes, guard = (start.nodes, self._others_that_hold(start)), lambda what: self._guard_start(start, what)
-        Collecting(*services, *nodes, guard, collected).begin(identity)
+        guard = lambda what: self._guard_start(start, what)  # noqa: E731
+        return Collecting(*services, start.nodes, self._others_that_hold(start), guard)
 
     def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
@@ -283,6 +304,8 @@ class Leading(Starts):
         identity = job.claim.parent if job is not None and job.claim is not None else None
         if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
             return
+        if start.part is not None:
+            return  # of what is not whole in memory copies would save nothing but a few reads of the store
         if identity in start.gathered:
             places = start.gathered[identity].places
             self._reprotect(job, network, identity, places.sizes, places.holders, start.inventory)
@@ -347,7 +370,7 @@ class Leading(Starts):
 
             self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
             services = network, self._bulk, self.parities, self._arenas_of, inventory
-            Collecting(*services, job.nodes, self.lenders.nodes(), job.guard, collected).begin(identity)
+            Collecting(*services, job.nodes, self.lenders.nodes(), job.guard).whole(identity, collected)
 
         def found(places: Places, inventory: Inventory) -> None:
             job.refinding = None
@@ -375,5 +398,10 @@ class Leading(Starts):
 
 def _room_for(job: Job, manifest: Manifest) -> Callable[[], int]:
     """Bytes that a start may take on this node until all ranks have restored."""
-    slot_bytes = int(manifest.frames["length"].sum()) * job.ranks.count // job.world
+    slot_bytes = _slot_bytes(manifest, job.ranks.count, job.world)
     return lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)
+
+
+def _slot_bytes(manifest: Manifest, ranks: int, world: int) -> int:
+    """What a snapshot of it takes on a node with so many of the ranks, about."""
+    return int(manifest.frames["length"].sum()) * ranks // world

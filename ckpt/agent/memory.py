@@ -70,11 +70,20 @@ def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | N
     allowed, bound = machine, "what the machine has left"
     if limit_bytes is not None and limit_bytes < machine:
         allowed, bound = limit_bytes, "ckpt.Limits(memory=)"
-    commit_bytes = min(COMMIT_BYTES, 2 * slot_bytes)
+    commit_bytes = _commit_bytes(slot_bytes)
     slots = SLOTS
     while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
         slots -= 1
     return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
+
+
+def needed_bytes(slot_bytes: int, slots: int) -> int:
+    """What a job takes with so many slots, beside what is kept from before."""
+    return slots * slot_bytes + _commit_bytes(slot_bytes)
+
+
+def _commit_bytes(slot_bytes: int) -> int:
+    return min(COMMIT_BYTES, 2 * slot_bytes)
 
 
 def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int) -> int:

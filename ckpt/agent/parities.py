@@ -3,8 +3,9 @@
     stripe    keep parities of what other nodes' ranks staged, whose bytes are had from them
     publish   let others read what ranks staged here, and say what that is; for copies, too
     lend      let others read what is kept of a checkpoint, and say what that is
-    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy. The
-              answer names the transfer that it failed by, where some bytes are not what they are said to be
+    rebuild   make what a rank staged again, from parities and what the other ranks staged; it is kept as a copy, where
+              as many bytes as it says are left beside it. The answer names the transfer that it failed by, where some
+              bytes are not what they are said to be
 
 The coordinator asks its own node the same, in the same words.
 """
@@ -110,6 +111,7 @@ class Parities:
     ) -> None:
         self._bulk, self._post, self._copies = bulk, post, copies
         self._arenas_of, self._network = arenas_of, network
+        self._making_bytes = 0  # of what is made again, until it is a copy
 
     def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         """That node does it: `then` hears the blobs of its answer and "", or what went wrong; later than this call.
@@ -159,7 +161,7 @@ class Parities:
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 order = [row_from(row) for row in fields["order"]]
-                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, then)
+                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, int(fields["leave"]), then)
             case "publish":
                 self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields.get("reader", "")), then)
 
@@ -234,8 +236,10 @@ class Parities:
         where: Where,
         snapshots: Mapping[int, Described],
         order: Sequence[Row],
+        leave: int,
         then: Then,
     ) -> None:
+        """`leave`: bytes that it has to leave; 0: it is needed more than anything."""
         if rank in self._arenas_of(identity):
             then([], "")
             return
@@ -245,11 +249,16 @@ class Parities:
         sizes = {each: found.staged_bytes for each, found in snapshots.items()}
         if rank not in rebuildable(missing, sizes, parities):
             raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
-        if snapshots[rank].size + SCRATCH_BYTES > memory.free_bytes():
-            raise AgentError(f"there is no memory for {snapshots[rank].size >> 20} MiB and the way to them")
+        size = snapshots[rank].size
+        if size + SCRATCH_BYTES > memory.free_bytes():
+            raise AgentError(f"there is no memory for {size >> 20} MiB and the way to them")
+        if leave and not self._copies.fits([self._making_bytes, size, leave]):
+            raise AgentError(f"{size >> 20} MiB would not leave the {leave >> 20} MiB that the job needs")
         key, folding = (identity, rank), self._folding()
+        self._making_bytes += size
 
         def made(done: Future[Arena]) -> None:
+            self._making_bytes -= size
             error = failure(done)
             if not error:
                 self._copies.add(key, done.result())

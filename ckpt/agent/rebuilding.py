@@ -1,9 +1,9 @@
 """What lost ranks staged, made again from parity by nodes that are left, as the coordinator arranges it. Main thread.
 
 All nodes are asked what parity they keep of the checkpoint; those that have ranks' snapshots let them be read; then
-each lost rank is given to one node, which makes it and keeps it as a copy. What turns out to be damaged where it lies
-is done without, as if it were lost, too. Where what came out is wrong, and nobody knows by whom, another node tries it,
-with the other parity first.
+each lost rank is given to one node, which makes it and keeps it as a copy; one that cannot be made keeps no other from
+it. What turns out to be damaged where it lies is done without, as if it were lost, too. Where what came out is wrong,
+and nobody knows by whom, another node tries it, with the other parity first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Made = dict[int, str]  # by rank: the node that made it
 class Rebuilding:
     """`nodes`: those that are left, this one first; () where this is the only one. `holders`: by rank, who has what it
     staged. `at`: by rank that is to be made: the nodes that may make it, the best first. `then` hears who made which,
-    and "" or why not all could be; once, later than `begin`."""
+    and "" or why not all could be; once, later than `begin`. `over`: it has heard."""
 
     def __init__(
         self,
@@ -47,14 +47,17 @@ class Rebuilding:
         at: Mapping[int, Sequence[str]],
         then: Callable[[Made, str], None],
         me: str = "",
+        leave: Mapping[str, int] | None = None,
     ) -> None:
-        """`me`: the name of this node where it is the only one."""
+        """`me`: the name of this node where it is the only one. `leave`: by node, the bytes that what it makes has to
+        leave to others, or it makes nothing; a node that is not named need leave none."""
         self._parities, self._identity, self._then = parities, identity, then
         self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
         self._nodes = {node.name: node.addresses for node in nodes}
         self._names = list(self._nodes) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
-        self._todo, self._at = sorted(at), {rank: list(names) for rank, names in at.items()}
+        self._at = {rank: list(names) for rank, names in sorted(at.items())}
+        self._leave = leave or {}
         self._left: set[str] = set()  # who has not answered yet
         self._chunks: list[tuple[str, ChunkName, Frames | None]] = []
         self._described: dict[int, bytes] = {}
@@ -62,17 +65,30 @@ class Rebuilding:
         self._tried: Counter[int] = Counter()
         self._busy = Counter(names[0] for names in self._holders.values() if names)  # who holds little makes more
         self._made: Made = {}
-        self._error = ""
-        self._again = False  # what is left is to be made without what turned out to be damaged
+        self._failed: dict[int, str] = {}  # ranks that nobody makes, and why
+        self._damaged: set[str] = set()  # transfers that turned out to be, since it was last seen what there is
+        self.over = False
+
+    @property
+    def _todo(self) -> list[int]:
+        return [rank for rank in self._at if rank not in self._made and rank not in self._failed]
 
     def begin(self) -> None:
         self._left = set(self._names)
         for name in self._names:
             self._ask(name, {"t": "lend"}, (), lambda blobs, error, name=name: self._lent(name, blobs, error))
 
+    def give_up(self, why: str) -> None:
+        """What is not made by now is not waited for any more."""
+        for rank in self._todo:
+            self._fail(rank, why)
+        self._finish()
+
     # -- what there is
 
     def _lent(self, name: str, blobs: list[bytes], error: str) -> None:
+        if self._is_late(name):
+            return
         self._left.discard(name)
         try:
             if error or len(blobs) != 2:
@@ -104,6 +120,7 @@ class Rebuilding:
 
     def _publish(self) -> None:
         """Who holds what is needed of it lets it be read."""
+        self._damaged.clear()
         needed = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks}
         by_node: dict[str, list[int]] = {}
         for rank in sorted(needed - set(self._todo)):
@@ -118,6 +135,8 @@ class Rebuilding:
             )
 
     def _published(self, name: str, error: str) -> None:
+        if self._is_late(name):
+            return
         if error:
             log.warning("agent %s does not give what it has of %s: %s", name or "here", self._identity, error)
             self._without(name)
@@ -125,11 +144,18 @@ class Rebuilding:
         if not self._left:
             self._share_out()
 
+    def _is_late(self, name: str) -> bool:
+        """Whether nobody reads any more what it lets be read only now."""
+        if self.over:
+            self._parities.end_reading(self._identity, [name], self._reader)
+        return self.over
+
     # -- making them
 
     @property
     def _where(self) -> Where:
-        held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in self._todo}
+        todo = set(self._todo)
+        held = {rank: names[0] for rank, names in self._holders.items() if names and rank not in todo}
         return Where(self._nodes, held, self._chunks)
 
     def _share_out(self) -> None:
@@ -138,15 +164,18 @@ class Rebuilding:
         for _, chunk, _ in self._chunks:
             rows.setdefault(chunk.striped, set()).add(chunk.row)
         missing = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks} - where.ranks.keys()
-        lost = sorted(set(self._todo) - rebuildable(missing, sizes, rows))
-        idle = [rank for rank in self._todo if not self._at[rank]]
-        if lost or idle:
-            why = "too much of what it was kept with is lost, too" if lost else "no node is left that could"
-            self._finish(f"rank {(lost or idle)[0]} cannot be made again from parity: {why}")
-            return
-        self._left = {str(rank) for rank in self._todo}
+        possible = rebuildable(missing, sizes, rows)
         for rank in self._todo:
+            if rank not in possible:
+                self._fail(rank, "too much of what it was kept with is lost, too")
+            elif not self._at[rank]:
+                self._fail(rank, "no node is left that could")
+        todo = self._todo
+        self._left = {str(rank) for rank in todo}
+        for rank in todo:
             self._give(rank, _part_of(where, rank), self._at[rank])
+        if not todo:
+            self._finish()
 
     def _give(self, rank: int, where: Where, at: Sequence[str]) -> None:
         name = min(at, key=lambda each: (self._busy[each], at.index(each)))
@@ -154,18 +183,21 @@ class Rebuilding:
         self._tried[rank] += 1
         self._busy[name] += 1
         fields = {"t": "rebuild", "rank": rank, "order": [int(row) for row in order]}
+        fields["leave"] = self._leave.get(name, 0)
         needed = {each for _, chunk, _ in where.chunks for each in chunk.striped.ranks}
         snapshots = encode_described([self._snapshots[each] for each in sorted(needed)])
 
         def made(blobs: list[bytes], error: str) -> None:
+            if self.over:
+                return
             if blobs and not error:
-                self._spoiled(bytes(blobs[0]).decode(errors="replace"))
+                self._spoiled(rank, bytes(blobs[0]).decode(errors="replace"))
             elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])):
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
                 self._give(rank, where, [each for each in at if each != name] or at)
                 return
             elif error:
-                self._error = self._error or f"rank {rank} from parity at agent {name or 'here'}: {error}"
+                self._fail(rank, f"at agent {name or 'here'}: {error}")
             else:
                 self._made[rank] = name
                 self._holders[rank] = [name]
@@ -175,32 +207,37 @@ class Rebuilding:
 
         self._ask(name, fields, [where.encode(), snapshots], made)
 
-    def _spoiled(self, transfer: str) -> None:
+    def _spoiled(self, rank: int, transfer: str) -> None:
         """What lies there is damaged: it is done without it, if it can be."""
+        if transfer in self._damaged:
+            return  # who made another rank has come upon it, too
         log.warning("%s: what lies there is not what it was; it is done without", transfer[:200])
         before = len(self._chunks), self._holders
         self._chunks = [each for each in self._chunks if each[1].transfer != transfer]
         self._holders = {
-            rank: names[1:] if transfer == transfer_of(self._identity, rank) else names
-            for rank, names in self._holders.items()
+            each: names[1:] if transfer == transfer_of(self._identity, each) else names
+            for each, names in self._holders.items()
         }
         if before == (len(self._chunks), self._holders):
-            self._error = self._error or f"{transfer:.200} is said to be damaged, and was not asked for"
+            self._fail(rank, f"{transfer:.200} is said to be damaged, and was not asked for")
         else:
-            self._again = True
+            self._damaged.add(transfer)
+
+    def _fail(self, rank: int, why: str) -> None:
+        self._failed[rank] = f"rank {rank} cannot be made again from parity: {why}"
 
     def _go_on(self) -> None:
-        """All have answered."""
-        self._todo = [rank for rank in self._todo if rank not in self._made]
-        if self._error or not self._again:
-            self._finish(self._error)
-            return
-        self._again = False
-        self._publish()
+        """All have answered. What is left was to be made of something that is damaged."""
+        if self._todo:
+            self._publish()
+        else:
+            self._finish()
 
-    def _finish(self, error: str) -> None:
-        self._parities.end_reading(self._identity, self._names, self._reader)
-        self._then(self._made, error)
+    def _finish(self) -> None:
+        if not self.over:
+            self.over = True
+            self._parities.end_reading(self._identity, self._names, self._reader)
+            self._then(self._made, self._failed[min(self._failed)] if self._failed else "")
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
         self._parities.have(name, {**fields, "identity": str(self._identity), "reader": self._reader}, blobs, then)

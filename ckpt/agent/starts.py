@@ -28,7 +28,6 @@ from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.moving import SAY_S
-from ckpt.agent.partly import AskingForPart
 from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
@@ -265,38 +264,11 @@ class Starts(Keeper):
             self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
             return
         start.part = None
-        if chosen is None or chosen.record is None or not self._holders_of(start, chosen.candidate.identity):
+        if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.worlds:
             self._offer_candidate(start, chosen, damaged)
             return
         start.resolving = True
         self._find_part(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
-
-    def _holders_of(self, start: Start, identity: Identity) -> dict[int, list[str]]:
-        """Of the ranks of it that somebody holds."""
-        inventory = start.inventory
-        held = inventory.by_rank(identity) if identity in inventory.worlds else {}
-        return {rank: names for rank, names in held.items() if names}
-
-    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
-        """What memory has of a candidate from the store need not be read from there."""
-        identity = chosen.candidate.identity
-
-        def found(places: Places | None, error: str) -> None:
-            start.resolving, start.part = False, places
-            if places is None:
-                log.info("%s is read from the store, and nothing of it is taken from memory: %s", identity, error)
-            then()
-
-        AskingForPart(
-            self.network,
-            self._bulk,
-            identity,
-            chosen.manifest,
-            self._holders_of(start, identity),
-            self._arenas_of(identity),
-            self._server.later,
-            lambda places, error: self._guard_start(start, lambda: found(places, error)),
-        ).begin()
 
     def _new_job(self, start: Start) -> Job:
         begun = {*self._store.begun, *start.inventory.steps}
@@ -379,8 +351,8 @@ class Starts(Keeper):
     def _tell_of_lost_parts(self, start: Start, chosen: Resolved | None) -> None:
         """A newer checkpoint than the one that is gone on from lay in memory, and a part of it has gone with a node."""
         found = start.inventory.incomplete()
-        if not found or start.told_of_loss or (chosen is not None and max(found) < chosen.candidate.identity):
-            return
+        if not found or start.told_of_loss or (chosen is not None and max(found) <= chosen.candidate.identity):
+            return  # of the chosen one itself the store has what memory lacks
         start.told_of_loss = True
         identity = max(found)
         ranks = found[identity]
@@ -535,6 +507,10 @@ class Starts(Keeper):
 
     def _gather(self, start: Start, identity: Identity) -> None:
         """Puts a checkpoint together that lies on several nodes, and then chooses again."""
+        raise NotImplementedError
+
+    def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:
+        """What memory has of a candidate from the store, or can have of it soon, need not be read from there."""
         raise NotImplementedError
 
     def _serve_others(

@@ -10,6 +10,7 @@ from typing import Any, cast
 from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
 from ckpt.agent.finding import Keeps, Safe, find_safe
+from ckpt.agent.gathering import encoded_parts
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address
@@ -85,6 +86,15 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
+            if name in self._fleet.stuck and fields["t"] == "rebuild":
+                return
+            if fields["t"] == "parts":
+                which, world = Identity.parse(fields["identity"]), int(fields["world"])
+                theirs = {rank: self._fleet.held(name, which)[rank] for rank in fields["ranks"]}
+                sizes = [[rank, arena.bytes] for rank, arena in theirs.items()]
+                told = encoded_parts(which, world, theirs, fields["sealed"])
+                then(Message({"t": "reply", "id": 1, "sizes": sizes}, [], [told]), "")
+                return
             if fields["t"] == "keeps":
                 keeps = self._fleet.keeps(name, Epoch.parse(fields["epoch"]))
                 then(Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs()), "")
@@ -118,7 +128,7 @@ class Fetched:
 
 class Fleet:
     """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost. `deaf`: nodes that do
-    not hear what is safe."""
+    not hear what is safe. `stuck`: nodes that make nothing again, and do not say so."""
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
@@ -128,18 +138,20 @@ class Fleet:
         self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]
         self.gone: set[str] = set()
         self.deaf: set[str] = set()
+        self.stuck: set[str] = set()
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
         self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
         self.parities = {name: self._parities(name) for name in ranks}
 
     def _parities(self, name: str) -> Parities:
-        def held(identity: Identity) -> dict[int, Arena]:
-            own = {rank: self.arenas[identity][rank] for rank in self.ranks[name]}
-            return {**self.copies[name].of(identity), **own}
-
-        network = cast(Network, self.links[name])
+        network, held = cast(Network, self.links[name]), lambda identity: self.held(name, identity)
         return Parities(self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network)
+
+    def held(self, name: str, identity: Identity) -> dict[int, Arena]:
+        """What that node has of it, by rank."""
+        own = {rank: self.arenas[identity][rank] for rank in self.ranks[name]}
+        return {**self.copies[name].of(identity), **own}
 
     @property
     def me(self) -> str:
@@ -189,16 +201,23 @@ class Fleet:
 
     def rebuild(self, identity: Identity, missing: Sequence[int] | None = None) -> tuple[dict[int, str], str]:
         """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`."""
+        heard: list[tuple[dict[int, str], str]] = []
+        self.begin_rebuild(identity, missing, lambda made, error: heard.append((made, error)))
+        self.turned.until(lambda: heard)
+        assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
+        return heard[0]
+
+    def begin_rebuild(
+        self, identity: Identity, missing: Sequence[int] | None, then: Callable[[dict[int, str], str], None]
+    ) -> Rebuilding:
+        """The same, until `then` hears it."""
         left = [node for node in self.nodes if node.name not in self.gone]
         held = {rank: [node.name] for node in left for rank in node.ranks if rank not in (missing or ())}
         lost = sorted(set(range(self.world)) - held.keys()) if missing is None else missing
-        heard: list[tuple[dict[int, str], str]] = []
         at = {rank: [node.name for node in left if rank not in node.ranks] for rank in lost}
-        then = lambda made, error: heard.append((made, error))  # noqa: E731
-        Rebuilding(self.parities[self.me], left, identity, held, at, then).begin()
-        self.turned.until(lambda: heard)
-        assert not any(self.links[node.name].offers for node in left)
-        return heard[0]
+        made = Rebuilding(self.parities[self.me], left, identity, held, at, then)
+        made.begin()
+        return made
 
     def kept(self, name: str) -> set[int]:
         """The steps of which that node keeps parity."""

@@ -104,6 +104,11 @@ class Turned:
         while not holds():
             self._posted.get(timeout=30)()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits for it."""
+        return self._posted.empty()
+
     def close(self) -> None:
         self.bulk.close()
 

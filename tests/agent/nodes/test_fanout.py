@@ -118,6 +118,63 @@ def test_a_part_in_memory_that_is_damaged_there_comes_from_the_store(
     cluster.finish()
 
 
+def in_pairs(cluster: Cluster) -> tuple[int, list[int], tuple[int, int], tuple[int, int]]:
+    """Saves a step to the store, which two pairs of nodes keep parity of for each other. The step, the bytes that each
+    node staged, and the pairs."""
+    cluster.options = {**cluster.options, "peers": {"data": 1, "parity": 1}}
+    cluster.start(0, 1, 2, 3)
+    cluster.checkpoint("store")
+    tick = cluster.save("peer", "store")
+    staged = [rank.plan.declaration.staging.data_bytes for rank in cluster.job if rank.plan is not None]
+    (partner,) = cluster.keepers()[0]
+    first, second = (node for node in (1, 2, 3) if node != partner)
+    return tick.step, staged, (0, partner), (first, second)
+
+
+@pytest.mark.parametrize("news", [1, 0])
+def test_what_parity_can_make_again_of_a_part_is_made_and_only_what_is_lost_leaves_the_store(
+    news: int, cluster: Cluster, store: TinyS3
+) -> None:
+    """`news`: nodes that have nothing; with none of them the one that is left is a job of one node."""
+    step, staged, beyond, (gone, left) = in_pairs(cluster)
+    cluster.kill(*beyond, gone)
+    cluster.hang_up()
+    lost, whole = sum(staged[node] for node in beyond), sum(staged)
+    read(store)
+    cluster.connect(left, *range(4, 4 + news))
+    if not news:
+        cluster.job[0].nodes = []
+    decision = cluster.enter()
+    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
+    assert {rank.step for rank in cluster.job} == {step}
+    assert lost <= read(store) <= lost + SLACK_BYTES
+    fetched = cluster.fetched()
+    assert fetched["local"] + fetched["peer"] >= whole - lost
+    assert cluster.checkpoint("store") > step
+    told = {each["name"] for each in cluster.job[0].events}
+    assert told.isdisjoint({"restore.lost", "peers.reprotected"}), "nothing is lost, and copies of a part are of no use"
+    cluster.finish()
+
+
+def test_of_what_turns_out_not_to_be_whole_in_memory_the_rest_is_taken_from_there_and_what_was_made_again_too(
+    cluster: Cluster, store: TinyS3
+) -> None:
+    """One node of each pair is lost, and made good; then what another one has is seen to be damaged."""
+    step, staged, pair, other = in_pairs(cluster)
+    for arena in cluster.job[pair[0]].slots.values():
+        arena.data(0, 1000)[:] = bytes(range(250)) * 4
+    cluster.kill(pair[1], other[1])
+    cluster.hang_up()
+    read(store)
+    decision = cluster.start(pair[0], other[0])
+    assert decision.fields["candidate"] == {**decision.fields["candidate"], "step": step, "level": "store"}
+    assert {rank.step for rank in cluster.job} == {step}
+    assert staged[pair[0]] <= read(store) <= staged[pair[0]] + SLACK_BYTES
+    fetched = cluster.fetched()
+    assert fetched["local"] + fetched["peer"] >= sum(staged) - staged[pair[0]]
+    cluster.finish()
+
+
 def test_where_a_users_limit_leaves_no_memory_to_read_for_others_each_node_reads_for_itself_and_says_so(
     cluster: Cluster, store: TinyS3
 ) -> None:

@@ -33,7 +33,7 @@ SAID: dict[str, dict[str, Any]] = {
     "publish": {"identity": WHICH, "ranks": [0], "id": 1},
     "stripe": {"identity": WHICH, "world": 2, "safe": None, "id": 1},
     "lend": {"identity": WHICH, "reader": "x", "id": 1},
-    "rebuild": {"identity": WHICH, "rank": 0, "order": [0, 1], "id": 1},
+    "rebuild": {"identity": WHICH, "rank": 0, "order": [0, 1], "leave": 0, "id": 1},
     "write": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
     "keep": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "safe": None, "id": 1},
     "kept": {"identity": WHICH},

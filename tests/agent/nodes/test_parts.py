@@ -87,14 +87,14 @@ def test_who_speaks_of_another_world_than_the_first_is_not_counted() -> None:
     assert whole.by_rank(identity(5)) == {0: ["a"], 1: []}
 
 
-def test_this_node_comes_first_and_what_was_forgotten_is_gone() -> None:
+def test_this_node_comes_first_and_what_was_refuted_is_only_a_part_any_more() -> None:
     whole = together(b=holding((5, 0), (5, 1), (4, 0)))
     whole._add((identity(5), 1), 2, "")
     assert whole.by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
-    whole.forget(identity(5))
-    whole.forget(identity(5))
+    whole.refute(identity(5))
     assert whole.complete() == []
-    assert set(whole.holders) == {(identity(4), 0)}
+    assert whole.incomplete() == {identity(4): [1]}, "of the other one nothing is known to be lost"
+    assert whole.by_rank(identity(5)) == {0: ["b"], 1: ["", "b"]}
 
 
 def test_an_arena_counts_where_it_is_sealed_and_its_coordinator_saw_all_of_it() -> None:

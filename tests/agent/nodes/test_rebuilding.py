@@ -48,16 +48,17 @@ def test_whoever_is_lost_what_they_staged_is_made_again_bit_for_bit(
     make: Make, ranks: Mapping[str, Sequence[int]], option: Parity
 ) -> None:
     """Every loss of as many nodes as there are parities; and what the inventories say of it is what then happens, for
-    every loss."""
+    every loss: what cannot be made keeps nothing else from it."""
     fleet = make(ranks, option)
     assert fleet.protect(STEP) == ""
     for count in range(1, len(ranks)):
         for gone in itertools.combinations(ranks, count):
             fleet.gone = set(gone)
-            possible = inventory(fleet).complete() == [STEP]
+            possible, makeable = inventory(fleet).complete() == [STEP], inventory(fleet).makeable(STEP)
             assert possible or count > option.parity
             made, error = fleet.rebuild(STEP)
             assert (error == "") == possible, (gone, error)
+            assert made.keys() == makeable.keys()
             fleet.check(STEP, made)
             for name in set(made.values()):
                 assert fleet.copies[name].of(STEP).keys() == {rank for rank, at in made.items() if at == name}
@@ -270,6 +271,54 @@ def test_what_a_survivor_holds_damaged_counts_as_lost(
         assert "cannot be made again" in error
     else:
         assert (sorted(made), error) == (made_again, "")
+
+
+def test_what_is_damaged_is_done_without_once_though_several_lost_ranks_come_upon_it(make: Make) -> None:
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    kept = [chunk for each in fleet.copies.values() for chunk in each.chunks.kept.values()]
+    (chunk,) = [each for each in kept if each.name.striped.ranks == {0, 1} and each.name.row is Row.P]
+    chunk.data[:5] = b"wrong"
+    fleet.gone = {"a"}
+    made, error = fleet.rebuild(STEP)
+    assert (sorted(made), error) == ([0, 1], "")
+    fleet.check(STEP, made)
+
+
+def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read(make: Make) -> None:
+    """After each of the messages that a rebuilding takes."""
+    fleet = make({"a": [0, 1], "b": [2], "c": [3], "d": [4]}, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    fleet.gone, turned = {"a"}, fleet.turned
+    work, original = [0], turned.bulk.run
+
+    def run(lane: Any, what: Any, then: Any) -> None:
+        work[0] += 1
+        original(lane, what, lambda done: (work.append(work.pop() - 1), then(done)))
+
+    turned.bulk.run = run  # type: ignore[method-assign]
+    seen = set()
+    for moment in itertools.count():
+        heard: list[tuple[dict[int, str], str]] = []
+        rebuilding = fleet.begin_rebuild(STEP, [0, 1], lambda *found, heard=heard: heard.append(found))
+        left = itertools.count(moment, -1)
+        turned.until(lambda left=left, heard=heard: heard or not next(left))
+        by_itself = bool(heard)
+        rebuilding.give_up("it takes too long")
+        ((made, error),) = heard
+        assert by_itself == (error == "")
+        seen.add(len(made))
+        as_heard = dict(made)
+        turned.until(lambda: not work[0] and turned.is_idle)
+        assert heard == [(as_heard, error)]
+        assert not any(link.offers for name, link in fleet.links.items() if name != "a")
+        fleet.check(STEP, made)
+        for copies in fleet.copies.values():
+            while copies.kept:
+                copies.kept.popitem()[1].close()
+        if by_itself:
+            break
+    assert seen == {0, 1, 2}
 
 
 def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:
