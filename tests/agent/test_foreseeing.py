@@ -125,6 +125,7 @@ def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
     first = begin()
     train([first], 3)
     finish([first])
+    wait_gone(first.connection.agent_pid)  # the next one listens to signals
     teach(url, {"model": good()})
     request.getfixturevalue("foreseen")
     second = begin()
