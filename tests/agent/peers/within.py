@@ -78,13 +78,18 @@ class Within:
         self._fetches.add(made)
 
         def run() -> None:
+            nonlocal target
+            failure: CkptError | None = None
             try:
                 for number in made.missing():
                     self._copy(made, peer, name, number if numbers is None else numbers[number], number, target, frames)
                     if landed is not None:
                         landed(number)
             except CkptError as exc:
-                made.done.set_exception(exc)
+                failure = exc.with_traceback(None)
+            target = memoryview(b"")  # whoever hears of the end closes what it was a part of
+            if failure is not None:
+                made.done.set_exception(failure)
             else:
                 made.done.set_result(None)
 
