@@ -23,6 +23,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.facts import Store
 from ckpt.agent.learning import ABOUT
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.rebuilding import UNWANTED
 from ckpt.agent.remote import RemoteRanks, Wanted
 from ckpt.agent.surviving import check_due
 from ckpt.agent.writing import Parts, Then, write_part
@@ -75,22 +76,23 @@ class Committing(Basis):
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
 
     def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Parts:
-        """Each node writes the frames that lie there, this one too, or who keeps copies of them does. Whether another
-        has them yet is its own affair: it refuses what is not there, whole and hashed, and then the next is asked."""
+        """Each node writes the frames that lie there, this one too, or who keeps copies of them does, or makes them
+        again from parity. Whether another has them yet is its own affair: it refuses what is not there, whole and
+        hashed, and then the next is asked."""
         round_ = self.group.slots[slot].round
 
         def safe() -> bool:
             return round_ is not None and round_.peer is Store.DONE
 
-        def holders() -> dict[str, list[str]]:
-            return self.protection.holders(checkpoint.identity) if self.protection is not None else {}
+        def others(name: str, slow: bool) -> list[str]:
+            return self.protection.others(checkpoint.identity, name, slow) if self.protection is not None else []
 
         server, margin_s = self._services.server, self._services.heartbeat_s
         ask = functools.partial(self._have_written, checkpoint.arenas)
         spared = self.group.left_to_others - {""}  # once this one is gone nobody waits for its part, or for any
         services = ask, server.post, server.later, margin_s
         ranks = nodes.ranks_by_node
-        self._parts = Parts(checkpoint, self.options, ranks, holders, *services, spared=spared, safe=safe)
+        self._parts = Parts(checkpoint, self.options, ranks, others, *services, spared=spared, safe=safe)
         return self._parts
 
     def abandon_commit(self) -> None:
@@ -99,10 +101,16 @@ class Committing(Basis):
             self._parts.abandon()
 
     def _have_written(
-        self, own: Mapping[int, Arena], name: str, wanted: Wanted, cancel: threading.Event, then: Then
+        self,
+        own: Mapping[int, Arena],
+        name: str,
+        wanted: Wanted,
+        slow: frozenset[str],
+        cancel: threading.Event,
+        then: Then,
     ) -> None:
         """By the node whose ranks staged it, or by another one, which has copies, or makes them from parity. `own`:
-        what lies here of this node's ranks."""
+        what lies here of this node's ranks. The rest: see writing.Ask."""
         owners = {self.ranks.node_of(rank) for rank in np.unique(wanted.ranks).tolist()}
         if not name and name in owners:
             self._write(Lane.PART, wanted, own, cancel, then)
@@ -112,13 +120,13 @@ class Committing(Basis):
             return
 
         def made(holder: str, error: str) -> None:
-            if error:
-                then(None, error)
+            if error or cancel.is_set():
+                then(None, error or UNWANTED)
             else:
                 self._have_copies_written(holder, wanted, cancel, then)
 
         (owner,) = owners
-        self.protection.remake(wanted.identity, owner, name, self._guarded(made))
+        self.protection.remake(wanted.identity, owner, name, slow, cancel.is_set, self._guarded(made))
 
     def _have_copies_written(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
         nodes, copies = self.ranks, self._services.copies

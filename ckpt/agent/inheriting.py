@@ -248,7 +248,7 @@ class Inheriting(Others):
         checkpoint, network = found.checkpoint, attempt.network
         ranks, rest = shares(found.places.holders)
 
-        def write(name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+        def write(name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
             if not name:
                 self._write_own(checkpoint, wanted, cancel, then)
                 return
@@ -257,7 +257,8 @@ class Inheriting(Others):
 
         options = Options(codec=terms.codec, limits=Limits(bandwidth=terms.bandwidth))
         server, margin_s = self._server, self._settings.heartbeat_s
-        return Parts(checkpoint, options, ranks, lambda: rest, write, server.post, server.later, margin_s)
+        others = lambda name, slow: rest[name]  # noqa: E731
+        return Parts(checkpoint, options, ranks, others, write, server.post, server.later, margin_s)
 
     def _write_own(self, checkpoint: Checkpoint, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
         def written(done: Future[Written]) -> None:

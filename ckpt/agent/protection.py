@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
@@ -11,7 +12,7 @@ from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.hosts import lost_with_hosts, told_apart
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.parities import Parities
-from ckpt.agent.rebuilding import Rebuilding
+from ckpt.agent.rebuilding import UNWANTED, Rebuilding
 from ckpt.agent.replicating import Replication
 from ckpt.agent.striping import Striping
 from ckpt.plan.groups import Node
@@ -50,7 +51,8 @@ class Protection:
         self._anew = False  # whoever was together need not stay so
         self._lenders = lenders
         self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
-        self._rebuilding: list[Rebuilding] = []  # the first is under way, the others wait for it
+        self._to_remake: deque[Callable[[], None]] = deque()  # what waits for its turn
+        self._is_remaking = False
 
     @property
     def protects(self) -> bool:
@@ -142,25 +144,18 @@ class Protection:
         kept = any(name in (each.node, *each.holders) for each in placement.kept)
         return kept or any(group.parity and name in group.members for group in placement.groups)
 
-    def holders(self, identity: Identity) -> dict[str, list[str]]:
-        """By node: who keeps copies of what it staged of that checkpoint. With parity, for nodes that are gone: who can
-        make them again, which is any node with ranks, those first that keep some of it. "" is this one, which is never
-        gone."""
+    def others(self, identity: Identity, node: str, slow: bool) -> list[str]:
+        """Who else has what that node staged of that checkpoint: those that keep copies of it; with parity, where it is
+        gone, or there and `slow`: who can make it again, nodes with ranks that keep some of it, and this one. "" is
+        this one, which is never gone."""
         me, placement = self._network.me, self._used.get(identity)
-        found = self._kept_by(placement)
-        if placement is not None and isinstance(placement.option, Parity):
-            trains = {node.name for node in self._nodes}
-            away = {node for node in found if node != me and self._network.channel(node) is None}
-            gone = {node: names for node, names in found.items() if names and node in away}
-            found = {
-                node: list(dict.fromkeys([*(name for name in names if name in trains), me]))
-                for node, names in gone.items()
-            }
-
-        def told(name: str) -> str:
-            return "" if name == me else name
-
-        return {told(node): list(map(told, names)) for node, names in found.items()}
+        owner = node or me
+        found = self._kept_by(placement).get(owner, [])
+        if found and placement is not None and isinstance(placement.option, Parity):
+            gone = owner != me and self._network.channel(owner) is None
+            trains = {each.name for each in self._nodes} - {owner}
+            found = list(dict.fromkeys(name for name in [*found, me] if name in trains)) if gone or slow else []
+        return ["" if name == me else name for name in found]
 
     def _kept_by(self, placement: Placement | None) -> dict[str, list[str]]:
         if placement is None:
@@ -268,27 +263,63 @@ class Protection:
         keeps = Keeps.of(own, self._copies.told_safe, epoch)
         find_safe(self._network, names, keeps, epoch, [losses.get(rank, 0) for rank in range(world)], then)
 
-    def remake(self, identity: Identity, lost: str, at: str, then: Callable[[str, str], None]) -> None:
-        """Has the node `at` ("" is this one) make what the ranks of the node `lost` staged from parity, and keep it:
-        `then` hears who has it, and "" or why nobody has. At once where there is nothing to be made, as with copies;
-        and where that node is there again it is the one that has it."""
-        if self.placement is None or not isinstance(self.placement.option, Parity):
+    def remake(
+        self,
+        identity: Identity,
+        lost: str,
+        at: str,
+        slow: Collection[str],
+        over: Callable[[], bool],
+        then: Callable[[str, str], None],
+    ) -> None:
+        """Has the node `at` make what the ranks of the node `lost` staged from parity, and keep it: `then` hears who
+        has it, and "" or why nobody has. At once where there is nothing to be made, as with copies. "" is this node.
+
+        Nothing is wanted for it of the nodes that are `slow`. Where the node itself is one of them nothing is lost, and
+        this is made only where there is room to spare; where it is gone, and there again when it is its turn, it is the
+        one that has it. `over`: whether nobody waits for it any more; what is lost is made all the same, for the next
+        start."""
+        me, placement = self._network.me, self._used.get(identity)
+        if placement is None or not isinstance(placement.option, Parity):
             then(at, "")
             return
-        if self._network.channel(lost) is not None:
-            then(lost, "")
+        if at in slow:
+            then(at, "it is slow itself")
             return
-
-        left = [node for node in (*self._nodes, *(each.node for each in self._lenders())) if node.name != lost]
+        lost, maker, idle = lost or me, at or me, {name or me for name in slow}
+        every = [*self._nodes, *(each.node for each in self._lenders())]
+        left = [node for node in every if node.name not in {lost, *idle}]
         holders = {rank: [node.name] for node in left for rank in node.ranks}
+        wanted = {rank: [maker] for node in self._nodes if node.name == lost for rank in node.ranks}
 
-        def ended(_: object, error: str) -> None:
-            del self._rebuilding[0]
-            if self._rebuilding:
-                self._rebuilding[0].begin()
+        def made(_: object, error: str) -> None:
+            self._is_remaking = False
             then(at, error)
+            self._remake_next()
 
-        wanted = {rank: [at or self._network.me] for node in self._nodes if node.name == lost for rank in node.ranks}
-        self._rebuilding.append(Rebuilding(self._parities, left, identity, holders, wanted, ended))
-        if len(self._rebuilding) == 1:
-            self._rebuilding[0].begin()
+        def unwanted() -> bool:
+            return lost in idle and over()
+
+        def begin() -> None:
+            if unwanted():
+                then(at, UNWANTED)
+            elif lost not in idle and self._network.channel(lost) is not None:
+                then(lost, "")
+            else:
+                self._is_remaking = True
+                what = self._parities, left, identity, holders, wanted, made
+                leave = {maker: self._next_bytes(placement, maker)} if lost in idle else {}
+                Rebuilding(*what, leave=leave, unwanted=unwanted).begin()
+
+        self._to_remake.append(begin)
+        self._remake_next()
+
+    @staticmethod
+    def _next_bytes(placement: Placement, node: str) -> int:
+        """That the next checkpoint's parity takes there: it is there before anything of this one's goes."""
+        return SCRATCH_BYTES + next((load.keeps_bytes for load in placement.loads if load.node == node), 0)
+
+    def _remake_next(self) -> None:
+        """One after the other: each wants much of the other nodes."""
+        while self._to_remake and not self._is_remaking:
+            self._to_remake.popleft()()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+UNWANTED = "nobody waits for it any more"
 ATTEMPTS = 3  # at one rank, or as many as there are nodes: some may have no memory for it
 
 Made = dict[int, str]  # by rank: the node that made it
@@ -48,9 +49,11 @@ class Rebuilding:
         then: Callable[[Made, str], None],
         me: str = "",
         leave: Mapping[str, int] | None = None,
+        unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         """`me`: the name of this node where it is the only one. `leave`: by node, the bytes that what it makes has to
-        leave to others, or it makes nothing; a node that is not named need leave none."""
+        leave to others, or it makes nothing; a node that is not named need leave none. `unwanted`: whether nobody waits
+        for it any more."""
         self._parities, self._identity, self._then = parities, identity, then
         self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
         self._nodes = {node.name: node.addresses for node in nodes}
@@ -67,6 +70,7 @@ class Rebuilding:
         self._made: Made = {}
         self._failed: dict[int, str] = {}  # ranks that nobody makes, and why
         self._damaged: set[str] = set()  # transfers that turned out to be, since it was last seen what there is
+        self._unwanted = unwanted
         self.over = False
 
     @property
@@ -121,7 +125,8 @@ class Rebuilding:
     def _publish(self) -> None:
         """Who holds what is needed of it lets it be read."""
         self._damaged.clear()
-        needed = {rank for _, chunk, _ in self._chunks for rank in chunk.striped.ranks}
+        stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(self._todo)]
+        needed = {rank for striped in stripes for rank in striped.ranks}
         by_node: dict[str, list[int]] = {}
         for rank in sorted(needed - set(self._todo)):
             if self._holders.get(rank):
@@ -159,6 +164,9 @@ class Rebuilding:
         return Where(self._nodes, held, self._chunks)
 
     def _share_out(self) -> None:
+        if self._unwanted():
+            self.give_up(UNWANTED)
+            return
         where, sizes = self._where, {rank: each.staged_bytes for rank, each in self._snapshots.items()}
         rows: dict[Striped, set[Row]] = {}
         for _, chunk, _ in self._chunks:
@@ -192,7 +200,7 @@ class Rebuilding:
                 return
             if blobs and not error:
                 self._spoiled(rank, bytes(blobs[0]).decode(errors="replace"))
-            elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])):
+            elif error and self._tried[rank] < max(ATTEMPTS, len(self._at[rank])) and not self._unwanted():
                 log.warning("rank %d of %s from parity at agent %s: %s", rank, self._identity, name or "here", error)
                 self._give(rank, where, [each for each in at if each != name] or at)
                 return

@@ -1,5 +1,6 @@
-"""The parts of a commit of several nodes: each writes the frames that it holds, or who has copies of them does. That of
-the node that commits is one of them: where its own way to the store is the slow one, another writes that part too.
+"""The parts of a commit of several nodes: each writes the frames that it holds, or who has copies of them does, or who
+makes them again from parity. That of the node that commits is one of them: where its own way to the store is the slow
+one, another writes that part too.
 
 Every try at a part has keys of its own (StoreSide.write), so that two may be under way at once. Which of them counts is
 decided on the main thread; nothing refers to what the other has put, and prune deletes it.
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
+# Who has copies of what that node staged, or can make them now, best first: (its name; whether it is there and slow).
+Others = Callable[[str, bool], Sequence[str]]
 # What hears what was written, or why nothing was.
 Then = Callable[["Written | None", str], None]
-# Has a node write these frames: (its name, "" for this one; what; cancel; then). `cancel` is set once nobody waits for
-# it any more. This node heeds it: what has begun to be put is, and nothing more; other nodes are not told.
-Ask = Callable[[str, Wanted, threading.Event, Then], None]
+# Has a node write these frames: (its name, "" for this one; what; slow; cancel; then). `slow`: nodes that have enough
+# to do, and of which nothing is wanted for it. `cancel` is set once nobody waits for it any more. This node heeds it:
+# what has begun to be put is, and nothing more; other nodes are not told.
+Ask = Callable[[str, Wanted, frozenset[str], threading.Event, Then], None]
 
 
 def write_part(
@@ -66,33 +70,31 @@ def write_part(
 
 @dataclass(slots=True)
 class _Part:
-    """What one node was asked to write. `names`: who else may be asked, best first, once that is known."""
+    """What one node was asked to write. `names`: who else may be asked, best first."""
 
     name: str
     wanted: Wanted
+    nbytes: int
     future: Future[Written]
-    names: list[str] | None = None
-    asked: int = 0  # writers that have not answered
+    names: list[str] = field(default_factory=list)
+    asked: set[str] = field(default_factory=set)  # who has not answered
     errors: list[str] = field(default_factory=list)
+    is_timed: bool = False  # it will be looked at
     cancel: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.wanted.frames["length"].sum())
 
 
 class Parts:
     """The parts of one commit: see store.commit.Elsewhere. `ranks`: of each node, by its name, "" for this one.
-    `holders`: who has copies of each node's snapshots at that moment, or can have them, and writes them if that one
-    cannot, or has taken too long by `overdue_s`, with this margin; who is first counts. `ask`: see Ask; it runs on the
-    main thread, as `post` makes it; so does what `later` is given."""
+    `others`: see Others: they write a node's part if that one cannot, or has taken too long by `overdue_s`, with this
+    margin; who is first counts. Once a node has failed, those are asked anew that could not while it was only slow.
+    `ask`: see Ask. Both run on the main thread, as `post` makes it; so does what `later` is given."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         options: Options,
         ranks: Mapping[str, frozenset[int]],
-        holders: Callable[[], Mapping[str, Sequence[str]]],
+        others: Others,
         ask: Ask,
         post: Callable[[Callable[[], None]], None],
         later: Callable[[float, Callable[[], None]], None],
@@ -102,16 +104,16 @@ class Parts:
         safe: Callable[[], bool] = lambda: True,
     ) -> None:
         """`spared`: nodes that may be gone before they have written anything: who has copies is asked first. `safe`:
-        whether all copies are where they should be: only then somebody else is asked while a node has not failed, since
-        nobody is asked twice, and who has none yet would be needed once it fails."""
+        whether all copies, or parity, are where they should be: before that nobody else is asked while a node has not
+        failed, since he may have none yet."""
         self._spared, self._safe = spared, safe
         self._checkpoint, self._options = checkpoint, options
-        self._ranks, self._holders, self._ask, self._post = ranks, holders, ask, post
+        self._ranks, self._others, self._ask, self._post = ranks, others, ask, post
         self._later, self._margin_s, self._clock = later, margin_s, clock or SystemClock()
         self._began_s = 0.0
         self._parts: list[_Part] = []
         self._over = False
-        self._written: list[tuple[float, int]] = []  # seconds and bytes of the parts that are; main thread
+        self._written: list[tuple[float, int]] = []  # of the parts that are, those by which others are late
 
     def __call__(self, todo: Indices) -> list[tuple[Indices, Future[Written]]]:
         """On the thread that commits."""
@@ -123,7 +125,7 @@ class Parts:
             codec, bandwidth = self._options.codec, self._options.limits.bandwidth
             wanted = Wanted(made.identity, frames, *at, codec, bandwidth)
             future: Future[Written] = Future()
-            part = _Part(name, wanted, future)
+            part = _Part(name, wanted, int(frames["length"].sum()), future)
             self._parts.append(part)
             found.append((numbers, future))
         if self._over:
@@ -154,9 +156,9 @@ class Parts:
                 part.future.set_exception(AgentError("the agent ends"))
 
     def _begin(self, part: _Part) -> None:
-        others = [n for n in self._holders().get(part.name, ()) if n not in self._spared] if self._spared else []
-        others = others if self._safe() else []
-        if part.name in self._spared and others:
+        spared = part.name in self._spared and self._safe()
+        others = [name for name in self._left(part, slow=False) if name not in self._spared] if spared else []
+        if others:
             part.names = [*others[1:], part.name]
             self._have_written(part, others[0])
         else:
@@ -164,7 +166,7 @@ class Parts:
 
     def _have_written(self, part: _Part, name: str) -> None:
         def answered(result: Written | None, error: str) -> None:
-            part.asked -= 1
+            part.asked.discard(name)
             if part.future.done() or self._over:
                 return  # another one was first, or nobody waits any more
             if result is not None:
@@ -172,39 +174,80 @@ class Parts:
                 part.future.set_result(result)
                 self._is_written(part.nbytes)
                 return
-            part.errors.append(f"{_node(name)} has not written its part: {error}")
-            if not self._have_another_write(part, part.errors[-1]) and not part.asked:
+            whose = "its" if name == part.name else "that"
+            why = f"{_node(name)} has not written {whose} part: {error}"
+            part.errors.append(why)
+            if name == part.name:
+                part.errors.insert(0, part.errors.pop())  # it says more than why nobody else could
+                part.names = self._left(part, slow=False)
+            if not self._have_another_write(part, why) and not part.asked:
                 part.future.set_exception(AgentError(part.errors[0]))
 
-        part.asked += 1
-        self._ask(name, part.wanted, part.cancel, answered)
+        # Once the node itself has failed nobody is left out: the part may need all that there is.
+        slow = self._slow() | {part.name} if part.name in part.asked else frozenset[str]()
+        part.asked.add(name)
+        self._ask(name, part.wanted, slow, part.cancel, answered)
 
     def _have_another_write(self, part: _Part, why: str) -> bool:
-        """The next who has a copy; False where there is none."""
-        if part.names is None:
-            part.names = list(self._holders().get(part.name, ())) or None  # None: there may be some later
+        """The next who has a copy, or can make one; False where there is none."""
         if not part.names:
             return False
-        log.warning("%s; another one that has a copy does", why)
+        log.warning("%s; another one that has a copy, or makes one, does", why)
         self._have_written(part, part.names.pop(0))
         return True
 
+    def _left(self, part: _Part, slow: bool) -> list[str]:
+        """Who else may be asked for it now, best first: those that are slow themselves last."""
+        names = [name for name in self._others(part.name, slow) if name not in part.asked]
+        return sorted(names, key=self._slow().__contains__) if slow else names
+
+    def _slow(self) -> frozenset[str]:
+        """The nodes that should have answered by now and have not, be it that another one was first."""
+        return frozenset(
+            part.name
+            for part in self._parts
+            if part.name in part.asked and (part.future.done() or len(part.asked) > 1 or self._is_overdue(part))
+        )
+
     def _is_written(self, nbytes: int) -> None:
-        """So much is, and by that others may be late."""
-        self._written.append((self._clock.now_s() - self._began_s, nbytes))
+        """So much is, and by that others may be late: by the slowest, or by the slowest for its bytes (overdue_s)."""
+        if nbytes:
+            written = [*self._written, (self._since_s, nbytes)]
+            self._written = [max(written), max(written, key=lambda each: each[0] / each[1])]
         for part in self._parts:
             self._look(part)
 
     def _look(self, part: _Part) -> None:
-        due_s = overdue_s(self._written, part.nbytes, self._margin_s)
-        if self._over or part.future.done() or due_s is None or part.errors or part.asked > 1 or not self._safe():
+        due_s = self._due_s(part)
+        if self._over or part.future.done() or due_s is None or part.errors or len(part.asked) > 1:
             return  # whoever failed has been followed by another; and of those that are slow one is enough
-        left_s = due_s - (self._clock.now_s() - self._began_s)
+        left_s = max(due_s - self._since_s, 0.0 if self._safe() else self._margin_s)
         if left_s > 0:
-            self._later(left_s, lambda: self._look(part))
+            self._look_again(part, left_s)
             return
+        part.names = part.names or self._left(part, slow=True)
         slow = f"{_node(part.name)} takes longer than {due_s:.1f} s for its part"
         self._have_another_write(part, slow)
+
+    def _look_again(self, part: _Part, after_s: float) -> None:
+        def look() -> None:
+            part.is_timed = False
+            self._look(part)
+
+        if not part.is_timed:  # it is due no earlier by what is written meanwhile
+            part.is_timed = True
+            self._later(after_s, look)
+
+    def _is_overdue(self, part: _Part) -> bool:
+        due_s = self._due_s(part)
+        return due_s is not None and due_s <= self._since_s
+
+    def _due_s(self, part: _Part) -> float | None:
+        return overdue_s(self._written, part.nbytes, self._margin_s)
+
+    @property
+    def _since_s(self) -> float:
+        return self._clock.now_s() - self._began_s
 
 
 def _node(name: str) -> str:

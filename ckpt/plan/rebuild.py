@@ -172,13 +172,27 @@ def protected(
     found: dict[int, list[tuple[int, int]]] = {}
     for striped, held in rows.items():
         at = Counter(name for names in held.values() for name in set(names))
-        for source in striped.sources:
-            at.update({name for run in source for name in holders.get(run.rank, ())})
+        for source in sorted(striped.sources, key=lambda source: max(len(holders.get(run.rank, ())) for run in source)):
+            at.update(_needed(source, holders, losses, at))
         worst = sum(count for _, count in at.most_common(losses))
         if all(holders.get(rank) for rank in striped.ranks) and worst <= len(held):
             for run in (run for source in striped.sources for run in source):
                 found.setdefault(run.rank, []).append((run.start, run.stop))
     return frozenset(rank for rank, parts in found.items() if rank in sizes and _covers(parts, sizes[rank]))
+
+
+def _needed(
+    source: Source, holders: Mapping[int, Collection[str]], losses: int, at: Mapping[str, int]
+) -> frozenset[str]:
+    """Nodes of which one is lost wherever so many are and bytes of the source with them. Of several that have a rank's
+    snapshot, as where it was made again though its node is there, that is one; the one with the least of the stripe,
+    by `at`."""
+    found: frozenset[str] = frozenset()
+    weak = [names for run in source if 0 < len(names := frozenset(holders.get(run.rank, ()))) <= losses]
+    for names in [frozenset.intersection(*weak), *weak] if weak else []:
+        if names and found.isdisjoint(names):
+            found |= {min(names, key=lambda name: (at.get(name, 0), name))}
+    return found
 
 
 def _covers(parts: Sequence[tuple[int, int]], size: int) -> bool:

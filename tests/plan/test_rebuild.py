@@ -78,9 +78,13 @@ def test_what_parity_is_said_to_protect_survives_any_loss_wherever_lost_ranks_we
         for count in range(1, option.parity + 1):
             whole = {rank for name, ranks in staged.items() for rank, _ in ranks if losses[name] >= count}
             assert protected(holders, sizes, rows(()), count) >= whole, "nothing is lost: it is as it was placed"
+            more = {rank: [*names, *rng.sample(sorted(staged), rng.randint(0, 2))] for rank, names in holders.items()}
+            assert protected(more, sizes, rows(()), 1) >= protected(holders, sizes, rows(()), 1), "more is not less"
         before = tuple(rng.sample(sorted(staged), rng.randint(0, min(option.parity, len(staged) - 1))))
         there = [name for name in staged if name not in before]
         now = {rank: [at for at in names if at in there] or [rng.choice(there)] for rank, names in holders.items()}
+        for rank in rng.sample(sorted(now), rng.randint(0, len(now))):  # made again though its node is there
+            now[rank] = sorted({*now[rank], rng.choice(there)})
         for gone in itertools.combinations(there, min(option.parity, len(there))):
             said = protected(now, sizes, rows(before), option.parity)
             missing = [rank for rank, names in now.items() if set(names) <= set(gone)]

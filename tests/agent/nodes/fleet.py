@@ -15,6 +15,7 @@ from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import WRONG_MAX, Frames
+from ckpt.agent.protection import Protection
 from ckpt.agent.rebuilding import Rebuilding
 from ckpt.agent.striping import Striping
 from ckpt.agent.wire import Message
@@ -57,6 +58,7 @@ class Link:
         numbers: Sequence[int],
     ) -> Any:
         done: Future[None] = Future()
+        self._fleet.wanted.add(peer)
         given = self._fleet.links[peer].offers.get(name) if peer not in self._fleet.gone else None
         if given is None:
             done.set_exception(AgentError(f"agent {peer} does not offer {name}"))
@@ -86,6 +88,7 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
+            self._fleet.wanted.add(name)
             if name in self._fleet.stuck and fields["t"] == "rebuild":
                 return
             if fields["t"] == "parts":
@@ -133,6 +136,7 @@ class Fleet:
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
         self.said: list[tuple[dict[str, Any], Sequence[bytes]]] = []  # by nodes to others
+        self.wanted: set[str] = set()  # nodes that were asked for something, or read from
         self.ranks, self.option = ranks, option
         self.world = sum(map(len, ranks.values()))
         self.nodes = [NodeAt(name, (Address("h", 1),), tuple(held)) for name, held in ranks.items()]
@@ -198,6 +202,14 @@ class Fleet:
         find_safe(cast(Network, self.links[self.me]), self.ranks, own, identity.epoch, needs, heard.append)
         self.turned.until(lambda: heard)
         return heard[0]
+
+    def protection(self, identity: Identity) -> Protection:
+        """The coordinator's, which has had it protected."""
+        made = Protection(
+            cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes, self.option
+        )
+        made._used[identity] = self.placed(identity)
+        return made
 
     def rebuild(self, identity: Identity, missing: Sequence[int] | None = None) -> tuple[dict[int, str], str]:
         """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`."""

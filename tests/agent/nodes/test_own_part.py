@@ -1,8 +1,10 @@
 """The part of a commit that lies on the node that commits: where its own way to the store is slow, or broken, who
-keeps copies of it writes it. Real agents and a real S3 server, which the first node reaches through a proxy."""
+keeps copies of it writes it; where it is slow, also who makes it again from parity. Real agents and a real S3 server,
+which the first node reaches through a proxy."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +14,7 @@ from ckpt.storage import open as open_store
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run
-from ckpt.types import Tick
+from ckpt.types import Identity, Tick
 from tests import servers
 from tests.agent.nodes.cluster import Cluster, line, train
 from tests.session.proxy import HELD, RESET, Proxy, proxy
@@ -81,6 +83,66 @@ def test_where_the_coordinators_own_link_is_stuck_who_has_a_copy_writes_its_part
     cluster.finish()
     assert len(orphans(url, tick)) == len(link.met), "what has come late is referred to by nothing"
     assert any("this node takes longer" in path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
+    check_restored(cluster, tick)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_where_the_coordinators_own_link_is_stuck_its_part_is_made_again_from_parity_and_written_by_another(
+    cluster: Cluster, url: str, link: Proxy, kill: bool
+) -> None:
+    """So it is for the next checkpoint, whose parity takes the place of this one's and of what was made of that.
+    `kill`: another node is lost then, which its parity bears."""
+    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 1}}
+    start(cluster, link, 0, 1, 1, 2)
+    link.fail(HELD, "PUT", DATA)
+    ticks = []
+    for step in (1, 2):
+        train(cluster.job, step)
+        ticks.append(cluster.save("peer"))
+        assert cluster.job[0].wait_level(ticks[-1], "store"), cluster.job[0].levels
+    assert len(link.met) == 1, "its own is held for as long as this test wants it to be, and the next waits for that"
+    assert [each.tick for each in line(url)] == ticks
+    told = "".join(path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
+    assert told.count("this node takes longer") == 2
+    kept = [(identity, ranks) for node in (1, 2) for identity, ranks in cluster.status(node)["copies"].items()]
+    assert {Identity.parse(identity).tick for identity, _ in kept} == {ticks[-1]}, "nothing of the one before"
+    assert [ranks for _, ranks in kept if ranks] == [[0]]
+    if kill:
+        cluster.kill(2)
+        cluster.hang_up()
+        link.heal()
+        decision = cluster.start(0, 1, 5)
+        assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (2, "peer")
+        return
+    link.heal()
+    cluster.finish()
+    check_restored(cluster, ticks[-1])
+
+
+@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
+def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(
+    cluster: Cluster, url: str, link: Proxy, peers: dict[str, int]
+) -> None:
+    """All but the coordinator go by the proxy, which holds what comes first and lets the others pass."""
+    cluster.options = {**cluster.options, "peers": peers}
+    link.fail(HELD, "PUT", DATA, count=1)
+    direct = os.environ["AWS_ENDPOINT_URL"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", link.at.endpoint)
+        cluster.connect(0, 1, 2)
+        patch.setenv("AWS_ENDPOINT_URL", direct)
+        cluster.enter()
+    train(cluster.job, 1)
+    tick = cluster.save("peer")
+    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    assert len(link.met) == 1
+    assert [each.tick for each in line(url)] == [tick]
+    link.heal()
+    cluster.finish()
+    assert len(orphans(url, tick)) == 1, "what has come late is referred to by nothing"
+    (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
+    assert "takes longer" in told
+    assert "has not written" not in told, "it was there all the time"
     check_restored(cluster, tick)
 
 

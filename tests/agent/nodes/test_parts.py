@@ -29,6 +29,7 @@ from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
 from ckpt.agent.parities import Parities
 from ckpt.agent.protection import SLOTS_MIN, Protection
+from ckpt.agent.rebuilding import UNWANTED
 from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
@@ -391,28 +392,33 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     made.foresees({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
     made.place(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement != before
-    assert (made.holders(identity(5))["n0"], made.holders(identity(5))["n3"]) == (["n2"], [""])
-    assert made.holders(identity(6)) == {}
+    assert [made.others(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
+    assert made.others(identity(6), "n0", True) == []
 
 
-def test_who_has_what_this_node_staged_is_known_and_with_parity_it_is_not_taken_to_be_gone() -> None:
-    away = SimpleNamespace(me="n1", channel=lambda name: None)
+def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
+    away = SimpleNamespace(me="n1", channel=lambda name: object() if name == "n3" else None)
     made = protection(4)
     made.place(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    found = made.holders(identity(5))
-    assert found.keys() == {"", "n0", "n2", "n3"}
-    assert found[""] == ["n3"]
+    assert [made.others(identity(5), name, False) for name in ("", "n0", "n2", "n3")] == [["n3"], ["n2"], ["n0"], [""]]
     made = protection(4, option=Parity(3, 1))
     made.place(sizes(4, 100), plans(4, 100, 5000))
     assert made.placement is not None
     made._used[identity(5)] = made.placement
     made._network = away  # type: ignore[assignment]
-    found = made.holders(identity(5))
-    assert found.keys() == {"n0", "n2", "n3"}, "nobody can make anew what is not lost"
-    assert all("" in names for names in found.values())
+    found = {name: made.others(identity(5), name, False) for name in ("", "n0", "n2", "n3")}
+    assert {name for name, names in found.items() if names} == {"n0", "n2"}, "who is there has it"
+    slow = {name: made.others(identity(5), name, True) for name in ("", "n0", "n2", "n3")}
+    assert {name: sorted(names) for name, names in slow.items()} == {
+        "": ["n0", "n2", "n3"],
+        "n0": ["", "n2", "n3"],
+        "n2": ["", "n0", "n3"],
+        "n3": ["", "n0", "n2"],
+    }
+    assert made.others(identity(6), "n0", True) == []
 
 
 @pytest.mark.parametrize("count", range(1, 6))
@@ -438,15 +444,20 @@ def wanted_of(rank: int) -> Wanted:
     return Wanted(identity(5), np.zeros(1, FRAME), np.array([rank]), np.zeros(1, np.int64), "raw", None)
 
 
-@pytest.mark.parametrize(("there", "writes"), [({"n1"}, "n1"), (set[str](), "nobody")])
-def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it_itself(
-    there: set[str], writes: str
+@pytest.mark.parametrize(("slow", "writes"), [("", ["n1"]), ("n1", []), ("n2", [])])
+def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it_itself_and_one_that_is_slow_does_not(
+    slow: str, writes: list[str]
 ) -> None:
-    made = protection(4, option=Parity(3, 1))
+    made, there = protection(4, option=Parity(3, 1)), set[str]()
     made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert made.placement is not None
+    made._used[identity(5)] = made.placement
+    asked: list[str] = []
+    parities = SimpleNamespace(have=lambda name, *_: asked.append(name))
+    made._parities = cast(Parities, parities)
     made._network = cast(Network, SimpleNamespace(me="n0", channel=lambda name: object() if name in there else None))
     written: list[str] = []
-    made._rebuilding.append(cast(Any, None))  # one is under way: what is to be made waits for it
+    made._is_remaking = True  # another one: what is to be made waits for it
     carrier = SimpleNamespace(
         ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
         protection=made,
@@ -454,5 +465,33 @@ def test_a_node_that_is_back_before_its_part_is_made_again_from_parity_writes_it
         _have_copies_written=lambda name, wanted, cancel, then: written.append(name),
     )
     cancel = threading.Event()
-    Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), cancel, lambda result, error: None)
-    assert written == ([writes] if writes in there else [])
+    errors: list[str] = []
+    then = lambda result, error: errors.append(error)  # noqa: E731
+    Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), frozenset({slow} - {""}), cancel, then)
+    assert not written
+    there.add("n1")
+    made._is_remaking = False
+    made._remake_next()
+    assert written == writes
+    assert asked == (["n0", "n2", "n3"] if slow == "n1" else [])
+    assert errors == (["it is slow itself"] if slow == "n2" else [])
+
+
+def test_what_is_made_again_once_nobody_waits_for_it_any_more_is_not_written() -> None:
+    cancel, made, asked = threading.Event(), list[Any](), list[str]()
+    carrier = SimpleNamespace(
+        ranks=SimpleNamespace(node_of=lambda rank: f"n{rank}"),
+        protection=SimpleNamespace(remake=lambda *given: made.append(given)),
+        _guarded=lambda then: then,
+        _have_copies_written=lambda name, wanted, cancel, then: asked.append(name),
+    )
+    errors: list[str] = []
+    then = lambda result, error: errors.append(error)  # noqa: E731
+    for _ in range(2):
+        Carrier._have_written(cast(Carrier, carrier), {}, "n2", wanted_of(1), frozenset({"n1"}), cancel, then)
+        (*_, over, told) = made[-1]
+        assert over() is cancel.is_set()
+        told("n2", "")
+        cancel.set()
+    assert asked == ["n2"]
+    assert errors == [UNWANTED]

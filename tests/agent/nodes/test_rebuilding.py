@@ -12,9 +12,10 @@ import msgpack
 import pytest
 
 from ckpt.agent.copies import decode_described
-from ckpt.agent.folding import Chunk, chunk_frames
+from ckpt.agent.folding import SCRATCH_BYTES, Chunk, chunk_frames
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.parities import Where
+from ckpt.agent.rebuilding import UNWANTED
 from ckpt.errors import CkptError
 from ckpt.format.parity import Row
 from ckpt.plan.placement import Parity
@@ -319,6 +320,175 @@ def test_whenever_it_is_given_up_that_is_heard_once_and_nothing_stays_to_be_read
         if by_itself:
             break
     assert seen == {0, 1, 2}
+
+
+# --- what a node staged that is there, and slow ----------------------------------------------------------------------
+
+
+class Remaking:
+    """What the coordinator, "a", has made in a slow node's place. `over`: nobody waits for it any more."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.protection, self.over = fleet, fleet.protection(STEP), False
+        self.heard: list[tuple[str, str]] = []
+
+    def ask(self, lost: str, at: str, *slow: str) -> None:
+        self.protection.remake(STEP, lost, at, slow, lambda: self.over, lambda *found: self.heard.append(found))
+
+    def await_heard(self, count: int = 1) -> list[tuple[str, str]]:
+        self.fleet.turned.until(lambda: len(self.heard) >= count)
+        assert not any(link.offers for link in self.fleet.links.values())
+        return self.heard
+
+    def await_asked(self, kind: str) -> None:
+        self.fleet.turned.until(lambda: any(fields["t"] == kind for fields, _ in self.fleet.said))
+
+
+SLOW = [
+    (FOUR, Parity(3, 1), "b", "c", ("b",)),
+    (FOUR, Parity(3, 1), "b", "", ("b",)),
+    (FOUR, Parity(3, 1), "", "c", ("",)),  # the coordinator's own part
+    (FOUR, Parity(2, 2), "b", "c", ("b", "d")),
+    (FOUR, Parity(2, 2), "", "d", ("", "b")),
+    (UNEVEN, Parity(2, 1), "c", "a", ("c",)),
+    (UNEVEN, Parity(2, 1), "", "b", ("",)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "option", "lost", "at", "slow"), SLOW)
+def test_what_a_slow_node_staged_is_made_again_and_nothing_is_wanted_of_those_that_are_slow(
+    make: Make, ranks: Mapping[str, Sequence[int]], option: Parity, lost: str, at: str, slow: tuple[str, ...]
+) -> None:
+    fleet = make(ranks, option)
+    assert fleet.protect(STEP) == ""
+    fleet.wanted.clear()
+    asked = Remaking(fleet)
+    asked.ask(lost, at, *slow)
+    assert asked.await_heard() == [(at, "")]
+    fleet.check(STEP, dict.fromkeys(ranks[lost or "a"], at or "a"))
+    assert fleet.wanted.isdisjoint(name or "a" for name in slow)
+    assert inventory(fleet).complete() == [STEP]
+
+
+@pytest.mark.parametrize("slow", [("b", "d"), ("b", "c")])
+def test_where_parity_does_not_suffice_or_who_is_asked_is_slow_nothing_is_made_in_a_slow_nodes_place(
+    make: Make, slow: tuple[str, ...]
+) -> None:
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.wanted.clear()
+    asked = Remaking(fleet)
+    asked.ask("b", "c", *slow)
+    ((at, error),) = asked.await_heard()
+    assert (at, error) == ("c", "it is slow itself" if "c" in slow else error)
+    assert "c" in slow or "cannot be made again" in error
+    assert fleet.wanted.isdisjoint(slow)
+    assert not any(copies.kept for copies in fleet.copies.values())
+
+
+def test_in_a_slow_nodes_place_it_is_made_only_beside_the_next_parity_and_for_one_that_is_gone_anyway(
+    make: Make,
+) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    at = next(name for name in "cd" if fleet.copies[name].bytes)
+    copies, size = fleet.copies[at], fleet.arenas[STEP][1].bytes
+    (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == at]
+    needed = copies.bytes + next_bytes + size + SCRATCH_BYTES
+    copies.bound(lambda: needed - 1)
+    asked = Remaking(fleet)
+    asked.ask("b", at, "b")
+    assert "would not leave" in asked.await_heard()[0][1]
+    assert not copies.kept
+    copies.bound(lambda: needed)
+    asked.ask("b", at, "b")
+    assert asked.await_heard(2)[1] == (at, "")
+    fleet.check(STEP, {1: at})
+    copies.kept.popitem()[1].close()
+    copies.bound(lambda: needed - 1)
+    fleet.gone, asked.over = {"b"}, True  # a start will want it, if nobody else does
+    asked.ask("b", at)
+    assert asked.await_heard(3)[2] == (at, "")
+    fleet.check(STEP, {1: at})
+
+
+def test_of_a_node_with_several_ranks_the_room_for_all_is_counted(make: Make) -> None:
+    fleet = make({"a": [0], "b": [1, 2, 3], "c": [4]}, Parity(2, 1))
+    assert fleet.protect(STEP) == ""
+    copies = fleet.copies["c"]
+    one = max(fleet.arenas[STEP][rank].bytes for rank in (1, 2, 3))
+    (next_bytes,) = [load.keeps_bytes for load in fleet.placed(STEP).loads if load.node == "c"]
+    copies.bound(lambda: copies.chunks.bytes + next_bytes + 2 * one + SCRATCH_BYTES)
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b")
+    assert "would not leave" in asked.await_heard()[0][1]
+
+
+def test_two_slow_nodes_are_stood_in_for_one_after_the_other_and_not_at_all_once_nobody_waits(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b", "d")
+    fleet.said.clear()
+    asked.ask("d", "c", "b", "d")
+    assert not fleet.said, "the first is under way"
+    assert asked.await_heard(2) == [("c", "")] * 2
+    fleet.check(STEP, {1: "c", 3: "c"})
+    asked.ask("b", "", "b", "d")
+    asked.ask("d", "", "b", "d")
+    asked.over = True
+    fleet.said.clear()
+    assert all(error.endswith(UNWANTED) for _, error in asked.await_heard(4)[2:])
+    assert [fields["t"] for fields, _ in fleet.said] == ["lend"], "the first ends, and the other does not begin"
+
+
+def test_a_slow_node_that_is_first_after_all_ends_what_is_under_way(make: Make) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    fleet.said.clear()
+    asked.ask("b", "c", "b")
+    asked.await_asked("publish")
+    asked.over = True
+    assert asked.await_heard()[0][1].endswith(UNWANTED)
+    assert not any(fields["t"] == "rebuild" for fields, _ in fleet.said)
+
+
+@pytest.mark.parametrize("when", ["lend", "publish", "rebuild"])
+def test_where_a_newer_checkpoint_becomes_safe_meanwhile_it_is_made_right_or_not_at_all_and_goes_with_the_next(
+    make: Make, when: str
+) -> None:
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    asked = Remaking(fleet)
+    fleet.said.clear()
+    asked.ask("b", "c", "b")
+    asked.await_asked(when)
+    for copies in fleet.copies.values():
+        copies.before(NEXT)
+    ((_, error),) = asked.await_heard()
+    if not error:
+        fleet.check(STEP, {1: "c"})
+    for copies in fleet.copies.values():
+        copies.before(identity(15))
+        assert not copies.identities
+    assert not any(link.offers for link in fleet.links.values())
+
+
+@pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2)])
+def test_what_was_made_though_its_node_is_there_makes_nothing_look_less_safe(make: Make, option: Parity) -> None:
+    """To a coordinator that is started again, and asks."""
+    fleet = make(FOUR, option)
+    assert fleet.protect(STEP) == ""
+    for copies in fleet.copies.values():
+        copies.told_safe = None
+    before = fleet.find(STEP)
+    assert before is not None
+    assert before.whole == STEP
+    asked = Remaking(fleet)
+    asked.ask("b", "c", "b")
+    assert asked.await_heard() == [("c", "")]
+    assert fleet.find(STEP) == before
 
 
 def test_no_malformed_request_does_anything_but_fail(make: Make) -> None:

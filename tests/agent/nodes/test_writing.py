@@ -59,11 +59,15 @@ def test_each_node_writes_the_frames_of_its_ranks_and_nobody_those_of_no_other_n
 
 class Writers:
     """Nodes that write when the test says so, and the main thread. Rank r is on node "nr", of which "kr" has a copy;
-    rank 0 on the one that commits."""
+    rank 0 on the one that commits. `parity`: nobody has any; in place of a node that is slow, or of those in `gone`,
+    the other nodes can make it."""
 
-    def __init__(self, world: int, copies: int = 1) -> None:
+    def __init__(self, world: int, copies: int = 1, parity: bool = False) -> None:
         self.clock, self.copies, self.safe = ManualClock(), copies, True
+        self.parity, self.gone = parity, set[str]()
+        self.every = [node(rank) for rank in range(world)]
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
+        self.unwanted: list[frozenset[str]] = []  # of whom nothing is, for each that was asked
         self.cancels: dict[int, threading.Event] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         frames = np.zeros(world, FRAME)
@@ -78,7 +82,7 @@ class Writers:
             cast(Checkpoint, made),
             Options(),
             {node(rank): frozenset([rank]) for rank in range(world)},
-            lambda: {node(rank): [f"k{rank}", f"l{rank}"][: self.copies] for rank in range(world)},
+            self.others,
             self.ask,
             lambda what: what(),
             self.later,
@@ -88,8 +92,14 @@ class Writers:
         )
         self.futures = [future for _, future in self.parts(np.arange(world))]
 
-    def ask(self, name: str, wanted: Wanted, cancel: threading.Event, then: Then) -> None:
+    def others(self, name: str, slow: bool) -> list[str]:
+        if self.parity:
+            return [each for each in self.every if each != name] if slow or name in self.gone else []
+        return [f"{keeper}{name.lstrip('n') or 0}" for keeper in "kl"][: self.copies]
+
+    def ask(self, name: str, wanted: Wanted, slow: frozenset[str], cancel: threading.Event, then: Then) -> None:
         self.asked.append((name, then))
+        self.unwanted.append(slow)
         (rank,) = wanted.ranks.tolist()
         self.cancels[rank] = cancel
 
@@ -163,16 +173,20 @@ def test_the_slow_one_may_be_first_after_all_and_then_counts() -> None:
     assert nodes.of(1).result(0) is first
 
 
-@pytest.mark.parametrize("order", [("n1", "k1"), ("k1", "n1")])
-def test_a_part_fails_once_everybody_has_failed_who_had_it_and_not_before(order: tuple[str, str]) -> None:
+@pytest.mark.parametrize("order", [("n1", "k1"), ("k1", "n1", "k1")])
+def test_a_part_fails_once_everybody_has_failed_who_had_it_since_the_node_itself_has_and_not_before(
+    order: tuple[str, ...],
+) -> None:
     nodes = Writers(2)
     nodes.writes("")
     nodes.move(MARGIN_S + 1)
-    nodes.writes(order[0], "no")
-    assert not nodes.of(1).done()
-    nodes.writes(order[1], "neither")
-    with pytest.raises(AgentError, match="no"):
+    for name in order:
+        assert not nodes.of(1).done()
+        nodes.writes(name, f"{name} cannot")
+    with pytest.raises(AgentError, match="n1 cannot"):
         nodes.of(1).result(0)
+    nodes.move(1000)
+    assert sorted(nodes.names()) == sorted(["", *order])
 
 
 def test_whoever_fails_is_followed_at_once_by_one_after_the_other() -> None:
@@ -197,8 +211,18 @@ def test_while_copies_are_on_their_way_who_has_one_is_asked_once_a_node_has_fail
     assert nodes.of(1).result(0) is made
 
 
+def test_once_copies_are_where_they_should_be_who_has_one_of_a_slow_nodes_is_asked() -> None:
+    """Though nobody has written anything since."""
+    nodes = Writers(2)
+    nodes.safe = False
+    nodes.writes("")
+    nodes.move(1000)
+    nodes.safe = True
+    nodes.move(MARGIN_S)
+    assert nodes.names() == ["", "n1", "k1"]
+
+
 def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
-    """As with parity: what a node staged is made again from it once that node is gone, and not while it is slow."""
     nodes = Writers(2, copies=0)
     nodes.writes("")
     nodes.move(1000)
@@ -208,6 +232,78 @@ def test_who_can_have_a_copy_only_later_is_asked_then() -> None:
     assert nodes.names() == ["", "n1", "k1"]
     made = nodes.writes("k1")
     assert nodes.of(1).result(0) is made
+
+
+def test_in_place_of_a_node_that_is_slow_those_are_asked_that_can_make_it_and_first_those_that_are_not_slow() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.move(2.0)
+    nodes.writes("n3")
+    nodes.move(SLOWER * 2.0 + MARGIN_S)
+    assert nodes.names() == ["", "n1", "n2", "n3", "n3", "n3", "n3"], "for each of the three, none of which is quick"
+    assert nodes.unwanted[-3:] == [{"", "n1", "n2"}] * 3
+    first = nodes.writes("n2")
+    assert nodes.of(2).result(0) is first
+
+
+@pytest.mark.parametrize("then", ["the slow one is first", "its own way breaks, too", "it dies"])
+def test_where_nobody_can_make_what_a_slow_node_staged_it_is_waited_for_and_once_it_is_gone_all_are_asked_again(
+    then: str,
+) -> None:
+    nodes = Writers(3, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == ["", "n1", "n2", ""]
+    nodes.writes("", "there is no memory for it")
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    assert nodes.unwanted[-1] == {"n1"}, "though it is not the first that is asked in its place"
+    nodes.writes("n2", "there is no memory for it")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    assert not nodes.of(1).done(), "it is only slow"
+    if then == "the slow one is first":
+        made = nodes.writes("n1")
+        assert nodes.of(1).result(0) is made
+        return
+    if then == "it dies":
+        nodes.gone.add("n1")
+    nodes.writes("n1", "the store denies it")
+    if then == "it dies":
+        assert nodes.names()[5:] == [""]
+        assert nodes.unwanted[-1] == frozenset(), "all that is left may be needed"
+        made = nodes.writes("")
+        assert nodes.of(1).result(0) is made
+    else:
+        with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
+            nodes.of(1).result(0)
+
+
+def test_a_node_that_dies_while_another_makes_what_it_staged_is_followed_by_those_that_are_not_at_it() -> None:
+    nodes = Writers(3, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    nodes.gone.add("n1")
+    nodes.writes("n1", "gone")
+    assert nodes.names() == ["", "n1", "n2", "", "n2"]
+    nodes.writes("n2", "there is no memory for it")
+    assert not nodes.of(1).done()
+    made = nodes.writes("")
+    assert nodes.of(1).result(0) is made
+
+
+def test_a_slow_node_that_another_was_quicker_than_is_slow_for_the_others_too() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.writes("")
+    nodes.writes("n2")
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names()[4:] == ["", ""]
+    assert nodes.unwanted[4:] == [{"n1", "n3"}] * 2
+    nodes.writes("")  # for n3
+    assert nodes.of(3).done()
+    nodes.asked[4][1](None, "there is no memory for it")
+    assert nodes.names()[6:] == ["n2"]
+    assert nodes.unwanted[6:] == [{"n1", "n3"}]
 
 
 def test_the_part_of_the_node_that_commits_is_one_like_the_others_where_its_own_link_is_slow() -> None:
@@ -274,10 +370,23 @@ def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_wa
 def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under_its_own_keys(
     cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_written_for_one_that_hangs(cluster, url, monkeypatch, 0, 1)
+
+
+@pytest.mark.parametrize(("peers", "spread"), [((1, 1), (0, 1)), ((2, 1), (0, 1, 2))])
+def test_what_a_node_that_hangs_was_to_upload_is_made_again_from_parity_and_written_by_another(
+    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, peers: tuple[int, int], spread: tuple[int, ...]
+) -> None:
+    """Before it is taken to be gone; and whoever wanted anything of it would wait for it until then."""
+    cluster.options = {**cluster.options, "peers": {"data": peers[0], "parity": peers[1]}}
+    check_written_for_one_that_hangs(cluster, url, monkeypatch, *spread)
+
+
+def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, *spread: int) -> None:
     """Uploads are slowed down, so that the agent hangs in the middle of its own."""
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
-    cluster.start(0, 1)
+    cluster.start(*spread)
     tick = cluster.save("peer")
     os.kill(cluster.pids[1], signal.SIGSTOP)
     assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
@@ -286,7 +395,9 @@ def test_what_a_node_that_hangs_was_to_upload_is_written_by_who_has_a_copy_under
     os.kill(cluster.pids[1], signal.SIGCONT)
     cluster.finish()
     assert all(path.read_bytes() == content for path, content in first.items()), "nothing is written twice to one key"
-    assert any("takes longer" in path.read_text() for path in (cluster.folder / "n0").rglob("*.log"))
+    (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
+    assert "takes longer" in told
+    assert "has not written" not in told, "it was there all the time"
 
 
 def packs_of(url: str) -> dict[Path, bytes]:
