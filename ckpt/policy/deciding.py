@@ -3,9 +3,10 @@
 Each level has an interval that costs least (`levels.best`, here in real numbers), and the limits move it. What holds:
 
 - A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
-  in hand, so that the noise of the next estimate asks for no change.
+  in hand. A limit that is broken is kept again at once, if that puts none at risk that ranks higher.
 - Intervals that break no limit change only where the expected gain is more than the noise of the estimates
-  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %.
+  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. They come nearer to a limit only
+  where they would keep it, too, if all costs were three standard deviations more than they were in the long run.
 - What a step, a replication or a commit takes bounds an interval. One in force is left for such a bound only where it
   is off by more than three standard deviations of what was measured of that.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
@@ -16,7 +17,7 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -36,8 +37,9 @@ BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
 MB = 1e6
 
-Bound = Literal["overhead", "store_mb_s", "at_risk_s", "step", "replication", "least", "commit"]
-LIMITS = ("store_mb_s", "at_risk_s", "overhead")
+Limit = Literal["store_mb_s", "at_risk_s", "overhead"]
+Bound = Limit | Literal["step", "replication", "least", "commit"]
+LIMITS: tuple[Limit, ...] = ("store_mb_s", "at_risk_s", "overhead")  # the first is kept first
 
 
 def decide(
@@ -55,29 +57,37 @@ def decide(
         return needs.decision(wanted)
     stay = Chosen(current.local_s, current.snapshots, current.local_by, current.store_by)
     needs.settle(stay)
-    return needs.decision(_reconsidered(needs, stay, needs.wanted()))
+    return needs.decision(_reconsidered(needs, stay))
 
 
 def _starts(choice: Chosen) -> tuple[bool, bool]:
     return choice.local_by == "start", choice.store_by == "start"
 
 
-def _reconsidered(needs: _Needs, stay: Chosen, wanted: Chosen) -> Chosen:
-    """The intervals in force, or these with one level's changed, or the wanted ones: what gains most beyond noise."""
+def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
+    """The intervals in force, or these with one level's changed, or the wanted ones: what gains most beyond noise.
+    Where those in force break a limit: what gains most, or loses least, of what keeps it."""
+    wanted = needs.wanted()
     allowed = needs.allowed(wanted)
-    if needs.broken(stay, allowed):
-        return wanted
-    found, most = stay, 0.0
-    for each in _alternatives(stay, wanted):
-        gain = needs.gain(stay, each)
-        if gain > most and not needs.broken(each, allowed):
-            found, most = each, gain
-    return found
+    broken = needs.broken(stay, allowed)
+    if not broken and not _alternatives(stay, wanted, CHANGE_MIN):
+        return stay
+    surely = needs.surely(stay)
+    found = _alternatives(stay, surely.wanted(), 0.0 if broken else CHANGE_MIN)
+    kept = LIMITS
+    if broken:  # for a limit's sake one that ranks higher is not put at risk
+        found += _alternatives(stay, wanted)
+        kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
+    can = [each for each in found if not needs.broken(each, allowed) and surely.keeps(each, stay, kept)]
+    best = max(can, key=lambda each: (surely.keeps(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
+    return best if broken or needs.gain(stay, best) > 0 else stay
 
 
-def _alternatives(stay: Chosen, wanted: Chosen) -> list[Chosen]:
-    local_moves = abs(wanted.local_s / stay.local_s - 1) > CHANGE_MIN
-    store_moves = abs(wanted.store_s / stay.store_s - 1) > CHANGE_MIN
+def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chosen]:
+    """The wanted intervals, and either level's with the other's in force; only of levels that move by more than the
+    part `least`."""
+    local_moves = abs(wanted.local_s / stay.local_s - 1) > least
+    store_moves = abs(wanted.store_s / stay.store_s - 1) > least
     found = [wanted] if local_moves or store_moves else []
     if wanted.store_by == "start":
         return found  # there is one level yet
@@ -103,7 +113,7 @@ class _Needs:
     """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
 
     def __init__(self, known: Known, limits: Adaptive, nodes: int, peers: bool) -> None:
-        self.known, self.limits = known, limits
+        self.known, self.limits, self.nodes, self.peers = known, limits, nodes, peers
         self.measured = m = known.measured(nodes, peers)
         self.memory, self.store = known.failures_by_level(peers)
         self.local_c, self.local_l = m.snapshot_stall_s, m.memory_rate
@@ -211,14 +221,19 @@ class _Needs:
     # -- choices against each other
 
     def gain(self, now: Chosen, then: Chosen) -> float:
-        """The overhead that a change saves, less the noise in that; both levels' estimates are independent."""
+        """The overhead that a change saves, less the noise in that; both levels' estimates are independent. A change
+        that a limit stops halfway gains up to twice as much for its noise as the whole would, so it takes twice the
+        noise."""
+        by = then.store_by if then.local_by == "store" else then.local_by
+        deviations = DEVIATIONS * (2 if by in LIMITS else 1)
         local = reconsider(
-            now.local_s, then.local_s, self.local_c, self.local_l, self.local_c_error, self.local_l_error, DEVIATIONS
+            now.local_s, then.local_s, self.local_c, self.local_l, self.local_c_error, self.local_l_error, deviations
         )
         if then.store_by == "start":
             return local.gain - local.noise
+        deviations = DEVIATIONS * (2 if then.store_by in LIMITS else 1)
         store = reconsider(
-            now.store_s, then.store_s, self.store_c, self.store_l, self.store_c_error, self.store_l_error, DEVIATIONS
+            now.store_s, then.store_s, self.store_c, self.store_l, self.store_c_error, self.store_l_error, deviations
         )
         return local.gain + store.gain - math.hypot(local.noise, store.noise)
 
@@ -231,28 +246,64 @@ class _Needs:
         """The most work that is lost where only the store is left."""
         return max(choice.store_s, self.measured.commit_s) + self.commit_high_s
 
-    def broken(self, choice: Chosen, limits: Adaptive) -> set[Bound]:
-        """The limits that it breaks by more than rounding, and the bounds by more than what measuring is wrong by."""
-        over = 1 + ROUNDING
-        found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
-        if self.saving(choice) > limits.overhead * over:
-            found.add("overhead")
+    def takes(self, choice: Chosen) -> dict[Limit, float]:
+        """What it takes of each limit that there is, in that limit's unit."""
+        found: dict[Limit, float] = {"overhead": self.saving(choice)}
         if choice.store_by != "start":
-            if choice.store_s * IN_HAND < self.floors_s["commit"]:
-                found.add("commit")
-            if choice.store_s * over < self.traffic_s:
-                found.add("store_mb_s")
-            if limits.at_risk_s is not None and self.lost_s(choice) > limits.at_risk_s * over:
-                found.add("at_risk_s")
+            found["store_mb_s"] = self.bytes / choice.store_s / MB
+            found["at_risk_s"] = self.lost_s(choice)
+        return {each: taken for each, taken in found.items() if getattr(self.limits, each) is not None}
+
+    def may_take(self, choice: Chosen) -> dict[Limit, float]:
+        """The same, if all that was measured is three standard deviations better than the truth."""
+        store_error = 0.0 if choice.store_by == "start" else self.store_c_error / choice.store_s
+        errors: dict[Limit, float] = {
+            "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
+            "store_mb_s": self.known.commit_bytes.error / choice.store_s / MB,
+            "at_risk_s": self.known.commit.high_error,
+        }
+        return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.takes(choice).items()}
+
+    def surely(self, stay: Chosen) -> _Needs:
+        """With limits as much tighter as, in the long run, the intervals in force may well take more of them than the
+        newest measurements say."""
+        takes = self.takes(stay)
+        may_take = _Needs(self.known.long_run(), self.limits, self.nodes, self.peers).may_take(stay)
+        tighter = {
+            each: getattr(self.limits, each) * taken / may_take[each]
+            for each, taken in takes.items()
+            if 0 < taken < may_take[each]
+        }
+        found = _Needs(self.known, replace(self.limits, **tighter), self.nodes, self.peers)
+        found.settle(stay)
         return found
 
+    def keeps(self, choice: Chosen, stay: Chosen, names: Collection[Limit]) -> bool:
+        """Whether it keeps these limits, or takes no more of them than the intervals in force do."""
+        now = self.takes(stay)
+        return all(
+            taken <= max(getattr(self.limits, each) * (1 + ROUNDING), now.get(each, 0.0))
+            for each, taken in self.takes(choice).items()
+            if each in names
+        )
+
+    def broken(self, choice: Chosen, limits: Adaptive) -> set[Bound]:
+        """The limits that it breaks by more than rounding, and the bounds by more than what measuring is wrong by."""
+        found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
+        if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"]:
+            found.add("commit")
+        takes = self.takes(choice).items()
+        return found | {each for each, taken in takes if taken > getattr(limits, each) * (1 + ROUNDING)}
+
     def allowed(self, wanted: Chosen) -> Adaptive:
-        """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand."""
+        """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand and what a
+        commit's time is wrong by."""
         limits, broken = self.limits, self.broken(wanted, self.limits)
         if "overhead" in broken:
             limits = replace(limits, overhead=min(1.0, IN_HAND * self.saving(wanted)))
         if "at_risk_s" in broken:
-            limits = replace(limits, at_risk_s=IN_HAND * self.lost_s(wanted))
+            off_s = BOUND_DEVIATIONS * self.known.commit.error
+            limits = replace(limits, at_risk_s=IN_HAND * self.lost_s(wanted) + off_s)
         return limits
 
     def decision(self, choice: Chosen) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -15,7 +16,7 @@ from ckpt.policy import Failure, FailureRate, Known, Typical
 from ckpt.policy.failures import MEMORY, PRIORS
 
 HOUR = 3600.0
-VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
+VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=100)
 
 
 def typical(values: list[float]) -> Typical:
@@ -32,7 +33,7 @@ def typical(values: list[float]) -> Typical:
 def test_a_typical_value_lies_within_the_newest_and_has_an_error(values):
     found = typical(values)
     newest = values[-16:]
-    assert (found.values, found.seen) == (tuple(newest), len(values))
+    assert (found.recent, found.values, found.seen) == (tuple(newest), tuple(values[-64:]), len(values))
     assert min(newest) <= found.low <= found.mean <= found.high <= max(newest)
     assert found.error >= 0
 
@@ -63,6 +64,23 @@ def test_the_error_is_how_much_the_mean_varies():
     varies = statistics.stdev(each.mean for each in many)
     assert statistics.fmean(each.error for each in many) == pytest.approx(varies, rel=0.1)
     assert typical([5.0]).error == 5
+
+
+def test_the_error_of_the_high_value_is_how_much_that_varies():
+    rng = random.Random(4)
+    many = [dataclasses.replace(typical([rng.gauss(100, 10) for _ in range(64)]), window=64) for _ in range(1000)]
+    varies = statistics.stdev(each.high for each in many)
+    assert statistics.fmean(each.high_error for each in many) == pytest.approx(varies, rel=0.15)
+
+
+def test_in_the_long_run_four_times_as_many_count():
+    known = Known()
+    for seconds in [1.0] * 40 + [9.0] * 24:
+        known = known.committed(seconds, 1e9)
+    assert (known.commit.mean, known.long_run().commit.mean) == (pytest.approx(9), pytest.approx((32 + 16 * 9) / 48))
+    assert known.long_run().commit.error < 1
+    assert known.long_run().process == known.process
+    assert known.long_run().committed(1, 1).commit.window == 64
 
 
 @given(st.floats(0, 0.6))
