@@ -25,6 +25,7 @@ SPOT_LEAD_S = 120.0  # the shortest time from a rebalance recommendation to the 
 LIFECYCLE_LEAD_S = 30.0  # no time is given; without a lifecycle hook the shutdown begins at once
 MAINTENANCE_CODES = frozenset({"instance-stop", "system-reboot", "instance-reboot", "instance-retirement"})
 MAINTENANCE_OVER = frozenset({"canceled", "completed"})
+STATE = re.compile(r"[A-Za-z]+(:[A-Za-z]+)?")  # such as InService or Warmed:Running; what else comes ends no notice
 TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 
 Hear = Callable[[Reply | None, Known], None]  # takes one path's answer; None where it was 404
@@ -147,7 +148,10 @@ class AwsListener:
         known.listed("aws-maintenance", events, scheduled)
 
     def _lifecycle(self, reply: Reply | None, known: Known) -> None:
-        if reply is None or reply.text() != "Terminated":
+        state = "" if reply is None else reply.text()
+        if reply is not None and not STATE.fullmatch(state):
+            raise Fault(f"the answer is no state of a lifecycle: {state[:50]!r}")
+        if state != "Terminated":
             known.standing("aws-lifecycle", [])
             return
         deadline_s = known.earliest("Terminated", self._now_s() + LIFECYCLE_LEAD_S)

@@ -2,20 +2,15 @@
 
 - One connection a request, to the endpoint that was given: no proxy is used and no redirect followed. Who asks often
   keeps it open; where the service has closed it meanwhile the request is sent once more, on another one.
-- A request ends when `stop` is set (within a quarter of a second), when its time is up however slowly bytes drip in,
-  or when more bytes come than any right answer has.
-- A reply that was cut short is a fault, never an answer.
+- What ends a request, and what is a reply, is said in wire.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
-import http.client
+import functools
 import json
-import os
-import select
-import socket
 import threading
 import time
 import urllib.parse
@@ -26,50 +21,47 @@ from typing import Any, TypeVar
 
 from ckpt.errors import UsageError
 from ckpt.notices.asking import Fault
+from ckpt.notices.wire import Unheard, Wire
 
 T = TypeVar("T")
 
-SLICE_S = 0.25  # how long a wait for the network goes on after `stop`
-BODY_BYTES_MAX = 64 << 10
-HEAD_BYTES_MAX = 16 << 10
 WORDS_MAX = 200  # of what a service says, in a key or a message
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`sent_s`: when the request was sent, Unix seconds by our clock. `date_s`: the service's clock when it answered,
-    in whole seconds; None where it does not say."""
+    """`date`: when the service answered, as it says. `sent_s`, `came_s`: when it was asked, and when its answer was
+    there, Unix seconds by our clock."""
 
     status: int
     body: bytes
     etag: str
+    date: str
     sent_s: float
-    date_s: float | None
+    came_s: float
+
+    @property
+    def date_s(self) -> float | None:
+        """The service's clock when it answered, in whole seconds; None where it does not say."""
+        try:
+            return http_time_s(self.date) if self.date else None
+        except Fault:
+            return None
 
     def ours_s(self, theirs_s: float) -> float:
         """A time by the service's clock as one by ours (Unix seconds), the earliest that it can be.
 
-        The service answered at `sent_s` or later, when its clock stood below date_s + 1. Without a Date both clocks
-        are taken to agree.
+        The service answered at `sent_s` or later, when its clock stood below date_s + 1: what comes out is early by up
+        to a second and the time that the answer took. Without a Date both clocks are taken to agree.
         """
-        return theirs_s if self.date_s is None else self.sent_s + theirs_s - (self.date_s + 1.0)
+        date_s = self.date_s
+        return theirs_s if date_s is None else self.sent_s + theirs_s - (date_s + 1.0)
 
     def text(self) -> str:
         return parsed("text", lambda: self.body.decode("ascii")).strip()
 
     def json(self) -> Any:
         return parsed("JSON", lambda: json.loads(self.body))
-
-
-class _Connection(http.client.HTTPConnection):
-    """Over a socket whose waits are bounded. `was_used`: a request came before."""
-
-    watched: _Watched | None = None  # the same as `sock`
-    was_used = False
-
-    def close(self) -> None:
-        super().close()
-        self.watched = None
 
 
 class Service:
@@ -91,9 +83,11 @@ class Service:
                 f"{endpoint!r} is no address of a metadata service; give one such as http://127.0.0.1:1338"
             )
         self._base = url.path.rstrip("/")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._named = host if self._port == 80 else f"{host}:{self._port}"
         self._lock = threading.Lock()
         self._keepers = 0
-        self._idle: _Connection | None = None
+        self._idle: Wire | None = None
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -118,122 +112,67 @@ class Service:
         stop: threading.Event,
         *,
         timeout_s: float,
-        body: bytes | None = None,
+        body: bytes = b"",
     ) -> Reply:
         """One request and its whole reply, of whatever status. Errors: Fault, also when `stop` was set meanwhile."""
         until_s = time.monotonic() + timeout_s
-        with self._lock:
-            keep = self._keepers > 0 and method != "POST"  # which is never sent twice
-            kept, self._idle = (self._idle, None) if keep else (None, self._idle)
-        told = headers if keep else {**headers, "Connection": "close"}
-        sent_s = self._now_s()
-        made = kept or _Connection(self._host, self._port)
-        connection: _Connection | None = made
+        keep = self._keepers > 0 and method != "POST"  # which is never sent twice
         try:
-            reply = self._reply(made, method, path, told, stop, until_s, body)
-            with reply:
-                content = reply.read(BODY_BYTES_MAX + 1)
-                if len(content) > BODY_BYTES_MAX or reply.length:
-                    raise Fault(f"{method} {self.endpoint}{path}: {len(content)} bytes came, not the whole reply")
-                date_s, etag = _date_s(reply.getheader("Date")), reply.getheader("ETag") or ""
-                ends = reply.will_close
-            if not ends:
-                connection = self._put_back(made)
-            return Reply(reply.status, content, etag, sent_s, date_s)
-        except (OSError, http.client.HTTPException, ValueError) as exc:  # ValueError: what does not fit into a request
-            raise Fault(f"{method} {self.endpoint}{path}: {exc!r}") from exc
-        finally:
-            if connection is not None:
-                connection.close()
-
-    def _reply(
-        self,
-        connection: _Connection,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        stop: threading.Event,
-        until_s: float,
-        body: bytes | None,
-    ) -> http.client.HTTPResponse:
-        while True:
-            if connection.watched is None:
-                connection.watched = connection.sock = _connected(self._host, self._port, stop, until_s)
-            connection.watched.begin(stop, until_s)
-            was_used, connection.was_used = connection.was_used, True
+            head = _head(method, self._base + path, self._named, tuple(headers.items()), len(body), keep)
+            idle = self._taken() if keep else None
             try:
-                connection.request(method, self._base + path, body, headers)
-                return connection.getresponse()
-            except (ConnectionError, http.client.HTTPException):  # RemoteDisconnected is both
-                if not was_used:
+                return self._exchanged(idle, head + body, keep, stop, until_s)
+            except Unheard:
+                if idle is None:
                     raise
-                connection.close()  # it was closed while it was idle: what was asked is harmless twice
-                connection.was_used = False
+                return self._exchanged(None, head + body, keep, stop, until_s)  # the idle one was closed meanwhile
+        except (OSError, ValueError, Fault) as exc:  # ValueError: a host whose name cannot be one
+            raise Fault(f"{method} {self.endpoint}{path}: {exc}") from exc
 
-    def _put_back(self, connection: _Connection) -> _Connection | None:
+    def _exchanged(self, idle: Wire | None, request: bytes, keep: bool, stop: threading.Event, until_s: float) -> Reply:
+        """Over the connection that was idle, or a new one. `keep`: it stays open, if the service lets it."""
+        wire = idle or Wire(self._host, self._port, stop, until_s)
+        done: Wire | None = wire
+        try:
+            sent_s = self._now_s()
+            answer = wire.exchange(request, stop, until_s)
+            came_s = self._now_s()
+            if keep and not answer.is_last:
+                done = self._put_back(wire)
+        finally:
+            if done is not None:
+                done.close()
+        etag, date = answer.headers.get("etag", ""), answer.headers.get("date", "")
+        return Reply(answer.status, answer.body, etag, date, sent_s, came_s)
+
+    def _taken(self) -> Wire | None:
+        with self._lock:
+            idle, self._idle = self._idle, None
+            return idle
+
+    def _put_back(self, wire: Wire) -> Wire | None:
         """Keeps it for the next request; what is to be closed instead, if anything."""
         with self._lock:
             if not self._keepers:
-                return connection
-            other, self._idle = self._idle, connection
+                return wire
+            other, self._idle = self._idle, wire
             return other
 
 
-class _Watched(socket.socket):
-    """A socket whose waits end by `stop` or at a deadline, and which takes only so many bytes."""
-
-    stop: threading.Event
-    until_s: float
-    bytes_left = 0
-
-    def begin(self, stop: threading.Event, until_s: float) -> None:
-        """The next request: until when, and how much."""
-        self.stop, self.until_s = stop, until_s
-        self.bytes_left = BODY_BYTES_MAX + HEAD_BYTES_MAX
-
-    def await_ready(self, mask: int) -> None:
-        poll = select.poll()
-        poll.register(self, mask)
-        while not self.stop.is_set():
-            left_s = self.until_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("no answer in time")
-            if poll.poll(min(left_s, SLICE_S) * 1000):
-                return
-        raise Fault("stopped")
-
-    def recv_into(self, *args: Any) -> int:
-        self.await_ready(select.POLLIN)
-        count = super().recv_into(*args)
-        self.bytes_left -= count
-        if self.bytes_left < 0:
-            raise Fault("more bytes came than a right answer has")
-        return count
-
-
-def _connected(host: str, port: int, stop: threading.Event, until_s: float) -> _Watched:
-    """To the first address of the host: a metadata service has one."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = _Watched(family, kind, protocol)
-    try:
-        made.begin(stop, until_s)
-        made.setblocking(False)
-        made.connect_ex(address)
-        made.await_ready(select.POLLOUT)
-        if error := made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(error, os.strerror(error))
-        made.settimeout(SLICE_S)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _date_s(header: str | None) -> float | None:
-    try:
-        return http_time_s(header) if header else None
-    except Fault:
-        return None
+@functools.lru_cache(maxsize=16)  # who polls asks the same again and again
+def _head(
+    method: str, target: str, host: str, headers: tuple[tuple[str, str], ...], body_bytes: int, keep: bool
+) -> bytes:
+    """All of a request but its body. Errors: Fault for what would end a line early."""
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    if not keep:
+        lines.append("Connection: close")
+    if method != "GET":
+        lines.append(f"Content-Length: {body_bytes}")
+    if " " in target or not all(line.isascii() and line.isprintable() for line in lines):
+        raise Fault("that does not fit into a request")
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 def parsed(what: str, parse: Callable[[], T]) -> T:

@@ -95,6 +95,11 @@ class FakeService:
         with self._lock:
             self._bad.extend([(what, path)] * count)
 
+    def mend(self) -> None:
+        """Nothing is spoiled any more."""
+        with self._lock:
+            self._bad.clear()
+
     def paths(self) -> list[str]:
         return [f"{each.method} {each.path}" for each in self.asked]
 
@@ -116,6 +121,7 @@ def serving(made: S | None = None) -> Iterator[S]:
 
     class Handler(BaseHTTPRequestHandler):
         timeout = BOUND_S
+        wbufsize = -1  # what is said goes out as a whole, with its headers
         protocol_version = "HTTP/1.1"  # connections stay open, unless the client says otherwise
 
         def setup(self) -> None:
@@ -163,6 +169,7 @@ def serving(made: S | None = None) -> Iterator[S]:
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nX-A: ")
                 while not service.closing.wait(0.02):
                     self.wfile.write(b"a")
+                    self.wfile.flush()
             elif bad is Bad.CUT:
                 self.say(Says(200, "TRU"), length=6)
             elif bad is Bad.CUT_HEAD:

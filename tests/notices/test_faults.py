@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from ckpt.notices.asking import MUTE_FAULTS, PAUSE_MAX_S, keep_asking
 from ckpt.notices.aws import AwsListener
 from ckpt.notices.azure import AzureListener
 from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener
-from ckpt.notices.metadata import BODY_BYTES_MAX, Fault, Service
+from ckpt.notices.metadata import Fault, Service
 from ckpt.notices.notice import Listener, Notice, Tell, Withdrawn
+from ckpt.notices.wire import BODY_BYTES_MAX
 from tests.notices.fakes import (
     NOT_THERE,
     NOW_S,
@@ -179,9 +181,10 @@ def test_a_request_that_drips_ends_when_its_time_is_up() -> None:
     ("bad", "why"),
     [
         (Bad.CUT, "3 bytes came, not the whole reply"),
-        (Bad.CLAIMS_HUGE, "1 bytes came, not the whole reply"),
-        (Bad.OVERSIZED, f"{BODY_BYTES_MAX + 1} bytes came, not the whole reply"),
-        (Bad.ENDLESS_HEAD, "more bytes came than a right answer has"),
+        (Bad.CUT_HEAD, "the headers were cut short"),
+        (Bad.CLAIMS_HUGE, f"a body of '{1 << 40}' bytes is none of a right answer"),
+        (Bad.OVERSIZED, f"a body of '{10 << 20}' bytes is none of a right answer"),
+        (Bad.ENDLESS_HEAD, "more bytes came than a right answer's headers have"),
     ],
     ids=lambda value: value.name if isinstance(value, Bad) else "",
 )
@@ -196,7 +199,7 @@ def test_a_body_of_unknown_length_is_bounded_too() -> None:
     with serving() as service:
         service.answer = lambda asked: Says(body="a" * (BODY_BYTES_MAX + 1))
         service.has_lengths = False
-        with pytest.raises(Fault, match=f"{BODY_BYTES_MAX + 1} bytes came"):
+        with pytest.raises(Fault, match="more bytes came than a right answer has"):
             Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
         service.answer = lambda asked: Says(body="a" * BODY_BYTES_MAX)
         reply = Service(service.endpoint).request("GET", "/", {}, threading.Event(), timeout_s=60)
@@ -230,17 +233,69 @@ def test_pauses_begin_anew_after_an_answer() -> None:
     assert stop.pauses[3] <= 1.0  # the first one again
 
 
-@pytest.mark.parametrize("skew_s", [-7200.0, 0.0, 90.0, None])
-def test_the_deadline_is_by_our_clock_and_never_later_than_it_is(skew_s: float | None) -> None:
-    """The service names the time that is 120 s ahead by its own clock."""
-    clock = Clock()
-    theirs_s = NOW_S + (skew_s or 0.0) + 120
-    body = f'{{"action": "stop", "time": "{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(theirs_s))}"}}'
+SKEWS_S = [-7200.0, -90.0, -0.7, 0.0, 0.3, 90.0, 86400.0, None]
+
+
+def named_at(form: str, body: str, answers: Callable[[str], Callable[[Asked], Says]]) -> Any:
+    """What the service says of a time (Unix seconds by its own clock), which stands in `body` as <AT>."""
+    return lambda when_s: answers(body.replace("<AT>", time.strftime(form, time.gmtime(when_s))))
+
+
+def aws_says(part: str) -> Callable[[str], Callable[[Asked], Says]]:
+    def answers(body: str) -> Callable[[Asked], Says]:
+        said = {"PUT": Says(body="token"), "GET": Says(body=body)}
+        return lambda asked: said[asked.method] if asked.method == "PUT" or part in asked.path else NOT_THERE
+
+    return answers
+
+
+ISO, HTTP, OF_EC2 = "%Y-%m-%dT%H:%M:%SZ", "%a, %d %b %Y %H:%M:%S GMT", "%d %b %Y %H:%M:%S GMT"
+AZURE_AT = AZURE_EVENT.replace('"NotBefore": ""', '"NotBefore": "<AT>"')
+NAMES_A_TIME: dict[str, tuple[Callable[..., Listener], Any]] = {
+    "aws-spot": (AwsListener, named_at(ISO, '{"action": "stop", "time": "<AT>"}', aws_says("instance-action"))),
+    "aws-maintenance": (
+        AwsListener,
+        named_at(OF_EC2, '[{"NotBefore": "<AT>", "Code": "instance-stop", "EventId": "1"}]', aws_says("maintenance")),
+    ),
+    "azure": (AzureListener, named_at(HTTP, AZURE_AT, azure)),
+}
+LEFT_S: dict[str, tuple[Callable[..., Listener], Any, float]] = {
+    "aws-spot": (AwsListener, named_at(ISO, '{"action": "hibernate", "time": "<AT>"}', aws_says("instance-action")), 0),
+    "aws-rebalance": (AwsListener, named_at(ISO, '{"noticeTime": "<AT>"}', aws_says("recommendations")), 120),
+    "aws-lifecycle": (AwsListener, named_at(ISO, "Terminated", aws_says("lifecycle")), 30),
+    "gcp-preempted": (a_gcp(PREEMPTED), named_at("", "TRUE", gcp), 30),
+    "gcp-maintenance": (a_gcp(MAINTENANCE), named_at("", "TERMINATE_ON_HOST_MAINTENANCE", gcp), 60),
+    "azure": (AzureListener, named_at(HTTP, AZURE_AT.replace("Scheduled", "Started"), azure), 0),
+}
+
+
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+@pytest.mark.parametrize("source", NAMES_A_TIME)
+def test_the_deadline_is_by_our_clock_and_never_later_than_it_is(source: str, skew_s: float | None) -> None:
+    """The service names a time that is about 120 s ahead by its own clock, in whole seconds."""
+    make, says = NAMES_A_TIME[source]
+    theirs_s = math.ceil(NOW_S + (skew_s or 0.0) + 120)
+    is_s = theirs_s - (skew_s or 0.0)
     with serving() as service:
-        service.skew_s, service.answer = skew_s, aws(Says(body=body))
-        (notice,) = heard(AwsListener(service.endpoint, now_s=clock.now_s), clock)
+        service.skew_s, service.answer = skew_s, says(theirs_s)
+        (notice,) = heard(make(service.endpoint, now_s=Clock().now_s), Clock())
     assert isinstance(notice, Notice)
-    assert notice.deadline_s - NOW_S == (120 if skew_s is None else 119)  # its Date has whole seconds
+    assert notice.source == source
+    if skew_s is None:
+        assert notice.deadline_s == is_s
+    else:
+        assert is_s - 1.0 <= notice.deadline_s <= is_s  # its Date has whole seconds
+
+
+@pytest.mark.parametrize("skew_s", SKEWS_S)
+@pytest.mark.parametrize("source", LEFT_S)
+def test_what_names_no_time_of_the_end_counts_by_our_clock_alone(source: str, skew_s: float | None) -> None:
+    make, says, left_s = LEFT_S[source]
+    with serving() as service:
+        service.skew_s, service.answer = skew_s, says(NOW_S + (skew_s or 0.0) + 300)
+        (notice,) = heard(make(service.endpoint, now_s=Clock().now_s), Clock())
+    assert isinstance(notice, Notice)
+    assert (notice.source, notice.deadline_s) == (source, NOW_S + left_s)
 
 
 @pytest.mark.parametrize("date", ["", "yesterday", "Mon, 99 Foo 2030 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"])
