@@ -81,8 +81,9 @@ class Committing(Basis):
         hashed, and then the next is asked."""
         round_ = self.group.slots[slot].round
 
-        def safe() -> bool:
-            return round_ is not None and round_.peer is Store.DONE
+        def safe() -> bool | None:
+            peer = round_.peer if round_ is not None else None
+            return None if peer is Store.RUNNING else peer is Store.DONE
 
         def others(name: str, slow: bool) -> list[str]:
             return self.protection.others(checkpoint.identity, name, slow) if self.protection is not None else []

@@ -152,6 +152,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("ckpt_starts_total", "counter", "Starts that came as far as training.", _account("starts")),
     Metric("ckpt_failures_total", "counter", "Failures of a job that trained.", _account("failures")),
     Metric("ckpt_lost_steps_total", "counter", "Ended steps that failures threw back.", _account("lost_steps")),
+    Metric("ckpt_lost_seconds_total", "counter", "Of training that they threw back.", _account("lost_s")),
     Metric(
         "ckpt_recoveries_total", "counter", "Times that training went on after one.", _account("recoveries", "number")
     ),

@@ -125,10 +125,11 @@ class Rebuilding:
     def _publish(self) -> None:
         """Who holds what is needed of it lets it be read."""
         self._damaged.clear()
-        stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(self._todo)]
+        todo = set(self._todo)
+        stripes = [chunk.striped for _, chunk, _ in self._chunks if not chunk.striped.ranks.isdisjoint(todo)]
         needed = {rank for striped in stripes for rank in striped.ranks}
         by_node: dict[str, list[int]] = {}
-        for rank in sorted(needed - set(self._todo)):
+        for rank in sorted(needed - todo):
             if self._holders.get(rank):
                 by_node.setdefault(self._holders[rank][0], []).append(rank)
         self._left = set(by_node)

@@ -111,6 +111,6 @@ def which_committed(wanted: Collection[Identity], store: StoreSide) -> frozenset
     try:
         view = store.run(impatient=True).view()
     except CkptError as exc:
-        log.warning("what is committed is not known now, and is committed again: %s", exc)
+        log.warning("what is committed is not known now, and is taken for not committed: %s", exc)
         return frozenset()
     return frozenset(wanted) & {ref.identity for ref in view.commits}

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-# Who has copies of what that node staged, or can make them now, best first: (its name; whether it is there and slow).
+# Who has copies of what that node staged, or can make them now, best first: (its name; whether also while it is there,
+# but is slow, or its store refuses it).
 Others = Callable[[str, bool], Sequence[str]]
 # What hears what was written, or why nothing was.
 Then = Callable[["Written | None", str], None]
@@ -78,8 +79,10 @@ class _Part:
     future: Future[Written]
     names: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)  # who has not answered
+    failed: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
     is_timed: bool = False  # it will be looked at
+    is_refused: bool = False  # by a node that is there
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
@@ -101,11 +104,12 @@ class Parts:
         margin_s: float,
         clock: Clock | None = None,
         spared: frozenset[str] = frozenset(),
-        safe: Callable[[], bool] = lambda: True,
+        safe: Callable[[], bool | None] = lambda: True,
     ) -> None:
         """`spared`: nodes that may be gone before they have written anything: who has copies is asked first. `safe`:
-        whether all copies, or parity, are where they should be: before that nobody else is asked while a node has not
-        failed, since he may have none yet."""
+        whether all copies, or parity, are where they should be; None: they are on their way. Before that nobody else
+        is asked while a node has not failed, since he may have none yet; and while they are on their way those that
+        have failed are asked once more when they are there."""
         self._spared, self._safe = spared, safe
         self._checkpoint, self._options = checkpoint, options
         self._ranks, self._others, self._ask, self._post = ranks, others, ask, post
@@ -174,17 +178,20 @@ class Parts:
                 part.future.set_result(result)
                 self._is_written(part.nbytes)
                 return
-            whose = "its" if name == part.name else "that"
-            why = f"{_node(name)} has not written {whose} part: {error}"
-            part.errors.append(why)
+            part.failed.add(name)
+            why = f"{_node(name)} has not written {'its' if name == part.name else 'that'} part: {error}"
             if name == part.name:
-                part.errors.insert(0, part.errors.pop())  # it says more than why nobody else could
+                part.errors.insert(0, why)  # it says more than why nobody else could
                 part.names = self._left(part, slow=False)
-            if not self._have_another_write(part, why) and not part.asked:
-                part.future.set_exception(AgentError(part.errors[0]))
+            else:
+                part.errors.append(why)
+            if not self._have_another_write(part, why):
+                self._give_up_or_wait()
 
-        # Once the node itself has failed nobody is left out: the part may need all that there is.
-        slow = self._slow() | {part.name} if part.name in part.asked else frozenset[str]()
+        # Once the node itself has failed no other is left out: the part may need all that there is.
+        slow = frozenset({part.name}) if part.is_refused or part.name in part.asked else frozenset[str]()
+        if part.name in part.asked:
+            slow |= self._slow()
         part.asked.add(name)
         self._ask(name, part.wanted, slow, part.cancel, answered)
 
@@ -195,6 +202,36 @@ class Parts:
         log.warning("%s; another one that has a copy, or makes one, does", why)
         self._have_written(part, part.names.pop(0))
         return True
+
+    def _give_up_or_wait(self) -> None:
+        """Of the parts that nobody writes any more. What a node that is there cannot write, and of which nobody has
+        copies, is made in its place only once the store has taken any part: else it may well be the store that refuses
+        all, and each node's would be made for nothing. The node that commits has the record to put as well: where the
+        store takes nothing of it that is not waited for."""
+        for part in self._parts:
+            if part.future.done() or part.asked or not part.errors:
+                continue
+            is_open = part.name != "" and any(self._is_under_way(each) for each in self._parts)
+            may_take = bool(self._written) or is_open
+            if may_take and self._safe() is None and self._left(part, slow=True):
+                part.failed.clear()  # who had no copy may have one then
+                self._look_again(part, self._margin_s)
+                continue
+            part.names = self._untried(part, slow=False)
+            part.is_refused = not part.names
+            if part.is_refused and may_take:
+                part.names = self._untried(part, slow=True)
+                if part.names and not self._written:
+                    continue
+            if not self._have_another_write(part, part.errors[0]):
+                part.future.set_exception(AgentError(part.errors[0]))
+
+    def _untried(self, part: _Part, slow: bool) -> list[str]:
+        return [name for name in self._left(part, slow) if name not in part.failed]
+
+    @staticmethod
+    def _is_under_way(part: _Part) -> bool:
+        return not part.future.done() and bool(part.asked or not part.errors)
 
     def _left(self, part: _Part, slow: bool) -> list[str]:
         """Who else may be asked for it now, best first: those that are slow themselves last."""
@@ -216,6 +253,7 @@ class Parts:
             self._written = [max(written), max(written, key=lambda each: each[0] / each[1])]
         for part in self._parts:
             self._look(part)
+        self._give_up_or_wait()
 
     def _look(self, part: _Part) -> None:
         due_s = self._due_s(part)
@@ -233,6 +271,8 @@ class Parts:
         def look() -> None:
             part.is_timed = False
             self._look(part)
+            if not self._over:
+                self._give_up_or_wait()
 
         if not part.is_timed:  # it is due no earlier by what is written meanwhile
             part.is_timed = True

@@ -234,7 +234,7 @@ def _nodes(
     """Where the ranks are: none where one agent serves all, and rank 0 names no memory-only nodes, and there is no
     secret by which agents of earlier starts could be asked what they hold. Else the agents are told to listen, and
     their names, addresses and ranks are what this returns, rank 0's first. Errors: AgentError, UsageError."""
-    former = max((each for said in facts if (each := said["known"])), default=None)
+    _, former = max((each for said in facts if (each := said["known"])), default=("", b""))
     if len({said["agent"] for said in facts}) == 1 and not (facts[0]["peers"] or facts[0]["secret"] or former):
         return []
     hosts = {said["agent"]: said["host"] for said in facts}
@@ -245,7 +245,7 @@ def _nodes(
             "machine the same CKPT_RUNTIME_DIR (or XDG_RUNTIME_DIR) and user",
             loud=True,
         )
-    run_secret = collective.from_first(group, lambda: _secret(settings, former[1] if former is not None else b""))
+    run_secret = collective.from_first(group, lambda: _secret(settings, former))
     node = collective.together(group, lambda: saver.link.listen(run_secret))
     nodes: dict[str, dict[str, Any]] = {}
     for rank, said in enumerate(group.gather(msgpack.packb(node))):

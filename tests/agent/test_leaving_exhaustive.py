@@ -496,13 +496,13 @@ STARTS: list[Start] = [
     (2, SIGNAL, 1, 1, True),
     (3, "cloud", 0, 0, False),
     (3, "cloud", 1, 0, True),
+    (3, SIGNAL, 1, 0, False),
     (2, "cloud", 1, 0, False, True),
+    (2, SIGNAL, 1, 0, False, True),
 ]
 DEEP: list[Start] = [
     (2, SIGNAL, 2, 0, False),
     (2, "cloud", 1, 2, False),
-    (3, SIGNAL, 1, 0, False),
-    (2, SIGNAL, 1, 0, False, True),
     (2, "cloud", 1, 1, False, True),
     (2, "cloud", 2, 0, False, True),
     (3, "cloud", 1, 0, False, True),

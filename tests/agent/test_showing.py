@@ -133,7 +133,7 @@ def test_what_a_killed_trainer_cost_is_seen_by_a_scraper(
         wait_for(lambda: scraped(address)["ckpt_phase"][("phase", "training"),] == 1)  # a page is kept for a moment
         up = scraped(address)
         assert up["ckpt_lost_steps_total"][()] == 2  # and the third was under way, as far as the ranks had said
-        assert up["ckpt_time_seconds"][("part", "lost"),] > 0
+        assert up["ckpt_lost_seconds_total"][()] == up["ckpt_time_seconds"][("part", "lost"),] > 0
         assert up["ckpt_time_seconds"][("part", "recovery"),] > 0
         assert up["ckpt_recoveries_total"][()] == 1
         assert up["ckpt_restores_total"] == {(("level", "local"),): 1, (("level", "none"),): 1}

@@ -12,8 +12,10 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.predict.model import save
-from tests.agent.nodes.cluster import Cluster, pid_of, train
+from ckpt.types import Identity
+from tests.agent.nodes.cluster import COPIED, Cluster, pid_of, train
 from tests.agent.test_agent import wait_for
+from tests.agent.test_foreseeing import ADAPTIVE, good, teach
 from tests.predict.models import certain
 
 
@@ -86,4 +88,36 @@ def test_each_node_is_told_its_pace_against_its_peers(
     assert 1.2 < found[pid_of(slow)] < 4
     assert found[pid_of(slow)] == max(found.values())
     train([slow], quick[0].step)
+    cluster.finish()
+
+
+def test_two_nodes_that_are_said_to_fail_soon_keep_nothing_for_one_another_any_more(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the checkpoint that is taken for their sake kept so."""
+    monkeypatch.setenv("CKPT_SIGNALS", "off")
+    cluster.options = {**COPIED, "policy": ADAPTIVE["policy"]}
+    cluster.start(0, 1, 2, 3)
+    train(cluster.job, 1)
+    cluster.finish()
+    teach(cluster.url, {"model": good()})
+    cluster.start(0, 1, 2, 3)
+    ((one, (other,)),) = [
+        (node, kept_by) for node, kept_by in cluster.keepers().items() if 0 not in (node, *kept_by) and [node] < kept_by
+    ]
+    third = 6 - one - other
+    assert cluster.keepers() == {0: [third], third: [0], one: [other], other: [one]}
+    monkeypatch.setenv("CKPT_SIGNALS", "on")
+    for node in (one, other):  # whose agents are started again, and read signals
+        cluster.kill_agent(node)
+        cluster.come_back(node)
+    train(cluster.job, cluster.job[0].step + 1)  # a node reads once its ranks are in a step
+    wait_for(lambda: len(standing(cluster)) == 2 and cluster.keepers()[one] != [other])
+    keepers = cluster.keepers()
+    assert {*keepers[one], *keepers[other]} == {0, third}
+    step = cluster.checkpoint("peer")
+    cluster.await_event("prediction.acted")
+    for node, (keeper,) in keepers.items():
+        kept = {Identity.parse(each).tick.step: ranks for each, ranks in cluster.status(keeper)["copies"].items()}
+        assert kept[step] == [node]
     cluster.finish()

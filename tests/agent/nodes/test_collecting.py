@@ -60,6 +60,14 @@ class Part:
         """As if the store took so many times LOOK_S for what is to be made."""
         monkeypatch.setattr(collecting, "MAKING_BYTES_S", self.inventory.sizes[STEP, self.makeable] / looks / LOOK_S)
 
+    def leave_beside(self, leave_bytes: int, room_bytes: int) -> None:
+        """Each node has to leave so much, and has room for so much beside what is to be made."""
+        size = self.fleet.arenas[STEP][self.makeable].bytes
+        for name in set(NODES) - self.fleet.gone:
+            copies = self.fleet.copies[name]
+            copies.bound(lambda copies=copies: copies.chunks.used_bytes + size + room_bytes)  # type: ignore[misc]
+            self.leave[name] = leave_bytes
+
     def look(self) -> None:
         """The time comes to see whether it moves."""
         ((delay_s, what),) = [each for each in self.timers if each[0] != PATIENCE_S]
@@ -128,22 +136,14 @@ def test_what_takes_longer_than_the_store_would_is_left_to_it_though_it_moves(
 
 
 def test_what_would_take_the_memory_that_the_job_needs_is_left_to_the_store(part: Part) -> None:
-    size = part.fleet.arenas[STEP][part.makeable].bytes
-    for name in set(NODES) - part.fleet.gone:
-        copies = part.fleet.copies[name]
-        copies.bound(lambda copies=copies: copies.chunks.used_bytes + size + 99)  # type: ignore[misc]
-        part.leave[name] = 100
+    part.leave_beside(100, room_bytes=99)
     part.begin()
     assert part.came() == part.all - part.beyond - {part.makeable}
     assert part.said("rebuild")
 
 
 def test_where_as_much_is_left_as_the_job_needs_it_is_made(part: Part) -> None:
-    size = part.fleet.arenas[STEP][part.makeable].bytes
-    for name in set(NODES) - part.fleet.gone:
-        copies = part.fleet.copies[name]
-        copies.bound(lambda copies=copies: copies.chunks.used_bytes + size + 100)  # type: ignore[misc]
-        part.leave[name] = 100
+    part.leave_beside(100, room_bytes=100)
     part.begin()
     assert part.came() == part.all - part.beyond
 

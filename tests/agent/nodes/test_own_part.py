@@ -17,7 +17,7 @@ from ckpt.store.run import Run
 from ckpt.types import Identity, Tick
 from tests import servers
 from tests.agent.nodes.cluster import Cluster, line, train
-from tests.session.proxy import HELD, RESET, Proxy, proxy
+from tests.session.proxy import HELD, RESET, Proxy, answer, proxy
 
 KEY = "runs/one"
 DATA = f"{KEY}/data/*"
@@ -44,6 +44,22 @@ def start(cluster: Cluster, link: Proxy, *spread: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", link.at.endpoint)
         cluster.enter()
+
+
+def commit_with_one_in_trouble(cluster: Cluster, url: str, link: Proxy) -> Tick:
+    """All but the coordinator go by the proxy, where the first that puts anything meets the fault; the others pass."""
+    direct = os.environ["AWS_ENDPOINT_URL"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", link.at.endpoint)
+        cluster.connect(0, 1, 2)
+        patch.setenv("AWS_ENDPOINT_URL", direct)
+        cluster.enter()
+    train(cluster.job, 1)
+    tick = cluster.save("peer")
+    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    assert len(link.met) == 1
+    assert [each.tick for each in line(url)] == [tick]
+    return tick
 
 
 def orphans(url: str, tick: Tick) -> set[str]:
@@ -123,26 +139,26 @@ def test_where_the_coordinators_own_link_is_stuck_its_part_is_made_again_from_pa
 def test_where_another_nodes_link_is_stuck_its_part_is_written_for_it(
     cluster: Cluster, url: str, link: Proxy, peers: dict[str, int]
 ) -> None:
-    """All but the coordinator go by the proxy, which holds what comes first and lets the others pass."""
     cluster.options = {**cluster.options, "peers": peers}
     link.fail(HELD, "PUT", DATA, count=1)
-    direct = os.environ["AWS_ENDPOINT_URL"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", link.at.endpoint)
-        cluster.connect(0, 1, 2)
-        patch.setenv("AWS_ENDPOINT_URL", direct)
-        cluster.enter()
-    train(cluster.job, 1)
-    tick = cluster.save("peer")
-    assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
-    assert len(link.met) == 1
-    assert [each.tick for each in line(url)] == [tick]
+    tick = commit_with_one_in_trouble(cluster, url, link)
     link.heal()
     cluster.finish()
     assert len(orphans(url, tick)) == 1, "what has come late is referred to by nothing"
     (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
     assert "takes longer" in told
     assert "has not written" not in told, "it was there all the time"
+    check_restored(cluster, tick)
+
+
+@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
+def test_what_the_store_refuses_of_another_node_is_written_for_it(
+    cluster: Cluster, url: str, link: Proxy, peers: dict[str, int]
+) -> None:
+    cluster.options = {**cluster.options, "peers": peers}
+    link.fail(answer(403, "AccessDenied"), "PUT", DATA, count=1)
+    tick = commit_with_one_in_trouble(cluster, url, link)
+    cluster.finish()
     check_restored(cluster, tick)
 
 

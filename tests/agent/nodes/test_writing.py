@@ -63,7 +63,8 @@ class Writers:
     the other nodes can make it."""
 
     def __init__(self, world: int, copies: int = 1, parity: bool = False) -> None:
-        self.clock, self.copies, self.safe = ManualClock(), copies, True
+        self.clock, self.copies = ManualClock(), copies
+        self.safe: bool | None = True
         self.parity, self.gone = parity, set[str]()
         self.every = [node(rank) for rank in range(world)]
         self.asked: list[tuple[str, Callable[[Any, str], None]]] = []
@@ -290,6 +291,65 @@ def test_a_node_that_dies_while_another_makes_what_it_staged_is_followed_by_thos
     assert not nodes.of(1).done()
     made = nodes.writes("")
     assert nodes.of(1).result(0) is made
+
+
+def test_what_the_store_refuses_of_a_node_that_is_there_is_made_by_another_once_the_store_has_taken_any() -> None:
+    nodes = Writers(4, parity=True)
+    nodes.writes("n1", "the store denies it")
+    assert nodes.names() == ["", "n1", "n2", "n3"], "it may refuse all"
+    nodes.writes("n2")
+    assert nodes.names()[4:] == [""]
+    assert nodes.unwanted[-1] == {"n1"}, "nothing is lost"
+    nodes.asked[-1][1](None, "there is no memory for it")
+    assert nodes.names()[4:] == ["", "n2"]
+    nodes.writes("n2", "neither")
+    assert nodes.names()[4:] == ["", "n2", "n3"]
+    made = nodes.writes("n3")
+    assert nodes.of(1).result(0) is made
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("parity", [False, True])
+def test_who_has_no_copy_yet_is_asked_again_once_copies_are_there(parity: bool, ends: bool) -> None:
+    """Or once it is known that they will not be. With parity nobody can make anything before."""
+    nodes = Writers(2, parity=parity)
+    nodes.safe = None
+    nodes.writes("")
+    nodes.writes("n1", "the store denies it")
+    asked = ["", "n1", *["k1"] * (not parity)]
+    assert nodes.names() == asked
+    if not parity:
+        nodes.writes("k1", "it has no copies of them")
+    nodes.move(MARGIN_S + 1)
+    nodes.move(MARGIN_S + 1)
+    assert nodes.names() == asked
+    nodes.safe = ends
+    nodes.move(MARGIN_S + 1)
+    other = "" if parity else "k1"
+    assert nodes.names() == [*asked, other]
+    made = nodes.writes(other)
+    assert nodes.of(1).result(0) is made
+
+
+def test_where_the_store_refuses_all_nobody_makes_anything() -> None:
+    nodes = Writers(3, parity=True)
+    for name in ("n1", "n2", ""):
+        assert not any(future.done() for future in nodes.futures)
+        nodes.writes(name, "the store denies it")
+    assert nodes.names() == ["", "n1", "n2"]
+    for rank in range(3):
+        with pytest.raises(AgentError, match="the store denies it"):
+            nodes.of(rank).result(0)
+
+
+def test_what_a_node_refuses_that_others_have_made_in_vain_before_is_not_made_again() -> None:
+    nodes = Writers(2, parity=True)
+    nodes.writes("")
+    nodes.writes("n1", "the store denies it")
+    assert nodes.names() == ["", "n1", ""]
+    nodes.writes("", "there is no memory for it")
+    with pytest.raises(AgentError, match="n1 has not written its part: the store denies it"):
+        nodes.of(1).result(0)
 
 
 def test_a_slow_node_that_another_was_quicker_than_is_slow_for_the_others_too() -> None:
