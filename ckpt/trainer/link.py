@@ -36,7 +36,6 @@ from ckpt.plan.staging import stage
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer.levels import Levels
-from ckpt.trainer.walk import Walk
 from ckpt.types import Epoch, Identity, Tick
 
 RECONNECT_TRIES = 20
@@ -65,9 +64,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A walk as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
+    """A state as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
 
-    walk: Walk
+    layout: Layout
     hashes: bytes
     tick: Tick
     values_bytes: int
@@ -75,9 +74,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A division as it concerns this rank."""
+    """A division as it concerns this rank. `offered`: the layout that it is of, the very object that the rank gave."""
 
-    walk: Walk
+    offered: Layout
     declaration: Declaration
     encoded: bytes
 
@@ -107,14 +106,14 @@ class End:
 
 @dataclass(slots=True)
 class Link:
-    """One rank's end. `bind(slot, walk, layout, staging, data)` prepares the copies into an arena; it runs on a thread
-    of `tasks`. `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
+    """One rank's end. `bind(slot, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`.
+    `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
 
     url: str
     settings: Settings
     events: Events
     tasks: Tasks
-    bind: Callable[[int, Walk, Layout, Staging, memoryview], None]
+    bind: Callable[[int, Plan, memoryview], None]
     quiet: Callable[[], None]
     levels: Levels = field(default_factory=Levels)
     words: memoryview = _NOTHING_APPOINTED
@@ -212,7 +211,7 @@ class Link:
             fields,
             fds=[self.slots[number].arena.fd for number in slots],
             blobs=[
-                encode_layout(self._offer.walk.layout),
+                encode_layout(self._offer.layout),
                 hashes_but(self._offer, self._differing, self.terms.rank),
                 *([encode_nodes(self.terms.nodes)] if self.terms.nodes else []),
             ],
@@ -287,7 +286,7 @@ class Link:
             page.enter(terms.rank, *told)
 
     def offer(self, offer: Offer) -> None:
-        """A new walk: nothing is warm for it until the agent has divided it."""
+        """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
         with self._lock:
             self._offer = offer
             self._plan = None
@@ -297,7 +296,7 @@ class Link:
         self._notify(
             "layout",
             {"tick": str(offer.tick), "values_bytes": offer.values_bytes},
-            blobs=[encode_layout(offer.walk.layout), offer.hashes],
+            blobs=[encode_layout(offer.layout), offer.hashes],
         )
 
     def granted(self, number: int) -> tuple[Slot | None, Plan | None]:
@@ -408,13 +407,13 @@ class Link:
         layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
         with self._lock:
             offer, terms = self._offer, self.terms
-        if offer is None or terms is None or not _same_shapes(layout, offer.walk.layout):
-            return  # made for a walk that is gone: the plan for the present one follows
+        if offer is None or terms is None or not _same_shapes(layout, offer.layout):
+            return  # made for a structure that is gone: the plan for the present one follows
         staging = stage(layout, share, int(message.fields["frame_bytes"]))
         declaration = Declaration(
             terms.rank, terms.world, terms.coordinate, str(message.fields["division"]), layout, staging
         )
-        plan = Plan(offer.walk, declaration, encode(declaration))
+        plan = Plan(offer.layout, declaration, encode(declaration))
         with self._lock:
             if self._offer is offer:
                 self._plan = plan
@@ -444,8 +443,7 @@ class Link:
         slot.arena.warm(self.calm.wait)
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
-        layout, data = plan.declaration.layout, slot.arena.data(0, plan.staging.data_bytes)
-        self.bind(number, plan.walk, layout, plan.staging, data)
+        self.bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         with self._lock:
             if self._plan is not plan or self.slots.get(number) is not slot:
                 return
@@ -619,5 +617,5 @@ def hashes_but(offer: Offer, differing: Collection[str], rank: int) -> bytes:
     if not (offer.hashes and differing):
         return offer.hashes
     hashes = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2).copy()
-    hashes[[entry.name in differing for entry in offer.walk.layout.entries for _ in entry.boxes]] = DIFFERS, rank
+    hashes[[entry.name in differing for entry in offer.layout.entries for _ in entry.boxes]] = DIFFERS, rank
     return hashes.tobytes()

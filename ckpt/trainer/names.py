@@ -7,7 +7,7 @@ one can be restored into another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from ckpt.errors import UsageError
 
 NAME_BYTES_MAX = 1024
+NAMED_MAX = 5  # of many that a text is about
 
 # The attribute under which a wrapper class, known by its name, holds what it wraps.
 WRAPPERS = {
@@ -41,6 +42,12 @@ class Site:
 
 def join(*parts: object) -> str:
     return ".".join(str(p) for p in parts if p != "")
+
+
+def some(names: Sequence[str]) -> str:
+    """As a text names them."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return f"{', '.join(names[:NAMED_MAX])}{more}"
 
 
 def check_name(name: str) -> None:

@@ -8,9 +8,8 @@ import threading
 import numpy as np
 
 from ckpt.plan.layout import Declaration
+from ckpt.trainer.names import some
 from ckpt.types import ITEMSIZE
-
-NAMES_MAX = 5  # that are told
 
 
 class Replicas:
@@ -47,9 +46,7 @@ class Replicas:
 
     def fell_back(self) -> list[str]:
         with self._lock:
-            names = sorted(self._differing)
-        if not names:
+            differing = sorted(self._differing)
+        if not differing:
             return []
-        more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
-        what = f"{', '.join(names[:NAMES_MAX])}{more}"
-        return [f"{what} saved per rank: not the same on all ranks that hold it"]
+        return [f"{some(differing)} saved per rank: not the same on all ranks that hold it"]

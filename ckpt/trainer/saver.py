@@ -7,14 +7,18 @@ stands still only for what must be copied at the boundary. Every round is answer
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
 import threading
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError, SaveFailed, UsageError
@@ -22,9 +26,10 @@ from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.columns import STRING_BYTES_MAX
 from ckpt.format.record import METRICS_MAX
-from ckpt.plan.layout import Layout, Staging
+from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
+from ckpt.trainer import names
 from ckpt.trainer.link import Link, Offer, Plan, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import Replicas
@@ -34,6 +39,8 @@ from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 from ckpt.types import Epoch, Identity, Tick
 
 NAMES_BYTES_MAX = 32 << 10  # of all metrics of a save: they have to fit into a message
+MOVES_MIN = 2  # a tensor that was found elsewhere so often is a new one at each step, and that is said
+UNSETTLED_MAX = 3  # appointments in a row that a state with another structure each time misses before that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,9 @@ class Saver:
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self._doubted = False  # whether what the agent was told of replicas may not hold any more
         self._samples: Samples | None = None  # of the present walk and plan
+        self._walking = threading.Lock()  # the walk that slots are bound to is the present one
+        self._moves: Counter[str] = Counter()  # how often a tensor was found in other memory
+        self._unsettled = 0  # appointments in a row that were missed since the structure had changed
         self.thread = threading.current_thread()
         self.forked = False
         self.restarts_follow = settings.restarts_left > 0
@@ -97,7 +107,7 @@ class Saver:
         shared, own = self.walker.values(positions)
         size = len(_encode(shared)) + len(_encode(own))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
-        return Offer(self.walk, hashes, tick, size)
+        return Offer(self.walk.layout, hashes, tick, size)
 
     def doubt(self) -> None:
         """The state was changed in a way that may end the likeness of replicas: at its restore, and in the first step,
@@ -106,13 +116,12 @@ class Saver:
 
     def settle(self, tick: Tick) -> bool:
         """Tells the agent of a changed structure, or of replicas that were doubted; whether there was anything to tell.
+        Tensors of the same names and shapes in other memory are none: the next snapshot reads them there.
 
         Errors: SaveFailed when the state cannot be saved as it is now."""
         try:
             if self.walker.changed():
-                self._offered = False
-                self.walk = self.walker.walk()
-                self._samples = None
+                self._follow(self.walker.walk())
             if self._offered and not self._doubted:
                 return False
             self._offered = False
@@ -141,11 +150,16 @@ class Saver:
     def _take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float]) -> str:
         started_s = time.perf_counter()
         assert self.link.terms is not None
+        before = self.walk.layout
         if self.settle(tick):
+            self._note_unsettled(before)
             return "layout"
+        self._unsettled = 0
         slot, plan = self.link.granted(number)
-        if slot is None or plan is None or plan.walk is not self.walk:
+        if slot is None or plan is None or plan.offered is not self.walk.layout:
             return "not granted"
+        if not self._snapshotter.is_bound(number, self.walk):
+            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         declared = slot.declared
         shared, own = (_encode(tree) for tree in self.walker.values())
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
@@ -204,7 +218,8 @@ class Saver:
         """Puts down what was trusted, and what was not and why."""
         hashed = ["the hashes of all frames read"] if receipt.read_bytes else []
         receipt.proven = [*hashed, *self._snapshotter.proven(), *self._replicas.proven()]
-        receipt.fell_back = [*self._snapshotter.fell_back(), *self._replicas.fell_back(), *receipt.fallen]
+        found = self._snapshotter.fell_back(), self._replicas.fell_back(), self._moving()
+        receipt.fell_back = [*itertools.chain(*found), *receipt.fallen]
 
     def close(self) -> None:
         """Lets what is under way into the arenas finish, then ends the stager, the copies and the link."""
@@ -219,10 +234,43 @@ class Saver:
 
     # -- inside
 
-    def _bind(self, number: int, walk: Walk, layout: Layout, staging: Staging, data: memoryview) -> None:
-        self._snapshotter.bind(number, walk, staging, data)
-        if self._replicated:
-            self._samples_of(walk, layout)  # now, and not while training stands still
+    def _follow(self, walk: Walk) -> None:
+        """The state is not where it was. With the same structure what was granted stands, and only where it lies is
+        new; else it has to be offered anew. So it has where another rank may hold the same of a tensor that never moved
+        before: it may be another one from here on (`load_state_dict` on one rank only)."""
+        before = self.walk
+        moved = _moved(before, walk)
+        alike = walk.layout == before.layout and walk.replica == before.replica
+        shared = {entry.name for entry, replica in zip(walk.layout.entries, walk.replica, strict=True) if replica}
+        if not alike or (self._replicated and not moved & shared <= self._moves.keys()):
+            self._offered = False
+        with self._walking:
+            self.walk = replace(walk, layout=before.layout) if alike else walk
+            self._samples = None
+        self._moves.update(moved)
+
+    def _note_unsettled(self, before: Layout) -> None:
+        """An appointment was missed, and the structure was `before` at the former one."""
+        self._unsettled = self._unsettled + 1 if self.walk.layout is not before else 0
+        if self._unsettled == UNSETTLED_MAX:
+            changed = names.some(sorted({e.name for e in set(self.walk.layout.entries) ^ set(before.entries)}))
+            text = f"ckpt: no checkpoint is taken while the structure of the state changes each time ({changed}): keep "
+            text += "the shapes and the number of its tensors, or call ck.save(), which waits"
+            self.events.emit("state.unsettled", text, loud=True)
+
+    def _moving(self) -> list[str]:
+        moving = sorted(name for name, count in self._moves.items() if count >= MOVES_MIN)
+        return [f"{names.some(moving)} found in other memory at each snapshot, and read anew"] if moving else []
+
+    def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
+        """For copies of the state as it lies now. Where its structure is another one by now nothing is bound: the plan
+        holds no longer."""
+        with self._walking:
+            walk = self.walk
+            if walk.layout is plan.offered:
+                self._snapshotter.bind(number, walk, plan.staging, data)
+                if self._replicated:
+                    self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
 
     def _sample(self, tick: Tick, layout: Layout) -> Taken | None:
         """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
@@ -297,6 +345,18 @@ class Saver:
 
 def _encode(tree: Any) -> bytes:
     return values.encode(tree)
+
+
+def _moved(before: Walk, now: Walk) -> set[str]:
+    """The tensors that were there before, in other memory. Both walks keep theirs alive, so that addresses tell."""
+    places = dict(zip((entry.name for entry in before.layout.entries), before.tensors, strict=True))
+    names_now = (entry.name for entry in now.layout.entries)
+    pairs = ((name, places.get(name), live) for name, live in zip(names_now, now.tensors, strict=True))
+    return {name for name, old, new in pairs if old is not None and _addresses(old) != _addresses(new)}
+
+
+def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
+    return [torch.Tensor.data_ptr(tensor) for tensor in tensors]
 
 
 def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:

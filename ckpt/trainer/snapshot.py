@@ -39,6 +39,7 @@ from ckpt.trainer.lazy import (
     owns_any,
     storages,
 )
+from ckpt.trainer.names import some
 from ckpt.trainer.pieces import Piece, Walked, cut, where
 
 
@@ -114,6 +115,11 @@ class Snapshotter:
                     self._events.emit("snapshot.unpinned", f"snapshots into slot {slot} are slow: {exc}", loud=True)
             self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
             self._trust.forget_all_but(binding.candidates.keys())
+
+    def is_bound(self, slot: int, walk: Walked) -> bool:
+        """Whether the next snapshot into that slot is one of `walk`."""
+        binding = self._bound.get(slot)
+        return binding is not None and binding.walk is walk
 
     def unbind(self, slot: int) -> None:
         """Drops all views of that slot's arena; before the arena is unmapped."""
@@ -260,8 +266,7 @@ class Snapshotter:
             return
         torn = sorted({key[0] for key in changed & plan.late_keys})
         if torn:
-            more = f" and {len(torn) - 3} more" if len(torn) > 3 else ""
-            self._abandon(pending.snapshot, f"{', '.join(torn[:3])}{more} changed while the copy was under way")
+            self._abandon(pending.snapshot, f"{some(torn)} changed while the copy was under way")
         else:
             self._finish(pending)
 

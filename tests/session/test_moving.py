@@ -1,0 +1,131 @@
+"""States that lie in other memory after each step, or are made anew when they are asked for: their appointed
+checkpoints are taken, a signal saves the last step, and what comes back is of one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from tests.session.loops import wait_agent_gone
+from tests.session.moving import KINDS, Value, bits
+from tests.session.scripts import Line, Script, torchrun
+
+MODULE = "tests.session.moving"
+ENDLESS = "1000000"
+
+
+def restored(url: Path, kind: str) -> tuple[int, str]:
+    """What a start finds: the step, and the state."""
+    job = KINDS[kind]()
+    job.begin()
+    with ckpt.Checkpointer(url, job.state) as ck:
+        return ck.restored.step, bits(job, ck.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_appointed_checkpoints_are_taken_and_come_back(tmp_path: Path, kind: str) -> None:
+    job, seen = KINDS[kind](), {}
+    job.begin()
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=2)) as ck,
+    ):
+        for step in ck.steps(2000):
+            job.train(ck.state)
+            ck.step()
+            seen[step] = bits(job, ck.state)
+            time.sleep(0.005)
+            if ck.receipt["snapshots"] >= 8 and (ck.receipt["committed_step"] or 0) > 12:
+                raise ZeroDivisionError  # nothing is saved at the exit
+    assert ck.receipt["missed"] <= 6, ck.receipt  # while its structure still grows
+    assert any("other memory" in text for text in ck.receipt["fell_back"]), ck.receipt
+    wait_agent_gone(tmp_path)
+    step, found = restored(tmp_path, kind)
+    assert step > 12
+    assert found == seen[step]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_signal_saves_the_last_step(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_NOTICES", "given")
+    log = tmp_path / "log"
+    script = Script([sys.executable, "-m", MODULE, kind, str(tmp_path / "run"), ENDLESS, ENDLESS], log)
+    script.wait_for(lambda line: line.get("step", 0) >= 12)
+    os.kill(script.process.pid, signal.SIGTERM)
+    assert script.process.wait(60) == 143, log.read_text()[-3000:]
+    last = _last(script.lines(), "step", 0)
+    assert restored(tmp_path / "run", kind) == (last["step"], last["bits"])
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("kind", ["rate", "buffer", "clones"])
+def test_so_it_is_with_several_ranks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appointed, replicated, and by a signal; the next start is of one rank."""
+    monkeypatch.setenv("CKPT_NOTICES", "given")
+    script = torchrun(tmp_path / "log", 2, MODULE, kind, str(tmp_path / "run"), "60", "3")
+    ended = [line for line in script.end() if "ended" in line]
+    assert [line["ended"] for line in ended] == [60, 60]
+    again = torchrun(tmp_path / "again", 2, MODULE, kind, str(tmp_path / "run"), ENDLESS, ENDLESS)
+    came = again.wait_for(lambda line: "restored" in line)
+    assert (came["restored"], came["bits"]) == (60, _last(script.lines(), "step", came["rank"])["bits"])
+    again.wait_for(lambda line: line.get("step", 0) >= 72)
+    os.kill(again.process.pid, signal.SIGTERM)
+    again.process.wait(90)
+    last = _last(again.lines(), "step", 0)
+    assert restored(tmp_path / "run", kind) == (last["step"], last["bits"])
+
+
+def test_what_is_saved_is_of_the_boundary_and_not_of_the_next_step(tmp_path: Path) -> None:
+    job = Value()
+    job.begin()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+        for step in ck.steps(6):
+            job.train(ck.state)
+            ck.step()
+            handle = ck.save()
+            ck.state["y"] = torch.full((5000,), -1.0)  # in other memory
+            handle.wait("local", timeout_s=60)
+            ck.state["y"] = torch.full((5000,), float(step))
+        (ck.state["y"]).fill_(77.0)
+    wait_agent_gone(tmp_path)
+    again = Value()
+    again.begin()
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 6
+        assert ck.state["y"].unique().tolist() == [77.0]
+
+
+def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_asked(tmp_path: Path) -> None:
+    job, said = Value(), []
+    job.begin()
+    options: dict[str, Any] = {"policy": ckpt.Every(steps=1), "sinks": (lambda event: said.append(event),)}
+    with ckpt.Checkpointer(tmp_path, job.state, **options) as ck:
+        for step in ck.steps(200):
+            ck.state["y"] = torch.zeros(10 + step)
+            job.loss()
+            job.optim.step()
+            ck.step()
+            time.sleep(0.005)
+        ck.save().wait("store", timeout_s=60)
+    named = [event for event in said if event.name == "state.unsettled"]
+    assert named, "it was not said"
+    assert named[0].loud
+    assert "(y)" in named[0].message
+    again = Value()
+    again.begin()
+    again.state["y"] = torch.ones(210)
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 200
+        assert ck.state["y"].unique().tolist() == [0.0]
+
+
+def _last(lines: list[Line], key: str, rank: int) -> Line:
+    return [line for line in lines if key in line and line["rank"] == rank][-1]
