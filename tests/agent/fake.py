@@ -86,6 +86,7 @@ class FakeRank:
         self.page: ControlPage | None = None
         self.connection: client.Connection | None = None
         self.answered = 0
+        self.looked = 0, 0  # the last boundary, and the round whose word it had answered then
         self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
@@ -278,8 +279,10 @@ class FakeRank:
         assert self.page is not None
         word: Word | None = self.page.word()
         if word is None or word.round == self.answered or word.step > self.step:
+            self.looked = self.step, self.answered
             return False
         self.answered = word.round
+        self.looked = self.step, self.answered
         if word.step < self.step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
             return False
@@ -378,10 +381,18 @@ class FakeRank:
                 self.standing = fields["notices"]
             elif message.kind == "superseded":
                 self.superseded = fields["by"]
+            elif message.kind == "awaited":
+                self.on_awaited(Word.unpack(fields["word"]))
             elif message.kind == "event":
                 self.events.append(fields)
             self.changed.notify_all()
         message.close()
+
+    def on_awaited(self, word: Word | None) -> None:
+        """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
+        step, answered = self.looked
+        if word is not None and word.round != answered and word.step <= step:
+            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def on_arena(self, fields: dict[str, Any], message: wire.Message) -> None:
         slot = fields["slot"]
