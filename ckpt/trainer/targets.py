@@ -158,7 +158,7 @@ class _Plan:
 
     def data(self, node: DataNode) -> None:
         """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
-        objects."""
+        objects, except where one has two names here and the checkpoint has two tensors."""
         saved = self.saved.data.get(node.path)
         if saved is None:
             self.other_kind(node.path, "value")
@@ -166,12 +166,13 @@ class _Plan:
         live = {name: (path, t) for path, name, t in trees.named(node.path, trees.split(node.value, node.path)[1])}
         made: list[tuple[trees.Path, Any]] = []
         for path, name in saved.tensors:
-            if name in live:
-                first = self.scan.aliases.get(name, name)
-                self.wants.fill(name, self.scan.tensors[first][1])
-                made.append((path, live.pop(name)[1]))
+            _, tensor = live.pop(name, (path, None))
+            pieces = self.scan.tensors[self.scan.aliases.get(name, name)][1] if tensor is not None else None
+            if pieces is None or self.wants.is_parted(name, pieces.boxes):
+                made.append((path, self.wants.fresh(name, tensor)))
             else:
-                made.append((path, self.wants.fresh(name)))
+                self.wants.fill(name, pieces)
+                made.append((path, tensor))
         for name, (path, tensor) in live.items():
             self.wants.missing(name)
             made.append((path, tensor))
@@ -276,8 +277,8 @@ class _Plan:
         if found is None:
             self.wants.missing(name)
             return None
-        tensor = live
-        if not isinstance(live, torch.Tensor) or not self.fits(param.like(live), found):
+        tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
+        if not isinstance(live, torch.Tensor) or parted or not self.fits(param.like(live), found):
             flags = saved.groups[saved.home[param.name]].hyper.value
             tensor = _new_state(found, path, param, flags, pieces.shape)
         self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))

@@ -104,6 +104,14 @@ class Wants:
                 return Found(candidate, self.coordinate, held[0].dtype, None, held)
         return None
 
+    def is_parted(self, name: str, boxes: Sequence[Box] = ()) -> bool:
+        """Whether the state's tensor of this name is tied to another, and the checkpoint has one for each."""
+        first = self.live_aliases.get(name)
+        if first is None:
+            return False
+        own, other = self.find(name, boxes), self.find(first, boxes)
+        return own is not None and other is not None and own.name != other.name
+
     def fill(self, name: str, pieces: Pieces) -> bool:
         """Wants a tensor into these pieces. False where the checkpoint has none that fits, which is noted."""
         found = self.find(name, pieces.boxes)

@@ -231,6 +231,46 @@ def test_tied_parameters_are_saved_once_and_restored_to_all() -> None:
     assert torch.equal(untied.embed.weight, tied.embed.weight)
 
 
+def test_tensors_that_are_tied_in_the_state_and_not_in_the_checkpoint_are_parted() -> None:
+    """What was saved comes back; the first name keeps the tensor that was there."""
+    checkpoint = rt.save({"a": torch.full((3000,), 1.0), "b": torch.full((3000,), 2.0), "more": [torch.zeros(2)]})
+    tied = torch.zeros(3000)
+    state = {"a": tied, "b": tied, "more": [torch.ones(2)]}
+    rt.restore(state, checkpoint)
+    assert state["a"] is tied
+    assert [state[name].unique().tolist() for name in ("a", "b")] == [[1.0], [2.0]]
+    model = nn.Linear(60, 60, bias=False)
+    state = {"a": model, "b": {"weight": model.weight}}
+    rt.restore(state, rt.save({"a": nn.Linear(60, 60, bias=False), "b": {"weight": torch.full((60, 60), 2.0)}}))
+    assert state["b"]["weight"].unique().tolist() == [2.0]
+    assert model.weight.unique().numel() > 1
+
+
+def test_tensors_that_are_tied_in_the_checkpoint_and_not_in_the_state_are_filled_both() -> None:
+    tied = torch.full((3000,), 3.0)
+    checkpoint = rt.save({"a": tied, "b": [tied]})
+    for state in ({"a": torch.zeros(3000), "b": [torch.zeros(3000)]}, {"a": (t := torch.zeros(3000)), "b": [t]}):
+        a, (b,) = state["a"], state["b"]
+        rt.restore(state, checkpoint)
+        assert state["a"] is a
+        assert state["b"][0] is b
+        assert (a.unique().tolist(), b.unique().tolist()) == ([3.0], [3.0])
+
+
+def test_optimizer_state_that_is_tied_here_and_not_in_the_checkpoint_is_parted() -> None:
+    def made(count: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 4)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        shared = torch.zeros(())
+        for n, parameter in enumerate(model.parameters()):
+            optim.state[parameter] = {"seen": shared if count == 1 else torch.tensor(float(n + 1))}
+        return model, optim
+
+    (model, optim), (other, fresh) = made(2), made(1)
+    rt.restore({"model": other, "optim": fresh}, rt.save({"model": model, "optim": optim}))
+    assert [float(fresh.state[parameter]["seen"]) for parameter in other.parameters()] == [1.0, 2.0]
+
+
 def test_a_tied_checkpoint_fits_a_state_that_names_the_tie_otherwise() -> None:
     first, second = nn.Module(), nn.Module()
     for module, order in ((first, "ab"), (second, "ba")):
