@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.reshard import Cut
 from ckpt.store.numbers import Bits, values_of
@@ -63,9 +64,11 @@ def diff(
 ) -> Diff:
     """`only`: globs on names; values are compared only without it. `progress(done, total)`: bytes of tensors.
 
-    Errors: DamagedData; NotFound; StorageError."""
+    Errors: UsageError (no tensor of either matches); DamagedData; NotFound; StorageError."""
     ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
     theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
+    if only and not ours and not theirs:
+        raise UsageError(f"no tensor of the two checkpoints matches {', '.join(only)}")
     both = [name for name in ours if name in theirs]
     retyped = [name for name in both if _kind(ours[name]) != _kind(theirs[name])]
     alike = [name for name in both if name not in set(retyped)]

@@ -82,9 +82,11 @@ def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -
     """This rank's coordinate: in `mesh` (a DeviceMesh over all ranks), else in the mesh of the state's DTensors where
     that one (or the one it is a part of) covers all ranks, else by rank.
 
-    Errors: UsageError where `mesh` is given and does not cover all ranks.
+    Errors: UsageError where `mesh` is given and is none, or does not cover all ranks.
     """
     if mesh is not None:
+        if not hasattr(mesh, "get_coordinate"):
+            raise UsageError(f"mesh={mesh!r}: a torch.distributed.device_mesh.DeviceMesh")
         found = _in_mesh(mesh, world)
         if found is None:
             raise UsageError(f"mesh= covers {mesh.size()} of {world} ranks; give the mesh that covers all, or none")

@@ -20,12 +20,14 @@ Path = tuple[Any, ...]
 Tensor = torch.Tensor | Shard
 
 DEPTH_MAX = 100
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)  # what comes back as it was
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """(the tree with None in the place of each tensor, the tensors with their paths, in order). Parts without a
-    tensor are not copied. Errors: UsageError for a tree that contains itself; `what` names it."""
+    tensor are not copied. Errors: UsageError for a tree that contains itself, and for tensors in a container that would
+    come back as another (a named tuple, a class derived from dict); `what` names it."""
     found: list[tuple[Path, Tensor]] = []
     return _split(tree, (), found, what), found
 
@@ -43,15 +45,27 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
         if set(map(type, tree.values())) <= PLAIN:
             return tree
         children = {key: _split(value, (*path, key), found, what) for key, value in tree.items()}
-        return tree if len(found) == before else _like(tree, children)
+        if len(found) == before:
+            return tree
+        _check_type(tree, path, what)
+        return _like(tree, children)
     if isinstance(tree, (list, tuple)):
         if set(map(type, tree)) <= PLAIN:
             return tree
         items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
         if len(found) == before:
             return tree
+        _check_type(tree, path, what)
         return items if isinstance(tree, list) else tuple(items)
     return tree
+
+
+def _check_type(tree: Any, path: Path, what: str) -> None:
+    if type(tree) not in CONTAINERS:
+        raise UsageError(
+            f"{join(what, *path)} is a {type(tree).__name__} with tensors in it, and would come back as something "
+            "else; use a dict, a list or a tuple, or an object with state_dict() and load_state_dict()"
+        )
 
 
 def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:

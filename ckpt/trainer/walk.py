@@ -96,7 +96,7 @@ class StateWalker:
         scan = self._scan = self.scan()
         modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
         self._watch = Watch(
-            modules=[module for module in modules if "_parameters" in vars(module)],
+            modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
             optimizers=[view.optimizer for view in scan.views.values()],
             dicts=[held for view in scan.views.values() for held in view.plain],
             distributed=[n.tensor for found in scan.found.values() for n in found if is_dtensor(n.tensor)],

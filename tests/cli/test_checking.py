@@ -81,3 +81,6 @@ def test_diff_of_equal_checkpoints_ends_with_0(tmp_path: Path, monkeypatch: pyte
     a_run(tmp_path / "c")
     assert ckpt(monkeypatch, "diff", tmp_path / "c", "10", "20", "--only", "*.table").code == 0
     assert ckpt(monkeypatch, "diff", tmp_path / "c", "10", "20").code == 1
+    mistyped = ckpt(monkeypatch, "diff", tmp_path / "c", "10", "20", "--only", "*.tabel")
+    assert mistyped.code == 2
+    assert "matches *.tabel" in mistyped.err

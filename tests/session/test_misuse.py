@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,6 +32,15 @@ class Loaderlike(torch.utils.data.DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.read = state["read"]
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: int
+
+
+class Named(dict[str, Any]):
+    pass
 
 
 class Trouble:
@@ -62,6 +71,9 @@ class Trouble:
         ({"url": b"run"}, "url=b'run': a folder"),
         ({"url": "memory://run"}, "forgotten with the process"),
         ({"state": {"a": object()}}, "a"),
+        ({"mesh": "dp"}, r"mesh='dp': a torch\.distributed\.device_mesh\.DeviceMesh"),
+        ({"state": {"x": [Pair(torch.ones(2), 1)]}}, r"x\.0 is a Pair with tensors in it"),
+        ({"state": {"x": Named(a=torch.ones(2))}}, "x is a Named with tensors in it"),
         ({"process_group": object()}, r"process_group= .* torch\.distributed is not initialized"),
     ],
 )

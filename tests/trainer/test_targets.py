@@ -346,6 +346,21 @@ class Ema:
         self.shadow, self.count = state["shadow"], state["count"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_saved_and_loaded_by_its_own_state_dict() -> None:
+    def made() -> nn.Module:
+        module: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        return module
+
+    saved, other = made(), made()
+    saved(torch.randn(8, 4))
+    walker = rt.walker_of({"model": saved})
+    walker.walk()
+    rt.restore({"model": other}, rt.save({"model": saved}))
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
 def test_an_object_gets_load_state_dict_with_tensors_that_are_its_own() -> None:
     saved, other = Ema(5), Ema(2)
     saved.shadow[0].mul_(7)
