@@ -2,7 +2,8 @@
 
 Acting: while an alarm of a proven source stands, a checkpoint more is appointed and committed whenever as much work is
 not safe elsewhere as is worth it (`policy.with_predictions`); nobody leaves. The node's risk goes into the next
-placement, and the part of the failures that is predicted into the intervals. An unproven source changes nothing.
+placement, and the node keeps nothing for others there where that leaves no state less safe; the part of the failures
+that is predicted goes into the intervals. An unproven source changes nothing.
 
 A failure is the first rank of an epoch that dies or raises, while the job was neither at its end nor told to leave: the
 others then fail of it. Where a whole node is cut off it is that node's. They are the failures whose rates are learnt.
@@ -101,11 +102,13 @@ class Foreseeing:
             self._see_failure(self._job, now_s, over=False)
         if self._job is None or now_s < self._due_s:
             return None if self._job is None or self._due_s == math.inf else self._due_s
+        self.outcomes.passed(now_s)
         self._tell_paces(self._job, now_s)
         self._act(self._job, now_s)
         proven = self.outcomes.proven()
         more = any(source in proven for _, source in self.outcomes.standing())
-        self._due_s = now_s + PERIOD_S if more or self._sighted or len(self._job.nodes) > 1 else math.inf
+        again_s = now_s + PERIOD_S if more or self._sighted or len(self._job.nodes) > 1 else math.inf
+        self._due_s = min(again_s, self.outcomes.next_s())
         return None if self._due_s == math.inf else self._due_s
 
     def said(self, job: Job, node: str, fields: dict[str, Any]) -> None:

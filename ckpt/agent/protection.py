@@ -16,7 +16,7 @@ from ckpt.agent.rebuilding import UNWANTED, Rebuilding
 from ckpt.agent.replicating import Replication
 from ckpt.agent.striping import Striping
 from ckpt.plan.groups import Node
-from ckpt.plan.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place
+from ckpt.plan.placement import GENERATIONS, Kept, Parity, Placement, Replicas, place_sparing
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -66,11 +66,18 @@ class Protection:
 
     def foresees(self, risks: Mapping[str, float]) -> bool:
         """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
-        are put together anew at the next `place`, the riskiest with the safest."""
+        are put together anew at the next `place`, the riskiest with the safest; and those that are likelier to fail
+        than others keep nothing for them where that leaves no state less safe."""
         news = dict(risks) != self._risks
         self._risks = dict(risks)
         self._anew = self._anew or news
         return news
+
+    @property
+    def _failing(self) -> list[str]:
+        """The nodes that are likelier to fail soon than others, the likeliest first."""
+        usual = min(self._risks.values(), default=0.0)
+        return sorted((n for n, risk in self._risks.items() if risk > usual), key=lambda n: (-self._risks[n], n))
 
     @property
     def losses(self) -> int:
@@ -129,7 +136,7 @@ class Protection:
                 for node in self._nodes
             ]
             nodes += lenders
-            self.placement = place(nodes, self.option, before)
+            self.placement = place_sparing(nodes, self.option, self._failing, before)
             self.with_hosts = lost_with_hosts(told, self.placement)
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):

@@ -34,6 +34,7 @@ from ckpt.plan.stripes import PARITY_MAX
 GENERATIONS = 2  # one is kept until the next is complete in the whole group
 NODES_MAX = 64  # of a group as it is asked for
 _GENERATIONS_MAX = 16
+SPARED_MAX = 3  # that are tried one after the other: each takes as long as `place`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,24 @@ def place(
     checkpoints of others a node keeps at once.
 
     Errors: UsageError where two nodes have one id."""
+    return _place(nodes, option, before, generations, frozenset())
+
+
+def _place(
+    nodes: Sequence[Node],
+    option: Replicas | Parity,
+    before: Placement | None,
+    generations: int,
+    spared: Collection[str],
+) -> Placement:
+    """`spared`: those that keep nothing, whatever they lend."""
     _whole("generations", generations, 1, _GENERATIONS_MAX)
     by_id = {node.id: node for node in sorted(nodes, key=lambda node: node.id)}
     if len(by_id) != len(nodes):
         raise UsageError("two nodes have the same id")
     if not by_id:
         return Placement(option, (), (), (), (), (), ())
-    lends = {id: node.lend_bytes // generations for id, node in by_id.items()}
+    lends = {id: 0 if id in spared else node.lend_bytes // generations for id, node in by_id.items()}
     room = dict(lends)
     old = [group.home for group in before.groups] if before else []
     if isinstance(option, Replicas):
@@ -149,6 +161,38 @@ def place(
         tuple(_exposed(by_id, kept, groups)),
         (*_notes(option, groups), *(_partial(by_id, kept) if isinstance(option, Replicas) else ())),
     )
+
+
+def place_sparing(
+    nodes: Sequence[Node],
+    option: Replicas | Parity,
+    spared: Sequence[str],
+    before: Placement | None = None,
+    generations: int = GENERATIONS,
+) -> Placement:
+    """As `place`, but these nodes keep no copies, all or else as many of the first SPARED_MAX as can be, in that order:
+    as long as each state survives as many losses, and no more domains are exposed. With parity it is `place`: there
+    every member's own state is needed to make the others' again, whoever keeps the parity.
+
+    Errors: UsageError, as `place`."""
+    chosen = place(nodes, option, before, generations)
+    if not spared or not isinstance(option, Replicas):
+        return chosen
+    found = _place(nodes, option, before, generations, spared)
+    if _is_as_safe(found, chosen):
+        return found
+    done: list[str] = []
+    for id in spared[:SPARED_MAX] if len(spared) > 1 else ():
+        found = _place(nodes, option, before, generations, [*done, id])
+        if _is_as_safe(found, chosen):
+            done.append(id)
+            chosen = found
+    return chosen
+
+
+def _is_as_safe(one: Placement, other: Placement) -> bool:
+    survives = all(a.losses >= b.losses for a, b in zip(one.kept, other.kept, strict=True))
+    return survives and len(one.exposed) <= len(other.exposed)
 
 
 def _lost(kept: Sequence[Kept], groups: Sequence[Group], gone: Collection[str]) -> frozenset[str]:

@@ -6,6 +6,7 @@ An alarm stands for WINDOW_S. What a job's end cuts short is neither true nor fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class Outcomes:
         for node in self._watching:
             self._watch(node, now_s)
         for (node, source), since_s in list(self._standing.items()):
-            if now_s - since_s > WINDOW_S:
+            if now_s - since_s >= WINDOW_S:
                 del self._standing[node, source]
                 self.scores[source] = self.scores.get(source, Score()).came_to_nothing()
 
@@ -72,6 +73,10 @@ class Outcomes:
     def standing(self) -> dict[tuple[str, str], float]:
         """By node and source: since when."""
         return dict(self._standing)
+
+    def next_s(self) -> float:
+        """When the first of those that stand passes; inf: none stands."""
+        return min(self._standing.values(), default=math.inf) + WINDOW_S
 
     def proven(self) -> dict[str, Score]:
         return {name: score for name, score in self.scores.items() if score.proven}

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import pytest
 
-from ckpt.agent import client
+from ckpt.agent import client, foreseeing
 from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.learning import ABOUT
 from ckpt.agent.listening import Sources
 from ckpt.format import record
 from ckpt.predict.model import save
-from ckpt.predict.scoring import OUTCOMES_MIN, Score
+from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score
 from ckpt.settings import read
 from ckpt.storage import canonical
 from ckpt.tasks import Tasks
@@ -279,3 +279,32 @@ def test_a_mistake_in_foreseeing_is_told_and_stops_nothing_else(tmp_path: Path) 
         assert again_s > time.monotonic()
     assert len(told) == 1
     assert "here" in told[0]
+
+
+def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the agent's own clock: what followed from it is taken back then."""
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(foreseeing, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    events: Any = SimpleNamespace(emit=lambda name, text, loud: pytest.fail(text))
+    made = Foreseeing(replace(read(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
+    foreseen: list[dict[str, float]] = []
+    group = SimpleNamespace(
+        all_gone=False, superseded_by="", members=[], safe_since_s=0.0, wants_extra=True, replicates=True
+    )
+    protection = SimpleNamespace(foresees=lambda risks: foreseen.append(dict(risks)))
+    job: Any = SimpleNamespace(claim=object(), failed="", group=group, nodes=[SimpleNamespace(name="n")], ranks=None)
+    job.protection, job.learning, job.epoch, job.emit = protection, None, None, lambda *given: None
+    made.inherit({"memory": good().numbers()})
+    made.tend(job, [])
+    made._raise(job, "", ["memory"], [("memory", None)])
+    for _ in range(1000):
+        again_s = made.tend(job, [])
+        if not made.outcomes.standing():
+            break
+        assert again_s is not None
+        clock.now_s = max(again_s, clock.now_s)
+    assert clock.now_s == 1000.0 + WINDOW_S
+    assert made.outcomes.scores["memory"].false == good().false + 1
+    assert foreseen[1] != {}
+    assert foreseen[-1] == {}, "it still stands for the placement"
+    assert made.tend(job, []) is None, "there is nothing to look for"

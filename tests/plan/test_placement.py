@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.plan.groups import Node, grouped
 from ckpt.plan.parities import Group
-from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place
+from ckpt.plan.placement import GENERATIONS, Parity, Placement, Replicas, place, place_sparing
 from ckpt.plan.stripes import stripes
 
 PAGE = 4096
@@ -381,6 +381,41 @@ def test_the_same_nodes_stay_where_they_are_though_risks_have_changed():
     assert members(place([trainer(f"n{i}", risk=0.7 - 0.1 * i * i / 8) for i in range(8)], Replicas(1), before)) == (
         members(before)
     )
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_a_node_that_is_spared_keeps_nothing_wherever_the_others_are_enough(count: int, copies: int) -> None:
+    """All sets of up to two nodes, one after the other."""
+    nodes, option = many(count), Replicas(copies)
+    before = place(nodes, option)
+    for pair in itertools.product(nodes, repeat=2):
+        spared = list(dict.fromkeys(node.id for node in pair))
+        found = place_sparing(nodes, option, spared, before)
+        assert found == place_sparing(nodes, option, spared, found), "it stays so"
+        keeps = {load.node: load.keeps_bytes for load in found.loads}
+        assert [keeps[id] == 0 for id in spared] == [count - n > copies for n in range(1, len(spared) + 1)]
+        for gone in itertools.combinations(keeps, min(copies, count - 1)):
+            assert not found.lost(gone)
+        before = found
+    assert holders(place_sparing(nodes, option, [], None)) == holders(place(nodes, option))
+
+
+@settings(max_examples=200)
+@given(jobs(), options, st.data())
+def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, data) -> None:
+    spared = data.draw(st.lists(st.sampled_from([node.id for node in nodes]), unique=True, max_size=4))
+    usual, found = place(nodes, option), place_sparing(nodes, option, spared)
+    is_sound(nodes, found, option)
+    assert all(a.losses >= b.losses for a, b in zip(found.kept, usual.kept, strict=True))
+    assert len(found.exposed) <= len(usual.exposed)
+
+
+def test_no_node_is_spared_for_which_the_others_have_no_room() -> None:
+    nodes = [trainer(name, lend=GENERATIONS * STATE) for name in "abcd"]
+    assert place_sparing(nodes, Replicas(1), ["a"]) == place(nodes, Replicas(1))
+    nodes[3] = replace(nodes[3], lend_bytes=2 * GENERATIONS * STATE)
+    assert {kept.node for kept in place_sparing(nodes, Replicas(1), ["a"]).kept if "a" in kept.holders} == set()
 
 
 def test_a_node_more_or_less_changes_as_many_groups_as_change_size():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -131,3 +132,13 @@ def test_what_was_seen_comes_back_and_unknown_sources_do_not(seed: int) -> None:
     assert other.scores == outcomes.scores
     assert set(other.table(0.0)["sources"]) == {"io"} <= set(SOURCES)
     assert other.numbers().keys() == {"io"}
+
+
+def test_it_is_known_when_the_first_alarm_passes() -> None:
+    outcomes = Outcomes()
+    outcomes.watches("", ["memory"], 0.0)
+    assert outcomes.next_s() == math.inf
+    outcomes.alarmed("", "memory", 5.0)
+    assert outcomes.next_s() == 5.0 + WINDOW_S
+    outcomes.passed(outcomes.next_s())
+    assert outcomes.standing() == {}

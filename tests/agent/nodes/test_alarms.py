@@ -91,10 +91,11 @@ def test_each_node_is_told_its_pace_against_its_peers(
     cluster.finish()
 
 
-def test_two_nodes_that_are_said_to_fail_soon_keep_nothing_for_one_another_any_more(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1, 2])
+def test_nodes_that_are_said_to_fail_soon_keep_nothing_for_others_any_more(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Nor is the checkpoint that is taken for their sake kept so."""
+    """Two of a pair are parted, too. Nor is the checkpoint that is taken for their sake kept so."""
     monkeypatch.setenv("CKPT_SIGNALS", "off")
     cluster.options = {**COPIED, "policy": ADAPTIVE["policy"]}
     cluster.start(0, 1, 2, 3)
@@ -108,16 +109,23 @@ def test_two_nodes_that_are_said_to_fail_soon_keep_nothing_for_one_another_any_m
     third = 6 - one - other
     assert cluster.keepers() == {0: [third], third: [0], one: [other], other: [one]}
     monkeypatch.setenv("CKPT_SIGNALS", "on")
-    for node in (one, other):  # whose agents are started again, and read signals
+    failing = (one, other)[:count]
+    for node in failing:  # whose agents are started again, and read signals
         cluster.kill_agent(node)
         cluster.come_back(node)
     train(cluster.job, cluster.job[0].step + 1)  # a node reads once its ranks are in a step
-    wait_for(lambda: len(standing(cluster)) == 2 and cluster.keepers()[one] != [other])
+
+    def keeping() -> set[int]:
+        return {keeper for keepers in cluster.keepers().values() for keeper in keepers}
+
+    wait_for(lambda: len(standing(cluster)) == count and keeping().isdisjoint(failing))
     keepers = cluster.keepers()
-    assert {*keepers[one], *keepers[other]} == {0, third}
+    assert [len(each) for each in keepers.values()] == [1] * 4
     step = cluster.checkpoint("peer")
     cluster.await_event("prediction.acted")
     for node, (keeper,) in keepers.items():
         kept = {Identity.parse(each).tick.step: ranks for each, ranks in cluster.status(keeper)["copies"].items()}
-        assert kept[step] == [node]
+        assert node in kept[step]
+    for node in failing:
+        assert step not in {Identity.parse(each).tick.step for each in cluster.status(node)["copies"]}
     cluster.finish()
