@@ -203,6 +203,9 @@ class Facts:
         member = self.members[rank]
         member.lost_s = now_s
         self._saves.pop(rank, None)
+        if self.refusal:  # maybe since its node could not be asked any more: that is seen anew once it is back
+            self.refusal = ""
+            self.layout(rank)
         for _, round_ in self._open():
             if rank not in round_.staged:
                 round_.missed = round_.missed or f"the connection of rank {rank} was lost"

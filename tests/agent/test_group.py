@@ -1015,3 +1015,21 @@ def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
         driver.group.died(0)
     driver.decide()
     assert driver.group.committing == newest.number
+
+
+def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_back() -> None:
+    """A save that is asked for meanwhile waits."""
+    job = Driver(2)
+    job.group.layout(0)
+    job.decide()
+    job.group.unplannable(3, "the connection to agent x has ended")  # which is known before its ranks are lost
+    job.group.lost(1, job.now_s)
+    job.save(Tick(4, 1), ranks=range(1))
+    job.group.joined(1)
+    job.save(Tick(4, 1), ranks=range(1, 2))
+    assert job.answers("save") == {}, "it was refused"
+    divide = [action for action in job.said if isinstance(action, do.Divide)][-1]
+    assert job.group.planned(divide.version, "e", (100,) * 2, 3)
+    job.make_ready()
+    assert set(job.answers("save")) == {0, 1}
+    assert all(isinstance(answer, dict) for answer in job.answers("save").values())
