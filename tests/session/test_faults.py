@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ckpt
 from ckpt.events import Event
 from tests.session.loops import Job, losses, make, wait_agent_gone
 from tests.session.scripts import train
+from tests.session.test_one_process import agent_pid
 
 
 def save_at(url: Path, *steps: int, job: Job | None = None, **options: Any) -> list[float]:
@@ -174,3 +176,48 @@ def test_init_weights_count_only_where_there_is_no_checkpoint(tmp_path: Path) ->
         assert ck.restored.step == 1
         for mine, theirs in zip(fresh.model.parameters(), job.model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_value_that_changed_in_the_agents_memory_is_not_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are whole, and what the agent holds is the newest there is; the store has it or an earlier one."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+
+    def state() -> dict[str, Any]:
+        return {"x": torch.zeros(1000), "text": "not restored"}
+
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        ckpt.Checkpointer(tmp_path, state(), policy=ckpt.Every(steps=10**6)) as ck,
+    ):
+        for step in ck.steps(5):
+            ck.state["x"].fill_(step)
+            ck.state["text"] = f"at the end of step {step}"
+            ck.step()
+            ck.save().wait("store" if step == 3 else "local", timeout_s=60)
+        raise ZeroDivisionError
+    pid = agent_pid(str(tmp_path))
+    assert pid is not None
+    assert spoil(pid, b"at the end of step 5", b"at the end of step 7") > 0
+    events: list[Event] = []
+    with ckpt.Checkpointer(tmp_path, state(), sinks=(events.append,)) as ck:
+        found = ck.restored
+        assert ck.state["text"] == f"at the end of step {found.step}"
+        assert ck.state["x"].unique().tolist() == [found.step]
+        assert found.step in (3, 4, 5)
+        if found.step == 5:
+            assert ck.receipt["bytes"]["restored from store"] > 0
+
+
+def spoil(pid: int, old: bytes, new: bytes) -> int:
+    """Writes `new` over `old` wherever a process holds it in anonymous files. How often."""
+    count = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:" not in os.readlink(entry):
+            continue
+        with open(entry, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as whole:
+            while (at := whole.find(old)) >= 0:
+                whole[at : at + len(old)] = new
+                count += 1
+    return count
