@@ -13,9 +13,9 @@ import numpy as np
 from ckpt.agent.arena import arena_bytes
 from ckpt.agent.comparing import Places, places_of
 from ckpt.collector import no_collecting
-from ckpt.errors import DamagedData
+from ckpt.errors import CkptError, DamagedData
 from ckpt.format.declaration import bytes_max, decode_layout, encode_layout, encode_share
-from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned
+from ckpt.plan.division import Hashes, Key, agree, divide, division_id, owned, with_holes
 from ckpt.plan.layout import Layout, Share
 from ckpt.plan.staging import frame_bytes_for, stage
 from ckpt.types import ITEMSIZE
@@ -69,7 +69,7 @@ def make_division(
     """Hashes are compared only where all ranks took them at the same tick: those of two ticks say nothing.
     `distrusted`: tensors that were seen to differ since.
 
-    Errors: CkptError where what a rank says contradicts itself."""
+    Errors: CkptError where what a rank says contradicts itself, and for tensors that the ranks do not hold whole."""
     if len({rank.tick for rank in ranks}) == 1:
         agreed, tensors = agree([rank.layout for rank in ranks], [rank.hashes for rank in ranks])
         differing = frozenset(name for name, owner in tensors if not owner)
@@ -78,6 +78,12 @@ def make_division(
         differing = before.differing if before is not None else frozenset()
     differing |= frozenset(distrusted)
     layouts = [owned(rank.layout, differing, rank.coordinate) for rank in ranks]
+    if holes := with_holes(layouts):
+        more = f" and {len(holes) - 5} more" if len(holes) > 5 else ""
+        raise CkptError(
+            f"no rank holds some part of {', '.join(holes[:5])}{more}: give every part of its global shape to some "
+            "rank (ckpt.Shard(tensor, global_shape, offset)), or say a smaller one"
+        )
     distinct = {id(layout): layout for layout in layouts}  # equal ones are one object, and are worked on once
     held = {key: sum(b.size * ITEMSIZE[e.dtype] for e in one.entries for b in e.boxes) for key, one in distinct.items()}
     frame_bytes = frame_bytes_for(sum(held[id(layout)] for layout in layouts))

@@ -204,7 +204,6 @@ class Facts:
         member.lost_s = now_s
         self._saves.pop(rank, None)
         if self.refusal:  # maybe since its node could not be asked any more: that is seen anew once it is back
-            self.refusal = ""
             self.layout(rank)
         for _, round_ in self._open():
             if rank not in round_.staged:
@@ -221,8 +220,9 @@ class Facts:
             member.presence, member.away = Presence.DEAD, False
 
     def layout(self, rank: int) -> None:
-        """A rank holds another state, or needs larger arenas: a new division is due."""
+        """A rank holds another state, or needs larger arenas: a new division is due, and saves wait for it."""
         self._layouts_version += 1
+        self.refusal = ""
 
     def planned(self, version: int, division: str, arena_bytes: tuple[int, ...], slots: int) -> bool:
         """The division of those layouts. `slots`: how many fit into memory. Returns whether it still holds: then each

@@ -24,7 +24,7 @@ from ckpt.collector import no_collecting
 from ckpt.errors import CkptError, DamagedData, UsageError
 from ckpt.format.manifest import EXTENT, FRAME, RANK_VALUES, VALUES, Manifest, TensorSpec
 from ckpt.plan.coverage import Cells, Ints, Read, Rows, differing_cells, rows_of
-from ckpt.plan.layout import Array, Declaration
+from ckpt.plan.layout import Array, Declaration, are_apart, covers
 from ckpt.types import DTYPE_CODE, FRAME_BYTES_MAX, FRAMES_MAX, ITEMSIZE, Box
 
 SOURCE = np.dtype([("rank", "<u4"), ("region", "u1"), ("frame", "<u4")])
@@ -99,14 +99,14 @@ def assemble(staged: Sequence[Staged], read: Read | None = None) -> Assembled:
     for tensor in sorted(tensors, key=lambda t: (t.name, t.owner)):
         boxes = [box for box in tensor.cells if box.size]
         several = kinds[tensor.name, tensor.owner] > 1
-        if tensor.owner or several or not _apart(boxes) or not differing.isdisjoint(tensor.cells.values()):
+        if tensor.owner or several or not are_apart(boxes) or not differing.isdisjoint(tensor.cells.values()):
             if not tensor.owner:
                 disagreed.add(tensor.name)
             for rank, entry in tensor.entries:
                 declaration = ranks[rank].declaration
                 if not out.add_owned(tensor, rank, declaration.coordinate, declaration.layout.entries[entry].boxes):
                     lacking.append(f"{tensor.name} ({declaration.coordinate})")
-        elif not _cover(boxes, tensor.shape) or not out.add_shared(tensor, boxes):
+        elif not covers(boxes, tensor.shape) or not out.add_shared(tensor, boxes):
             lacking.append(tensor.name)
     if lacking:
         raise Incomplete("not all bytes of these tensors are staged", lacking)
@@ -195,27 +195,6 @@ def _declared(ranks: Sequence[Staged]) -> tuple[list[_Tensor], Cells]:
     return list(found.values()), Cells(np.array(size, np.int64), tuple(of_box), tuple(first_box))
 
 
-def _apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes (none empty) share an element. Sweeps along the dimension with the most offsets."""
-    if len(boxes) < 2:
-        return True
-    along = max(range(len(boxes[0].offset)), key=lambda d: len({box.offset[d] for box in boxes}))
-    ordered = sorted(boxes, key=lambda box: box.offset[along])
-    for i, box in enumerate(ordered):
-        end = box.offset[along] + box.shape[along]
-        for other in ordered[i + 1 :]:
-            if other.offset[along] >= end:
-                break
-            if box.intersect(other) is not None:
-                return False
-    return True
-
-
-def _cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes that lie apart, within the shape, cover it."""
-    return sum(box.size for box in boxes) == Box.whole(shape).size
-
-
 # --- what comes out ---------------------------------------------------------------------------------------------
 
 
@@ -247,7 +226,7 @@ class _Output:
     def add_owned(self, tensor: _Tensor, rank: int, coordinate: str, boxes: Sequence[Box]) -> bool:
         """A tensor as this rank holds it. False where not all its bytes are staged."""
         boxes = sorted(box for box in boxes if box.size)
-        if _apart(boxes) and _cover(boxes, tensor.shape):
+        if are_apart(boxes) and covers(boxes, tensor.shape):
             return self._add(tensor, tensor.shape, coordinate, [(box, box) for box in boxes], rank)
         return all(
             self._add(tensor, box.shape, part_owner(coordinate, box), [(Box.whole(box.shape), box)], rank)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import UsageError
-from ckpt.plan.layout import Entry, Layout, Part, Share
+from ckpt.plan.layout import Entry, Layout, Part, Share, are_apart, covers
 from ckpt.types import ITEMSIZE, Box
 
 Key = tuple[str, str, Box]  # name, owner, box
@@ -136,6 +136,25 @@ def agree(layouts: Sequence[Layout], hashes: Sequence[Hashes]) -> tuple[set[Key]
                     elif known == [0, 0]:
                         first[key] = row  # so that a third rank is compared with a hash, not with its absence
     return {key for key, same in equal.items() if same and key[:2] not in differing}, differing
+
+
+def with_holes(layouts: Sequence[Layout]) -> list[str]:
+    """The tensors of the job of which some part is held by no rank, sorted: no checkpoint of them would be whole. Not
+    those that are saved per rank, as where boxes overlap in part, or ranks give one name different shapes."""
+    kinds: defaultdict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
+    boxes: defaultdict[str, set[Box]] = defaultdict(set)
+    for layout in {id(layout): layout for layout in layouts}.values():
+        for entry in layout.entries:
+            if not entry.owner:
+                kinds[entry.name].add((entry.dtype, entry.shape))
+                boxes[entry.name].update(entry.boxes)
+    found = []
+    for name, held in boxes.items():
+        (_, shape), *others = kinds[name]
+        parts = [box for box in held if box.size]
+        if not (others or covers(parts, shape)) and are_apart(parts):
+            found.append(name)
+    return sorted(found)
 
 
 def owned(layout: Layout, names: Collection[str], coordinate: str) -> Layout:

@@ -5,6 +5,7 @@ Pure values; no torch. A box's bytes are those of a contiguous row-major tensor 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,3 +93,24 @@ class Declaration:
     division: str
     layout: Layout
     staging: Staging
+
+
+def are_apart(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes (none empty) share an element. Sweeps along the dimension with the most offsets."""
+    if len(boxes) < 2:
+        return True
+    along = max(range(len(boxes[0].offset)), key=lambda d: len({box.offset[d] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box.offset[along])
+    for i, box in enumerate(ordered):
+        end = box.offset[along] + box.shape[along]
+        for other in ordered[i + 1 :]:
+            if other.offset[along] >= end:
+                break
+            if box.intersect(other) is not None:
+                return False
+    return True
+
+
+def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes that lie apart, within the shape, cover it."""
+    return sum(box.size for box in boxes) == Box.whole(shape).size

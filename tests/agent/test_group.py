@@ -1033,3 +1033,22 @@ def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_
     job.make_ready()
     assert set(job.answers("save")) == {0, 1}
     assert all(isinstance(answer, dict) for answer in job.answers("save").values())
+
+
+def test_what_could_not_be_planned_of_a_former_state_refuses_no_save_of_the_present_one() -> None:
+    job = Driver(2)
+    job.group.layout(0)
+    job.decide()
+    job.group.unplannable(3, "no rank holds some part of it")
+    job.group.layout(1)
+    job.save(Tick(4, 1))
+    assert job.answers("save") == {}
+    assert job.group.planned(4, "e", (100,) * 2, 3)
+    job.make_ready()
+    assert all(isinstance(answer, dict) for answer in job.answers("save").values())
+    assert len(job.answers("save")) == 2
+    job.group.layout(1)
+    job.decide()
+    job.group.unplannable(5, "no rank holds some part of it")
+    job.save(Tick(5, 1))
+    assert set(job.answers("save").values()) == {"save-failed"}

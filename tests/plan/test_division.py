@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.errors import UsageError
-from ckpt.plan.division import agree, divide, division_id, owned, undivided
+from ckpt.plan.division import agree, divide, division_id, owned, undivided, with_holes
 from ckpt.plan.layout import Entry, Layout, Part
 from ckpt.plan.staging import small_bytes_for
 from ckpt.types import FRAME_BYTES, ITEMSIZE, Box
@@ -249,3 +249,20 @@ def test_ranks_that_share_a_layout_get_what_equal_layouts_get(seed):
     shares = divide(pattern, agreed, FRAME)
     assert shares == divide(copies, agreed, FRAME)
     assert division_id(pattern, shares) == division_id(copies, shares)
+
+
+def test_tensors_that_the_ranks_do_not_hold_whole_are_found() -> None:
+    def rank(**boxes: tuple[Box, ...]) -> Layout:
+        return layout(*(Entry(name, "uint8", (8, 4), held) for name, held in boxes.items()))
+
+    def rows(first: int, last: int) -> Box:
+        return Box((first, 0), (last - first, 4))
+
+    whole, top, low, middle = (rows(0, 8),), (rows(0, 4),), (rows(4, 8),), (rows(2, 6),)
+    assert with_holes([rank(a=top, b=whole, c=()), rank(a=low, b=whole, c=whole)]) == []
+    assert with_holes([rank(a=top, b=top, c=()), rank(a=low, b=(rows(5, 8),), c=())]) == ["b", "c"]
+    assert with_holes([rank(a=top), rank(a=whole)]) == [], "stored per rank, as boxes that overlap are"
+    assert with_holes([rank(a=top), rank(a=middle)]) == []
+    assert with_holes([rank(a=top), layout(Entry("a", "int8", (8, 4), ()))]) == [], "of different dtypes"
+    assert with_holes([layout(Entry("a", "uint8", (8, 4), top, "rank=0"))]) == [], "a rank's own"
+    assert with_holes([layout(Entry("a", "uint8", (0, 4), ()), Entry("z", "uint8", (), (Box((), ()),)))]) == []

@@ -102,6 +102,20 @@ def test_a_rule_that_means_nothing_is_refused_where_it_is_made(wrong: Callable[[
         wrong()
 
 
+def test_shards_that_leave_a_hole_are_named_at_once_and_when_they_are_saved(tmp_path: Path) -> None:
+    said: list[str] = []
+    state = {"table": ckpt.Shard(torch.ones(3, 2), (8, 2), (0, 0))}
+    with (  # noqa: PT012
+        pytest.raises(ckpt.CommitFailed, match="no rank holds some part of table"),
+        ckpt.Checkpointer(tmp_path, state, sinks=(lambda event: said.append(event.message),)) as ck,
+    ):
+        for _ in ck.steps(1):
+            deadline = time.monotonic() + 30
+            while not any("no rank holds some part of table" in text for text in said):
+                assert time.monotonic() < deadline, said
+                time.sleep(0.01)
+
+
 def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: Path) -> None:
     job, seen = make(), []
     with ckpt.Checkpointer(tmp_path, job.state, sinks=(lambda e: seen.append(e.name),)) as ck:
