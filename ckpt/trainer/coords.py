@@ -86,7 +86,7 @@ def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -
     """
     if mesh is not None:
         if not hasattr(mesh, "get_coordinate"):
-            raise UsageError(f"mesh={mesh!r}: a torch.distributed.device_mesh.DeviceMesh")
+            raise UsageError(f"mesh={mesh!r}: give a torch DeviceMesh (init_device_mesh(...)) over all ranks, or none")
         found = _in_mesh(mesh, world)
         if found is None:
             raise UsageError(f"mesh= covers {mesh.size()} of {world} ranks; give the mesh that covers all, or none")

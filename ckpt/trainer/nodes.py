@@ -111,6 +111,8 @@ class OptimizerNode(Node):
 
 def _read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
     bare, found = trees.split(tree, path)
+    if kind == "data":
+        trees.check_containers(tree, found, path)
     tensors = trees.named(path, found)
     payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
     return [Named(name, tensor) for _, name, tensor in tensors], payload

@@ -24,6 +24,7 @@ from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared
+from ckpt.trainer.shard import Shard
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
 
@@ -168,7 +169,10 @@ class _Plan:
         for path, name in saved.tensors:
             _, tensor = live.pop(name, (path, None))
             pieces = self.scan.tensors[self.scan.aliases.get(name, name)][1] if tensor is not None else None
-            if pieces is None or self.wants.is_parted(name, pieces.boxes):
+            if pieces is not None and isinstance(tensor, Shard) and self.wants.is_parted(name, pieces.boxes):
+                first = self.scan.aliases[name]
+                self.wants.differ("retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own")
+            elif pieces is None or self.wants.is_parted(name, pieces.boxes):
                 made.append((path, self.wants.fresh(name, tensor)))
             else:
                 self.wants.fill(name, pieces)

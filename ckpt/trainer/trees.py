@@ -26,8 +26,8 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 def split(tree: Any, what: str) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """(the tree with None in the place of each tensor, the tensors with their paths, in order). Parts without a
-    tensor are not copied. Errors: UsageError for a tree that contains itself, and for tensors in a container that would
-    come back as another (a named tuple, a class derived from dict); `what` names it."""
+    tensor are not copied. Containers with tensors become plain ones, which is what load_state_dict() is given; see
+    `check_containers`. Errors: UsageError for a tree that contains itself; `what` names it."""
     found: list[tuple[Path, Tensor]] = []
     return _split(tree, (), found, what), found
 
@@ -47,7 +47,6 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
         children = {key: _split(value, (*path, key), found, what) for key, value in tree.items()}
         if len(found) == before:
             return tree
-        _check_type(tree, path, what)
         return _like(tree, children)
     if isinstance(tree, (list, tuple)):
         if set(map(type, tree)) <= PLAIN:
@@ -55,17 +54,22 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
         items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
         if len(found) == before:
             return tree
-        _check_type(tree, path, what)
         return items if isinstance(tree, list) else tuple(items)
     return tree
 
 
-def _check_type(tree: Any, path: Path, what: str) -> None:
-    if type(tree) not in CONTAINERS:
-        raise UsageError(
-            f"{join(what, *path)} is a {type(tree).__name__} with tensors in it, and would come back as something "
-            "else; use a dict, a list or a tuple, or an object with state_dict() and load_state_dict()"
-        )
+def check_containers(tree: Any, found: Iterable[tuple[Path, Tensor]], what: str) -> None:
+    """For what is put back as it is, with nobody's load_state_dict() between. Errors: UsageError for tensors in a
+    container that would come back as another (a named tuple, a class derived from dict)."""
+    for path, _ in found:
+        held = tree
+        for depth, key in enumerate(path):
+            if type(held) not in CONTAINERS:
+                raise UsageError(
+                    f"{join(what, *path[:depth])} is a {type(held).__name__} with tensors in it, and would come back "
+                    "as something else; use a dict, a list, a tuple, or an object with state_dict(), load_state_dict()"
+                )
+            held = held[key]
 
 
 def _like(tree: dict[Any, Any], children: dict[Any, Any]) -> dict[Any, Any]:

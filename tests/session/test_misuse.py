@@ -71,7 +71,7 @@ class Trouble:
         ({"url": b"run"}, "url=b'run': a folder"),
         ({"url": "memory://run"}, "forgotten with the process"),
         ({"state": {"a": object()}}, "a"),
-        ({"mesh": "dp"}, r"mesh='dp': a torch\.distributed\.device_mesh\.DeviceMesh"),
+        ({"mesh": "dp"}, "mesh='dp': give a torch DeviceMesh"),
         ({"state": {"x": [Pair(torch.ones(2), 1)]}}, r"x\.0 is a Pair with tensors in it"),
         ({"state": {"x": Named(a=torch.ones(2))}}, "x is a Named with tensors in it"),
         ({"process_group": object()}, r"process_group= .* torch\.distributed is not initialized"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, OrderedDict, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -344,6 +344,39 @@ class Ema:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state
         self.shadow, self.count = state["shadow"], state["count"]
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: int
+
+
+class Named(OrderedDict[str, Any]):
+    pass
+
+
+def test_containers_of_any_type_that_objects_give_come_back_as_plain_ones() -> None:
+    """What an object's state_dict() gives, its load_state_dict() understands; so it is with extra state."""
+
+    class Held:
+        def __init__(self, value: float) -> None:
+            self.value = torch.full((3,), value)
+
+        def state_dict(self) -> dict[str, Any]:
+            return Named(pair=Pair(self.value, 1), more=Named(x=self.value + 1))
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value, _ = state["pair"]
+            self.more = state["more"]["x"]
+
+    module, held = Extra(), Held(4.0)
+    module.extra = Pair(torch.ones(2), 5)
+    other, empty = Extra(), Held(0.0)
+    other.extra = Pair(torch.zeros(2), 0)
+    rt.restore({"held": empty, "model": other}, rt.save({"held": held, "model": module}))
+    assert empty.value.tolist() == [4.0] * 3
+    assert empty.more.tolist() == [5.0] * 3
+    assert (other.extra[0].tolist(), other.extra[1]) == ([1.0, 1.0], 5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
