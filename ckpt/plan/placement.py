@@ -171,28 +171,31 @@ def place_sparing(
     generations: int = GENERATIONS,
 ) -> Placement:
     """As `place`, but these nodes keep no copies, all or else as many of the first SPARED_MAX as can be, in that order:
-    as long as each state survives as many losses, and no more domains are exposed. With parity it is `place`: there
-    every member's own state is needed to make the others' again, whoever keeps the parity.
+    as long as each state survives as many losses, and no state is lost with a domain, or with these nodes at once, that
+    would not be so otherwise. With parity it is `place`: there every member's own state is needed to make the others'
+    again, whoever keeps the parity.
 
     Errors: UsageError, as `place`."""
     chosen = place(nodes, option, before, generations)
     if not spared or not isinstance(option, Replicas):
         return chosen
+    together = [*(members for _, members in _lost_at_once(nodes)), spared]
     found = _place(nodes, option, before, generations, spared)
-    if _is_as_safe(found, chosen):
+    if _is_as_safe(found, chosen, together):
         return found
     done: list[str] = []
     for id in spared[:SPARED_MAX] if len(spared) > 1 else ():
         found = _place(nodes, option, before, generations, [*done, id])
-        if _is_as_safe(found, chosen):
+        if _is_as_safe(found, chosen, together):
             done.append(id)
             chosen = found
     return chosen
 
 
-def _is_as_safe(one: Placement, other: Placement) -> bool:
+def _is_as_safe(one: Placement, other: Placement, together: Sequence[Collection[str]]) -> bool:
+    """For each state. `together`: nodes that may be lost at once."""
     survives = all(a.losses >= b.losses for a, b in zip(one.kept, other.kept, strict=True))
-    return survives and len(one.exposed) <= len(other.exposed)
+    return survives and all(one.lost(gone) <= other.lost(gone) for gone in together)
 
 
 def _lost(kept: Sequence[Kept], groups: Sequence[Group], gone: Collection[str]) -> frozenset[str]:
@@ -292,14 +295,21 @@ def _flows(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[Gro
 
 
 def _exposed(nodes: Mapping[str, Node], kept: Sequence[Kept], groups: Sequence[Group]) -> Iterator[str]:
-    for level in range(levels(nodes.values())):
+    for name, members in _lost_at_once(nodes.values()):
+        if _lost(kept, groups, members):
+            yield name
+
+
+def _lost_at_once(nodes: Collection[Node]) -> Iterator[tuple[str, list[str]]]:
+    """The domains of several nodes, with nodes left elsewhere: what they are called, and who lies in them."""
+    for level in range(levels(nodes)):
         domains: dict[Ids, list[str]] = {}
-        for node in nodes.values():
+        for node in nodes:
             if level < len(node.domains):
                 domains.setdefault(node.domain(level), []).append(node.id)
         for domain, members in sorted(domains.items()):
-            if 1 < len(members) < len(nodes) and _lost(kept, groups, members):
-                yield "/".join(domain)
+            if 1 < len(members) < len(nodes):
+                yield "/".join(domain), members
 
 
 def _whole(what: str, value: object, least: int, most: int) -> None:

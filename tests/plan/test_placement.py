@@ -407,8 +407,56 @@ def test_sparing_nodes_is_as_sound_and_leaves_no_state_less_safe(nodes, option, 
     spared = data.draw(st.lists(st.sampled_from([node.id for node in nodes]), unique=True, max_size=4))
     usual, found = place(nodes, option), place_sparing(nodes, option, spared)
     is_sound(nodes, found, option)
+    is_as_safe(nodes, found, usual, spared)
+
+
+def is_as_safe(nodes: list[Node], found: Placement, usual: Placement, spared: Sequence[str]) -> None:
+    """Whatever is likely to be lost at once: any few nodes, a domain, the spared ones."""
     assert all(a.losses >= b.losses for a, b in zip(found.kept, usual.kept, strict=True))
-    assert len(found.exposed) <= len(usual.exposed)
+    paths = {node.domains[:depth] for node in nodes for depth in range(1, len(node.domains) + 1)}
+    for path in paths:
+        inside = [node.id for node in nodes if node.domains[: len(path)] == path]
+        if len(inside) < len(nodes):  # where nobody is left nothing is
+            assert found.lost(inside) <= usual.lost(inside), path
+    assert found.lost(spared) <= usual.lost(spared)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sparing_nodes_loses_no_more_with_a_rack_where_memory_is_short(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        nodes = [
+            trainer(
+                f"n{i}",
+                f"r{rng.randrange(3)}",
+                nbytes=rng.choice((1, 1, 2)) * PAGE,
+                lend=rng.choice((0, 1, 2, 2, 3, 4, 99)) * GENERATIONS * PAGE,
+            )
+            for i in range(rng.randint(2, 8))
+        ]
+        spared = rng.sample([node.id for node in nodes], rng.randint(1, len(nodes)))
+        option = Replicas(rng.randint(1, 3))
+        usual, found = place(nodes, option), place_sparing(nodes, option, spared)
+        is_sound(nodes, found, option)
+        is_as_safe(nodes, found, usual, spared)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_any_nodes_may_be_said_to_fail_soon_at_once(count: int, copies: int) -> None:
+    """All sets of them. All keep nothing where the others are enough; then their own states have copies on others
+    only, and all is as it was once nothing is said any more."""
+    nodes, option = many(count), Replicas(copies)
+    usual = place(nodes, option)
+    for spared in itertools.chain(*(itertools.combinations([n.id for n in nodes], r) for r in range(1, count))):
+        found = place_sparing(nodes, option, spared)
+        assert found == place_sparing(nodes[::-1], option, spared), "it is the same on all agents"
+        assert found == place_sparing(nodes, option, spared, found), "it stays so"
+        is_sound(nodes, found, option)
+        is_as_safe(nodes, found, usual, spared)
+        keepers = set(itertools.chain(*holders(found).values()))
+        assert keepers.isdisjoint(spared) or count - len(spared) <= copies
+    assert place_sparing(nodes, option, []) == usual
 
 
 def test_no_node_is_spared_for_which_the_others_have_no_room() -> None:

@@ -382,6 +382,19 @@ def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_th
     assert risky["n2"] != ("n0",)
 
 
+def test_it_is_no_news_that_a_failure_is_a_little_more_or_less_likely() -> None:
+    """As it is from reading to reading: all nodes would be put together anew each time."""
+    made = protection(4)
+    usual = {f"n{at}": 0.0100 for at in range(4)}
+    assert made.foresees({**usual, "n1": 0.6})
+    for at in range(1, 5):
+        assert not made.foresees({**{node: 0.01 - at / 10_000 for node in usual}, "n1": 0.6 + at / 100})
+    assert made.foresees({**usual, "n1": 0.6, "n2": 0.6}), "another alarm"
+    assert made.foresees({**usual, "n1": 0.6, "n2": 0.7}), "of which one is worse"
+    assert made.foresees({**usual, "n2": 0.7}), "one has passed"
+    assert made.foresees({})
+
+
 def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhere() -> None:
     made = protection(4)
     made.place(sizes(4, 100), plans(4, 100, 5000))
