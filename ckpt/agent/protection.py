@@ -67,10 +67,12 @@ class Protection:
     def foresees(self, risks: Mapping[str, float]) -> bool:
         """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
         are put together anew at the next `place`, the riskiest with the safest; and those that are likelier to fail
-        than others keep nothing for them where that leaves no state less safe."""
-        news = dict(risks) != self._risks
-        self._risks = dict(risks)
-        self._anew = self._anew or news
+        than others keep nothing for them where that leaves no state less safe. It is none as long as the same nodes
+        are likelier to fail than the same others: the numbers themselves change with every reading."""
+        news = _order(risks) != _order(self._risks)
+        if news:
+            self._risks = dict(risks)
+            self._anew = True
         return news
 
     @property
@@ -330,3 +332,9 @@ class Protection:
         """One after the other: each wants much of the other nodes."""
         while self._to_remake and not self._is_remaking:
             self._to_remake.popleft()()
+
+
+def _order(risks: Mapping[str, float]) -> dict[str, int]:
+    """By node: how many kinds of nodes are less likely to fail."""
+    levels = sorted(set(risks.values()))
+    return {node: levels.index(risk) for node, risk in risks.items()}

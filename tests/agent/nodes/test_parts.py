@@ -388,9 +388,9 @@ def test_it_is_no_news_that_a_failure_is_a_little_more_or_less_likely() -> None:
     usual = {f"n{at}": 0.0100 for at in range(4)}
     assert made.foresees({**usual, "n1": 0.6})
     for at in range(1, 5):
-        assert not made.foresees({**{node: 0.01 - at / 10_000 for node in usual}, "n1": 0.6 + at / 100})
+        assert not made.foresees({**dict.fromkeys(usual, 0.01 - at / 10000), "n1": 0.6 + at / 100})
     assert made.foresees({**usual, "n1": 0.6, "n2": 0.6}), "another alarm"
-    assert made.foresees({**usual, "n1": 0.6, "n2": 0.7}), "of which one is worse"
+    assert made.foresees({**usual, "n1": 0.6, "n2": 0.7}), "one of them is worse"
     assert made.foresees({**usual, "n2": 0.7}), "one has passed"
     assert made.foresees({})
 
