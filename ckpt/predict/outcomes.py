@@ -58,7 +58,7 @@ class Outcomes:
         for node in self._watching:
             self._watch(node, now_s)
         for (node, source), since_s in list(self._standing.items()):
-            if now_s - since_s >= WINDOW_S:
+            if now_s >= since_s + WINDOW_S:  # as `next_s` has it, to the last bit
                 del self._standing[node, source]
                 self.scores[source] = self.scores.get(source, Score()).came_to_nothing()
 

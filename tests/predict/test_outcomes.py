@@ -142,3 +142,16 @@ def test_it_is_known_when_the_first_alarm_passes() -> None:
     assert outcomes.next_s() == 5.0 + WINDOW_S
     outcomes.passed(outcomes.next_s())
     assert outcomes.standing() == {}
+
+
+def test_an_alarm_passes_exactly_when_it_was_said_to() -> None:
+    """Whatever rounding does: who looks at that moment would be told to look again at once, for ever."""
+    rng = random.Random(1)
+    for _ in range(1000):
+        outcomes = Outcomes()
+        outcomes.watches("", ["memory"], 0.0)
+        outcomes.alarmed("", "memory", rng.uniform(0.0, 1e6))
+        outcomes.passed(math.nextafter(outcomes.next_s(), 0.0))
+        assert outcomes.standing()
+        outcomes.passed(outcomes.next_s())
+        assert not outcomes.standing()
