@@ -2,13 +2,15 @@
 
 After each loss the job is started again on the nodes that are left, and on new ones, by other numbers of ranks. What
 was said to be safe (in the store, or in so many nodes' memory as were not lost) is what it goes on from, or something
-newer; never a mixture; and nobody waits for ever, whichever agent dies meanwhile.
+newer; never a mixture; and nobody waits for ever, whichever agent dies meanwhile. In some of them failures are
+predicted all the time, mostly wrongly: alarms come and pass, and copies go elsewhere for each.
 
 A schedule is one seed. CKPT_SIM_SCHEDULES: two hundred times how many; CKPT_TEST_SEED: the first.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -19,15 +21,18 @@ from typing import Any
 
 import pytest
 
+from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.lending import Lend
 from ckpt.agent.peers import secret
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import AccessDenied
+from ckpt.predict import outcomes
 from ckpt.settings import Settings, read
 from ckpt.types import Tick
 from tests.agent import fake
 from tests.agent.nodes.cluster import line
+from tests.agent.test_foreseeing import good
 from tests.sim.agents import Fabric
 from tests.sim.jobs import SimJob
 from tests.sim.world import World, each_life, living
@@ -36,6 +41,7 @@ SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 200)
 LONG_S = 600.0
 LENDER = 100  # a memory-only node
 LINGER_S = 30.0
+ALARM_S = 5.0  # that one stands here
 
 
 class Life:
@@ -64,6 +70,10 @@ class Life:
             agent = self.fabric.lend(LENDER, Lend(self.key, "10.0.0.1:0", 1 << 30, commit_after_s=20.0))
             self.lender = str(agent.node.addresses[0])
         self.safe = 0
+        self.alarms = random.Random(f"{seed} alarms")
+        self.alarmed = 0
+        if self.alarms.random() < 0.5:
+            world.at(self._quiet_s(), self._alarm)
 
     def run(self) -> Counter[str]:
         seen: Counter[str] = Counter()
@@ -126,6 +136,26 @@ class Life:
     def _is_again(self, job: SimJob) -> bool:
         return any(each["name"] == "peers.reprotected" for rank in job.ranks for each in rank.events)
 
+    def _quiet_s(self) -> float:
+        return self.alarms.expovariate(2 / ALARM_S)
+
+    def _alarm(self) -> None:
+        """By a proven source, of any node of a job, with whoever coordinates it."""
+        for agent in self.fabric.agents.values():
+            agent.happens(lambda agent=agent: self._tell(agent.node.foreseeing))
+        self.world.at(self._quiet_s(), self._alarm)
+
+    def _tell(self, foreseeing: Foreseeing) -> None:
+        job = foreseeing._job
+        if job is None:
+            return
+        if not foreseeing.outcomes.proven():
+            foreseeing.inherit({"memory": good().numbers()})
+        node = self.alarms.choice(["", *(node.name for node in job.nodes[1:])])
+        foreseeing.said(job, node, {"sources": ["memory"], "alarms": [["memory", None]]})
+        assert foreseeing._failed_s == -math.inf, "it made a mistake"
+        self.alarmed += 1
+
     def wait(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
         self.world.at(seconds, lambda: None)
@@ -161,6 +191,7 @@ class Life:
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fake, "ROWS", 16)
+            patch.setattr(outcomes, "WINDOW_S", ALARM_S)
             patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
             put = MemoryBackend.put
 
@@ -182,6 +213,7 @@ def live(seed: int) -> Counter[str]:
     with living(seed) as world:
         life = Life(world, seed, replace(read(), notices="off"))
         seen = life.live()
+        seen["alarms"] = life.alarmed
     line(life.url)
     del memory._STORES[life.url]
     seen["happened"] = world.happened
