@@ -281,8 +281,11 @@ def test_a_mistake_in_foreseeing_is_told_and_stops_nothing_else(tmp_path: Path) 
     assert "here" in told[0]
 
 
-def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the agent's own clock: what followed from it is taken back then."""
+@pytest.mark.parametrize("proven", [True, False])
+def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
+    monkeypatch: pytest.MonkeyPatch, proven: bool
+) -> None:
+    """By the agent's own clock: what followed from it is taken back then, and it counts, where nothing followed too."""
     clock = SimpleNamespace(now_s=1000.0)
     monkeypatch.setattr(foreseeing, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     events: Any = SimpleNamespace(emit=lambda name, text, loud: pytest.fail(text))
@@ -294,7 +297,8 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(monkeypatch: p
     protection = SimpleNamespace(foresees=lambda risks: foreseen.append(dict(risks)))
     job: Any = SimpleNamespace(claim=object(), failed="", group=group, nodes=[SimpleNamespace(name="n")], ranks=None)
     job.protection, job.learning, job.epoch, job.emit = protection, None, None, lambda *given: None
-    made.inherit({"memory": good().numbers()})
+    before = good() if proven else Score()
+    made.inherit({"memory": before.numbers()})
     made.tend(job, [])
     made._raise(job, "", ["memory"], [("memory", None)])
     for _ in range(1000):
@@ -304,7 +308,7 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(monkeypatch: p
         assert again_s is not None
         clock.now_s = max(again_s, clock.now_s)
     assert clock.now_s == 1000.0 + WINDOW_S
-    assert made.outcomes.scores["memory"].false == good().false + 1
-    assert foreseen[1] != {}
+    assert made.outcomes.scores["memory"].false == before.false + 1
+    assert (foreseen[1] != {}) is proven
     assert foreseen[-1] == {}, "it still stands for the placement"
     assert made.tend(job, []) is None, "there is nothing to look for"
