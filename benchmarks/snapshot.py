@@ -67,7 +67,7 @@ class Bound:
         self.snapshotter.take(0).wait()
 
     def take_checked(self) -> None:
-        assert not self.walker.changed()
+        assert not self.walker.changed(self.walk)
         self.take()
 
 

@@ -36,17 +36,17 @@ def rows_of(tensors: int, repeats: int) -> list[Row]:
     walker = StateWalker(state, coordinate(state, 0, 1))
     walk = walker.walk()
     every = [tensor for line in walk.tensors for tensor in line]
-    assert not walker.changed()
+    assert not walker.changed(walk)
 
     def encode() -> None:
-        for tree in walker.values():
+        for tree in walker.values(walk):
             values.encode(tree)
 
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [
         ("the walk", "part of planning", walker.walk),
         ("hashes of replicas", "part of planning", lambda: hash_walk(walk)),
-        ("has it changed?", "part of a save", walker.changed),
+        ("has it changed?", "part of a save", lambda: walker.changed(walk)),
         ("values, read and encoded", "part of a save", encode),
     ]
     rows = []

@@ -408,7 +408,7 @@ class Checkpointer:
         begun, self._in_body = self._in_body and not self._stepped, False
         if begun and self._parts.updates.pending:
             self._end_step()
-        elif begun and self._parts.saver.walker.has_loaders:
+        elif begun and self._parts.saver.walk.has_loaders:
             text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "
             text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
             self.events.emit("step.unfinished", text, loud=True)
@@ -486,7 +486,7 @@ class Checkpointer:
 
     def _has_drawn(self) -> bool:
         """Whether a loader may be ahead of the last boundary: in the body of a step that has not ended."""
-        return self._in_body and not self._stepped and self._parts.saver.walker.has_loaders
+        return self._in_body and not self._stepped and self._parts.saver.walk.has_loaders
 
     def _next_tick(self) -> Tick:
         self._sub += 1

@@ -65,7 +65,7 @@ class _Wanted:
 
 
 def _wanted(path: str, module: nn.Module, walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
-    first: dict[str, str] = walk.shared["aliases"]
+    first = walk.scan.aliases
 
     def known_as(name: str) -> tuple[str, ...]:
         home = first.get(name, name)

@@ -87,11 +87,23 @@ class Plan:
 
 @dataclass(slots=True)
 class Slot:
-    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies."""
+    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
+
+    It has one user at a time, who `holds` it: whoever makes its arena ready, or fills it, until that is reported. So
+    what is bound, declared and filled is always of one plan."""
 
     arena: Arena
     plan: Plan | None = None
     declared: tuple[int, int] = (0, 0)
+    _held: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self, wait: bool) -> bool:
+        """Whether it is held by the caller now."""
+        return self._held.acquire(blocking=wait)
+
+    def let_go(self) -> None:
+        """By whoever holds it, on any thread."""
+        self._held.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +311,11 @@ class Link:
             blobs=[encode_layout(offer.layout), offer.hashes],
         )
 
-    def granted(self, number: int) -> tuple[Slot | None, Plan | None]:
-        """The slot, and the plan that it is bound and warm for, if there is one."""
+    def hold(self, number: int) -> Slot | None:
+        """The slot, held by the caller; None where there is none, or it is being made ready. Does not wait."""
         with self._lock:
             slot = self.slots.get(number)
-            return slot, slot.plan if slot is not None else None
+        return slot if slot is not None and slot.hold(wait=False) else None
 
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
@@ -434,21 +446,32 @@ class Link:
         self.tasks.submit(self._prepare, number, slot, plan)
 
     def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
+        slot.hold(wait=True)  # a snapshot into it may not be over: the agent can take an appointment back
         try:
             self._warm(number, slot, plan)
         except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
             self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
+        finally:
+            slot.let_go()
 
     def _warm(self, number: int, slot: Slot, plan: Plan) -> None:
+        """The slot is held."""
+        with self._lock:
+            if not self._is_present(number, slot, plan):
+                return
+            slot.plan = None
         slot.arena.warm(self.calm.wait)
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
         self.bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         with self._lock:
-            if self._plan is not plan or self.slots.get(number) is not slot:
+            if not self._is_present(number, slot, plan):
                 return
             slot.plan = plan
         self._notify("warm", {"slot": number, "division": plan.declaration.division})
+
+    def _is_present(self, number: int, slot: Slot, plan: Plan) -> bool:
+        return self._plan is plan and self.slots.get(number) is slot
 
     # -- the agent's death
 

@@ -81,7 +81,7 @@ class Samples:
     any thread, in some 20 us a tensor; the training thread takes."""
 
     def __init__(self, walk: Walk, layout: Layout) -> None:
-        self.layout = layout
+        self.walk, self.layout = walk, layout
         self._boxes: list[_Box] = []
         row = 0
         for entry, live, replica in zip(layout.entries, walk.tensors, walk.replica, strict=True):

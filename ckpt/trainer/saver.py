@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.format import values
@@ -30,7 +29,7 @@ from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer import names
-from ckpt.trainer.link import Link, Offer, Plan, Terms, hashes_blob
+from ckpt.trainer.link import Link, Offer, Plan, Slot, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import Replicas
 from ckpt.trainer.samples import Samples, Taken
@@ -45,14 +44,15 @@ UNSETTLED_MAX = 3  # appointments in a row that a state with another structure e
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A snapshot on its way into an arena."""
+    """A snapshot on its way into the arena of a slot, which is held until it is over. `stood_s`: how long training
+    stood still for what came before the copy."""
 
     round: int
     number: int
-    arena: Arena
-    declared: tuple[int, int]
+    slot: Slot
     plan: Plan
     tick: Tick
+    stood_s: float
     snapshot: Snapshot
     shared: bytes
     own: bytes
@@ -93,7 +93,6 @@ class Saver:
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self._doubted = False  # whether what the agent was told of replicas may not hold any more
         self._samples: Samples | None = None  # of the present walk and plan
-        self._walking = threading.Lock()  # the walk that slots are bound to is the present one
         self._moves: Counter[str] = Counter()  # how often a tensor was found in other memory
         self._unsettled = 0  # appointments in a row that were missed since the structure had changed
         self.thread = threading.current_thread()
@@ -104,7 +103,7 @@ class Saver:
     def make_offer(self, tick: Tick, positions: bool = True) -> Offer:
         """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
         positions: whether loaders are asked for theirs, which must not be before they were restored."""
-        shared, own = self.walker.values(positions)
+        shared, own = self.walker.values(self.walk, positions)
         size = len(_encode(shared)) + len(_encode(own))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
         return Offer(self.walk.layout, hashes, tick, size)
@@ -120,7 +119,7 @@ class Saver:
 
         Errors: SaveFailed when the state cannot be saved as it is now."""
         try:
-            if self.walker.changed():
+            if self.walker.changed(self.walk):
                 self._follow(self.walker.walk())
             if self._offered and not self._doubted:
                 return False
@@ -149,36 +148,51 @@ class Saver:
 
     def _take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float]) -> str:
         started_s = time.perf_counter()
-        assert self.link.terms is not None
         before = self.walk.layout
         if self.settle(tick):
             self._note_unsettled(before)
             return "layout"
         self._unsettled = 0
-        slot, plan = self.link.granted(number)
-        if slot is None or plan is None or plan.offered is not self.walk.layout:
+        slot, is_under_way = self.link.hold(number), False
+        if slot is None:
             return "not granted"
-        if not self._snapshotter.is_bound(number, self.walk):
-            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
-        declared = slot.declared
-        shared, own = (_encode(tree) for tree in self.walker.values())
-        about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
-        room = slot.arena.values_room(declared, len(plan.staging.frames))
-        if len(shared) + len(own) + len(about) + 256 > room:
-            self.link.offer(self.make_offer(tick))
-            return "values"
-        samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
-        slot.arena.begin_fill()
-        with self.link.standing_still():
-            snapshot = self._snapshotter.take(number)
-        filling = _Filling(round_, number, slot.arena, declared, plan, tick, snapshot, shared, own, about, samples)
-        self.receipt.stalls_s.append(time.perf_counter() - started_s)
+        try:
+            if slot.plan is None or slot.plan.offered is not self.walk.layout:
+                return "not granted"
+            filling = self._fill(round_, number, slot, slot.plan, tick, metrics, started_s)
+            if filling is None:
+                self.link.offer(self.make_offer(tick))
+                return "values"
+            with self._idle:
+                self._open += 1
+            is_under_way = True
+            self._fillings.put(filling)
+        finally:
+            if not is_under_way:  # else the stager lets go of it
+                slot.let_go()
         self.link.levels.expect(tick)
         self._last = tick
-        with self._idle:
-            self._open += 1
-        self._fillings.put(filling)
         return ""
+
+    def _fill(
+        self, round_: int, number: int, slot: Slot, plan: Plan, tick: Tick, metrics: dict[str, float], started_s: float
+    ) -> _Filling | None:
+        """None: the values have outgrown the arena."""
+        assert self.link.terms is not None
+        if not self._snapshotter.is_bound(number, self.walk, plan.staging):
+            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
+        shared, own = (_encode(tree) for tree in self.walker.values(self.walk))
+        about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
+        room = slot.arena.values_room(slot.declared, len(plan.staging.frames))
+        if len(shared) + len(own) + len(about) + 256 > room:
+            return None
+        samples = self._sample(tick, plan.declaration.layout) if self._replicated else None
+        slot.arena.begin_fill()
+        stood_s = time.perf_counter() - started_s
+        with self.link.standing_still():
+            snapshot = self._snapshotter.take(number)
+        self.receipt.stalls_s.append(time.perf_counter() - started_s)
+        return _Filling(round_, number, slot, plan, tick, stood_s, snapshot, shared, own, about, samples)
 
     def late(self, round_: int, step: int) -> None:
         """Answers an appointment whose tick has passed."""
@@ -244,9 +258,7 @@ class Saver:
         shared = {entry.name for entry, replica in zip(walk.layout.entries, walk.replica, strict=True) if replica}
         if not alike or (self._replicated and not moved & shared <= self._moves.keys()):
             self._offered = False
-        with self._walking:
-            self.walk = replace(walk, layout=before.layout) if alike else walk
-            self._samples = None
+        self.walk = replace(walk, layout=before.layout) if alike else walk
         self._moves.update(moved)
 
     def _note_unsettled(self, before: Layout) -> None:
@@ -264,13 +276,12 @@ class Saver:
 
     def _bind(self, number: int, plan: Plan, data: memoryview) -> None:
         """For copies of the state as it lies now. Where its structure is another one by now nothing is bound: the plan
-        holds no longer."""
-        with self._walking:
-            walk = self.walk
-            if walk.layout is plan.offered:
-                self._snapshotter.bind(number, walk, plan.staging, data)
-                if self._replicated:
-                    self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
+        holds no longer. The training thread looks before each snapshot, for the state may lie elsewhere by then."""
+        walk = self.walk
+        if walk.layout is plan.offered:
+            self._snapshotter.bind(number, walk, plan.staging, data)
+            if self._replicated:
+                self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
 
     def _sample(self, tick: Tick, layout: Layout) -> Taken | None:
         """A little of what other ranks should hold alike, as it is at the boundary: at all ranks the same."""
@@ -279,20 +290,27 @@ class Saver:
 
     def _samples_of(self, walk: Walk, layout: Layout) -> Samples:
         known = self._samples
-        if known is None or known.layout is not layout:
+        if known is None or known.walk is not walk or known.layout is not layout:
             known = self._samples = Samples(walk, layout)
         return known
 
     def _stage(self) -> None:
         while (filling := self._fillings.get()) is not None:
-            with self._closing():
-                self._finish(filling)
+            with self._closing(filling):
+                try:
+                    self._finish(filling)
+                except Exception as exc:  # this thread goes on, and nobody waits for that round
+                    why = f"{type(exc).__name__}: {exc}"
+                    text = f"ckpt: step {filling.tick.step} was not staged: {why}"
+                    self.events.emit("snapshot.failed", text, loud=True)
+                    self.missed(filling.round, filling.tick, why)
 
     @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
+    def _closing(self, filling: _Filling) -> Iterator[None]:
         try:
             yield
         finally:
+            filling.slot.let_go()
             with self._idle:
                 self._open -= 1
                 self._idle.notify_all()
@@ -317,7 +335,7 @@ class Saver:
                 "tick": str(filling.tick),
                 "slot": filling.number,
                 "division": filling.plan.declaration.division,
-                "stall_s": filling.snapshot.stall_s,
+                "stall_s": filling.stood_s + filling.snapshot.stall_s,
                 "lazy": filling.snapshot.lazy,
                 "why": why,
                 **(filling.samples.fields() if filling.samples is not None else {}),
@@ -327,12 +345,12 @@ class Saver:
     def _seal(self, filling: _Filling, terms: Terms) -> str:
         identity = Identity(Epoch.parse(terms.epoch), filling.tick)
         try:
-            filling.arena.seal(
+            filling.slot.arena.seal(
                 identity,
                 terms.rank,
                 terms.world,
                 filling.plan.staging.data_bytes,
-                filling.declared,
+                filling.slot.declared,
                 filling.shared,
                 filling.own,
                 filling.about,

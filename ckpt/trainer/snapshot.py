@@ -94,38 +94,35 @@ class Snapshotter:
         self._hook = StepHook(lambda: self._pending is not None, self._on_step) if lazy else None
 
     def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
-        """Prepares copies of `walk` into `data`, the data region of that slot's arena. Binding the same again costs
-        nothing; bindings of other walks are dropped, since they hold memory that the state has left.
+        """Prepares copies of `walk` into `data`, the data region of that slot's arena; on one thread at a time for a
+        slot. Binding the same again costs nothing; bindings of other walks are dropped, since they hold memory that the
+        state has left.
 
         Errors: CkptError when the staging does not fit."""
-        with self._binding, _plain():
-            known, old = self._regions.get(slot), self._bound.get(slot)
+        with _plain():
+            known = self._regions.get(slot)
             moved = known is None or where(known) != where(data)
-            if not moved and old is not None and old.walk is walk and old.staging is staging:
+            if not moved and self.is_bound(slot, walk, staging):
                 return
             binding = _Binding(walk, staging, cut(walk, staging, data))
             if self._copier.blocking:  # else it makes buffers on a device, which belong to the training thread's stream
                 binding.plan(self._trust, self._copier)  # now, and not while training stands still for a first snapshot
             if moved:
-                self._unpin(slot)
-                self._regions[slot] = data
-                try:
-                    self._copier.pin(data)
-                except CkptError as exc:
-                    self._events.emit("snapshot.unpinned", f"snapshots into slot {slot} are slow: {exc}", loud=True)
-            self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
-            self._trust.forget_all_but(binding.candidates.keys())
+                self._pin(slot, data)
+            with self._binding:
+                self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
+                self._trust.forget_all_but(binding.candidates.keys())
 
-    def is_bound(self, slot: int, walk: Walked) -> bool:
-        """Whether the next snapshot into that slot is one of `walk`."""
+    def is_bound(self, slot: int, walk: Walked, staging: Staging) -> bool:
+        """Whether the next snapshot into that slot is one of `walk`, as `staging` says."""
         binding = self._bound.get(slot)
-        return binding is not None and binding.walk is walk
+        return binding is not None and binding.walk is walk and binding.staging is staging
 
     def unbind(self, slot: int) -> None:
         """Drops all views of that slot's arena; before the arena is unmapped."""
         with self._binding:
             self._bound = {n: b for n, b in self._bound.items() if n != slot}
-            self._unpin(slot)
+        self._unpin(slot)
 
     def take(self, slot: int) -> Snapshot:
         """Takes a snapshot of what is bound to `slot`, at a boundary. A former one that still runs is ended first.
@@ -181,9 +178,17 @@ class Snapshotter:
         self._tasks.close()
         with self._binding:
             self._bound = {}
-            for slot in list(self._regions):
-                self._unpin(slot)
+        for slot in list(self._regions):
+            self._unpin(slot)
         self._copier.close()
+
+    def _pin(self, slot: int, data: memoryview) -> None:
+        self._unpin(slot)
+        self._regions[slot] = data
+        try:
+            self._copier.pin(data)
+        except CkptError as exc:
+            self._events.emit("snapshot.unpinned", f"snapshots into slot {slot} are slow: {exc}", loud=True)
 
     def _unpin(self, slot: int) -> None:
         region = self._regions.pop(slot, None)

@@ -48,14 +48,30 @@ class Walk:
     """Per entry of `layout`: `tensors`, the live local tensor of each box (any device, maybe not contiguous; its bytes
     read row-major are the box's), `late`, whether it may be copied under the next step once that is proven safe (what
     a registered optimizer trains, and its state; not small), and `replica`, whether other ranks may hold equal boxes.
-    `shared`: values that are the same on all ranks by nature. `own`: the rank's."""
+    `scan`: the structure that it is of."""
 
     layout: Layout
     tensors: tuple[tuple[torch.Tensor, ...], ...]
     late: tuple[bool, ...]
     replica: tuple[bool, ...]
-    shared: Any
-    own: Any
+    scan: Scan
+    _seen: _Seen
+
+    @property
+    def has_loaders(self) -> bool:
+        """Whether an object of the state says how far it has read its data."""
+        return any(isinstance(node, LoaderNode) for node in self.scan.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What `changed` compares: the nodes, what plain containers and tensors were, and, of `Scan.volatile`, what each
+    said. `gathering`: modules that may be left gathered."""
+
+    nodes: list[tuple[Any, ...]]
+    watch: Watch
+    volatile: list[Any]
+    gathering: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +100,19 @@ class StateWalker:
         self.state = state
         self.coordinate = coordinate
         self.generators = generators
-        self._scan: Scan | None = None
-        self._watch: Watch | None = None
-        self._nodes: list[tuple[Any, ...]] = []
-        self._volatile: list[Any] = []
-        self._gathering: list[Any] = []
 
     @no_collecting()
     def walk(self) -> Walk:
-        """All of it: once per structure; some 15 us a tensor. Loaders are not asked for their positions."""
-        scan = self._scan = self.scan()
+        """All of it: once per structure; some 15 us a tensor. Values are not read."""
+        scan = self.scan()
         modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
-        self._watch = Watch(
+        watch = Watch(
             modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
             optimizers=[view.optimizer for view in scan.views.values()],
             dicts=[held for view in scan.views.values() for held in view.plain],
             distributed=[n.tensor for found in scan.found.values() for n in found if is_dtensor(n.tensor)],
             live=[tensor for _, pieces in scan.tensors.values() for tensor in pieces.live],
         )
-        self._gathering = names.resharding(modules)
-        self._nodes = list(map(_signature, scan.nodes))
-        self._volatile = [_fingerprint(scan.found[node.path]) for node in scan.volatile]
-        shared, own = self.values(positions=False)
         order = sorted(scan.tensors)
         chosen = [scan.tensors[name] for name in order]
         return Walk(
@@ -113,27 +120,32 @@ class StateWalker:
             tensors=tuple(pieces.locals for _, pieces in chosen),
             late=tuple(_is_late(named, pieces) for named, pieces in chosen),
             replica=tuple(pieces.replica for _, pieces in chosen),
-            shared=shared,
-            own=own,
+            scan=scan,
+            _seen=_Seen(
+                nodes=list(map(_signature, scan.nodes)),
+                watch=watch,
+                volatile=[_fingerprint(scan.found[node.path]) for node in scan.volatile],
+                gathering=names.resharding(modules),
+            ),
         )
 
-    def changed(self) -> bool:
-        """Whether walk() would find other names, dtypes, shapes or boxes, or the same in other memory. For 20,000
-        tensors about 10 ms; objects with a state_dict() of their own are asked for it."""
-        if self._scan is None or self._watch is None:
-            return True
-        for module in self._gathering:
+    def changed(self, walk: Walk) -> bool:
+        """Whether walk() would find other names, dtypes, shapes or boxes now than it did then, or the same in other
+        memory. For 20,000 tensors about 10 ms; objects with a state_dict() of their own are asked for it."""
+        seen = walk._seen
+        for module in seen.gathering:
             module.reshard()
         now = list(map(_signature, nodes.find(self.state)))
-        if len(now) != len(self._nodes) or not all(map(_same, now, self._nodes)) or self._watch.stale():
+        if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)) or seen.watch.stale():
             return True
-        return [_fingerprint(self._reread(node)) for node in self._scan.volatile] != self._volatile
+        return [_fingerprint(_reread(walk.scan, node)) for node in walk.scan.volatile] != seen.volatile
 
-    def values(self, positions: bool = True) -> tuple[Any, Any]:
-        """(shared, own) as they are now, for the structure of the last walk. What they hold may be live: encode them
-        before the next step. `positions`: whether loaders are asked for theirs, which begins an epoch in one that was
-        not iterated over yet: not before what is to be restored was restored."""
-        scan = self._scan or self.scan()
+    def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
+        """(shared, own) as they are now, for the structure of that walk: what is the same on all ranks by nature, and
+        what is the rank's. What they hold may be live: encode them before the next step. `positions`: whether loaders
+        are asked for theirs, which begins an epoch in one that was not iterated over yet: not before what is to be
+        restored was restored."""
+        scan = walk.scan
         objects: dict[str, Any] = {}
         for node in scan.nodes:
             if node.path in scan.fixed:
@@ -154,11 +166,6 @@ class StateWalker:
             "loaders": {node.path: trees.embed(node.value.state_dict(), node.path) for node in loaders},
         }
         return {"objects": objects, "aliases": scan.aliases}, own
-
-    @property
-    def has_loaders(self) -> bool:
-        """Whether the last walk found an object that says how far it has read its data."""
-        return self._scan is not None and any(isinstance(node, LoaderNode) for node in self._scan.nodes)
 
     def streams(self, found: Sequence[Node]) -> dict[str, generators.Stream]:
         """The generators that belong to the state."""
@@ -198,11 +205,11 @@ class StateWalker:
         tensors, aliases = _unique([t for n in all_nodes for t in found.get(n.path, ())], owners, views, Cutter(world))
         return Scan(all_nodes, found, views, fixed, volatile, tensors, aliases)
 
-    def _reread(self, node: Node) -> list[Named]:
-        if isinstance(node, (ModuleNode, ObjectNode, DataNode)):
-            return node.read()[0]
-        assert self._scan is not None
-        return self._scan.views[node.path].again().tensors
+
+def _reread(scan: Scan, node: Node) -> list[Named]:
+    if isinstance(node, (ModuleNode, ObjectNode, DataNode)):
+        return node.read()[0]
+    return scan.views[node.path].again().tensors
 
 
 def _unique(

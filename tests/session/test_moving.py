@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 import ckpt
 from tests.session.loops import wait_agent_gone
 from tests.session.moving import KINDS, Value, bits
+from ckpt.trainer.link import Link
+from ckpt.types import Tick
 from tests.session.scripts import Line, Script, torchrun
 
 MODULE = "tests.session.moving"
@@ -125,6 +129,138 @@ def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_aske
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == 200
         assert ck.state["y"].unique().tolist() == [0.0]
+
+
+def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent divides anew while the training thread takes a snapshot of what has moved: what is copied by one
+    division must not be declared by another."""
+    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64), "y": torch.zeros(16)}, policy=ckpt.Every(steps=10**6)) as ck:
+        steps = ck.steps(2)
+        next(steps)
+        ck.step()
+        ck.save().wait("store", timeout_s=60)
+        next(steps)
+        saver = ck._parts.saver
+        link, snapshotter = saver.link, saver._snapshotter
+        number, slot = next((n, slot) for n, slot in link.slots.items() if slot.plan is not None)
+        assert slot.plan is not None
+        old = slot.plan
+        new = replace(old, declaration=replace(old.declaration, division="new", staging=replace(old.staging)))
+        is_inside, bind = threading.Event(), snapshotter.bind
+
+        def slow(slot: int, walk: Any, staging: Any, data: Any) -> None:
+            if staging is new.staging:
+                is_inside.set()
+                time.sleep(0.5)
+            bind(slot, walk, staging, data)
+
+        monkeypatch.setattr(snapshotter, "bind", slow)
+        link._plan = new
+        thread = threading.Thread(target=link._prepare, args=(number, slot, new))
+        thread.start()
+        assert is_inside.wait(10)
+        ck.state["y"] = torch.ones(16)
+        assert saver.take(10**6, number, Tick(2)) == "not granted"
+        thread.join()
+        assert slot.plan is new
+        snapshotter.bind = bind
+        assert saver.take(10**6, number, Tick(2)) == ""
+        assert snapshotter.is_bound(number, saver.walk, new.staging)
+        link._plan = slot.plan = old
+
+
+def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_path: Path) -> None:
+    """The agent takes an appointment back that this rank has kept, and divides anew."""
+    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=ckpt.Every(steps=10**6)) as ck:
+        for _ in ck.steps(1):
+            ck.step()
+        ck.save().wait("store", timeout_s=60)
+        link = ck._parts.saver.link
+        number = next(n for n, slot in link.slots.items() if slot.plan is not None)
+        slot = link.hold(number)
+        assert slot is not None
+        assert slot.plan is not None
+        before, old = bytes(slot.arena.view), slot.plan
+        link._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
+        thread = threading.Thread(target=link._prepare, args=(number, slot, new))
+        thread.start()
+        time.sleep(0.3)
+        assert slot.plan is old
+        assert bytes(slot.arena.view) == before
+        slot.let_go()
+        thread.join()
+        assert slot.plan is new
+        link._plan = slot.plan = old
+
+
+class Failing:
+    """Fails once in a while when it is asked for its state."""
+
+    asked, fails_at = 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked == self.fails_at:
+            raise MemoryError("once")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3])
+def test_what_moved_while_the_state_could_not_be_read_is_found_by_the_next_save(tmp_path: Path, asked: int) -> None:
+    """`asked`: how often at that boundary until it fails."""
+    job = Value()
+    job.begin()
+    failing = Failing()
+    job.state["failing"] = failing
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+        for step in ck.steps(4):
+            ck.step()
+            if step == 2:
+                ck.state["y"] = torch.full((5000,), 2.0)
+                failing.fails_at = failing.asked + asked
+                with pytest.raises(ckpt.SaveFailed, match="once"):
+                    ck.save().wait("local", timeout_s=60)
+        failing.fails_at = 0
+        ck.save().wait("store", timeout_s=60)
+    again = Value()
+    again.begin()
+    again.state["failing"] = Failing()
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 4
+        assert ck.state["y"].unique().tolist() == [2.0]
+
+
+def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found elsewhere is looked for, and bound, before it is copied; the policy has to know of that."""
+    job = Value()
+    job.begin()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+        for _ in ck.steps(1):
+            ck.step()
+        ck.save().wait("store", timeout_s=60)
+        saver, told = ck._parts.saver, []
+        monkeypatch.setattr(Link, "report", lambda link, kind, fields: told.append((kind, fields)))
+        walk = saver.walker.walk
+
+        def slow() -> Any:
+            time.sleep(0.3)
+            return walk()
+
+        monkeypatch.setattr(saver.walker, "walk", slow)
+        ck.state["y"] = ck.state["y"] + 1
+        number = next(n for n, slot in saver.link.slots.items() if slot.plan is not None)
+        assert saver.take(10**6, number, Tick(2)) == ""
+        saver.quiet()
+        monkeypatch.undo()
+    ((kind, fields),) = told
+    assert kind == "staged"
+    assert 0.3 <= fields["stall_s"] <= 10.0
 
 
 def _last(lines: list[Line], key: str, rank: int) -> Line:

@@ -123,19 +123,20 @@ def save(layout: str, kind: str, rank: int, world: int) -> tuple[rt.Checkpoint, 
     size = SIZES[kind]
     state = build(layout, size, world, seed=1)
     walker = walker_of(state, rank, world)
-    walker.walk()
+    walk = walker.walk()
     train(state, size, 3)
     evaluate(state, size)
-    assert walker.changed(), "the optimizer's state has appeared"
+    assert walker.changed(walk), "the optimizer's state has appeared"
     mine = rt.save_rank(walker, rank, world)
-    replica = dict(zip((e.name for e in mine.declaration.layout.entries), walker.walk().replica, strict=True))
+    walk = walker.walk()
+    replica = dict(zip((e.name for e in mine.declaration.layout.entries), walk.replica, strict=True))
     assert replica["model.blocks.0.up.weight"] == (layout in ("plain", "ddp", "hsdp"))
     assert replica["optim.state.blocks.0.up.weight.step"]
     evaluate(state, size)
     assert walker_of(state, rank, world).walk().layout == mine.declaration.layout, "evaluation gathers parameters"
     train(state, size, 1)
     evaluate(state, size)
-    assert not walker.changed(), "a step, and an evaluation that gathers parameters, change no structure"
+    assert not walker.changed(walk), "a step, and an evaluation that gathers parameters, change no structure"
     assert [entry.name for entry in mine.declaration.layout.entries] == names_of_one_process(size)
     ranks: list[Any] = [None] * world
     dist.all_gather_object(ranks, mine)

@@ -84,7 +84,7 @@ def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
         box = raw(walk.tensors[segment["entry"]][segment["box"]])
         start, length, offset = int(segment["start"]), int(segment["length"]), int(segment["offset"])
         data[offset : offset + length] = box[start : start + length]
-    shared, own = walker.values()
+    shared, own = walker.values(walk)
     declaration = Declaration(rank, world, walker.coordinate.text, "0" * 16, walk.layout, staging)
     return RankSave(declaration, hash_walk(walk), bytes(data), values.encode(shared), values.encode(own))
 
@@ -157,4 +157,4 @@ def assert_same_state(one: dict[str, Any], two: dict[str, Any]) -> None:
     for x, y in itertools.zip_longest(contents(walk_a), contents(walk_b)):
         assert x == y, (x and x[0], y and y[0])
     assert walk_a.layout.entries
-    assert values.encode(a.values()[0]) == values.encode(b.values()[0])
+    assert values.encode(a.values(walk_a)[0]) == values.encode(b.values(walk_b)[0])

@@ -88,8 +88,8 @@ def test_state_is_read_without_a_step() -> None:
     state = job()
     before = [p.clone() for p in state["model"].parameters()]
     walker = rt.walker_of(state)
-    walker.walk()
-    walker.values()
+    walk = walker.walk()
+    walker.values(walk)
     assert not state["optim"].state
     assert all(torch.equal(p, q) for p, q in zip(state["model"].parameters(), before, strict=True))
 
@@ -349,13 +349,12 @@ def watched() -> dict[str, Any]:
 def test_a_change_of_structure_or_storage_is_noticed(change: Any) -> None:
     state = watched()
     walker = rt.walker_of(state)
-    assert walker.changed()
-    walker.walk()
-    assert not walker.changed()
+    walk = walker.walk()
+    assert not walker.changed(walk)
     change(state)
-    assert walker.changed()
-    walker.walk()
-    assert not walker.changed()
+    assert walker.changed(walk)
+    assert not walker.changed(walker.walk())
+    assert walker.changed(walk), "a later walk makes nothing of an earlier one"
 
 
 def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
@@ -363,18 +362,18 @@ def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
     model = nn.Module()
     model.part = nn.Parameter(memory.as_strided((2, 2), (4, 1)))
     walker = rt.walker_of({"model": model})
-    walker.walk()
-    assert not walker.changed()
+    walk = walker.walk()
+    assert not walker.changed(walk)
     model.part.data = memory.as_strided((2, 2), (5, 1))
-    assert walker.changed()
+    assert walker.changed(walk)
 
 
 def test_other_objects_under_the_same_keys_are_noticed() -> None:
     state = job()
     walker = rt.walker_of(state)
-    walker.walk()
+    walk = walker.walk()
     state.update(job())
-    assert walker.changed()
+    assert walker.changed(walk)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -382,9 +381,9 @@ def test_other_objects_under_the_same_keys_are_noticed() -> None:
 def test_training_and_values_change_no_structure(change: Any) -> None:
     state = watched()
     walker = rt.walker_of(state)
-    walker.walk()
+    walk = walker.walk()
     change(state)
-    assert not walker.changed()
+    assert not walker.changed(walk)
 
 
 def test_state_that_appears_after_the_first_step_is_noticed() -> None:
@@ -393,7 +392,7 @@ def test_state_that_appears_after_the_first_step_is_noticed() -> None:
         optim = optimizer(model.parameters(), lr=0.1)
         optim.param_groups[0]["max_iter"] = 2
         walker = rt.walker_of({"model": model, "optim": optim})
-        walker.walk()
+        walk = walker.walk()
 
         def closure(model: Any = model) -> torch.Tensor:
             loss = model(torch.randn(3, 4)).square().sum()
@@ -401,7 +400,7 @@ def test_state_that_appears_after_the_first_step_is_noticed() -> None:
             return loss
 
         optim.step(closure)
-        assert walker.changed()
+        assert walker.changed(walk)
 
 
 def test_views_of_storage_that_was_moved_still_hold_the_old_bytes() -> None:
@@ -429,9 +428,9 @@ def test_a_new_walk_lets_go_of_the_old_state() -> None:
 def test_values_are_read_afresh_at_each_save() -> None:
     state = watched()
     walker = rt.walker_of(state)
-    walker.walk()
+    walk = walker.walk()
     _values(state)
-    shared, _ = walker.values()
+    shared, _ = walker.values(walk)
     objects = shared["objects"]
     assert objects["data"]["value"]["n"] == 8
     assert objects["optim"]["groups"][0]["value"]["lr"] == state["optim"].param_groups[0]["lr"]
@@ -455,9 +454,9 @@ def test_values_among_the_state_of_an_optimizer_are_read_afresh_and_change_no_st
 
     step()
     walker = rt.walker_of({"model": model, "optim": optim})
-    walker.walk()
+    walk = walker.walk()
     now = step()
-    payload = walker.values()[0]["objects"]["optim"]
+    payload = walker.values(walk)[0]["objects"]["optim"]
     assert payload["skeletons"][0]["value"]["n_iter"] == now == 2
 
 
@@ -476,10 +475,11 @@ def test_a_loader_belongs_to_the_rank_and_is_asked_only_for_a_save() -> None:
 
     loader = Loader()
     walker = rt.walker_of({"loader": loader})
-    assert walker.walk().own["loaders"] == {}
-    assert not walker.changed()
+    walk = walker.walk()
+    assert not walker.changed(walk)
+    assert walker.values(walk, positions=False)[1]["loaders"] == {}
     assert loader.asked == 0
-    shared, own = walker.values()
+    shared, own = walker.values(walk)
     assert shared["objects"] == {}
     assert own["loaders"]["loader"]["value"] == {"at": 5, "perm": None}
 
@@ -625,8 +625,8 @@ def test_the_same_mesh_is_one_with_the_same_coordinates() -> None:
 
 def test_the_walker_reads_generators_only_if_they_belong_to_the_state() -> None:
     state = {"mine": torch.Generator()}
-    with_all = StateWalker(state, coordinate(state, 0, 1)).values()[1]["generators"]
-    only_mine = StateWalker(state, coordinate(state, 0, 1), generators=False).values()[1]["generators"]
+    walkers = [StateWalker(state, coordinate(state, 0, 1), generators=every) for every in (True, False)]
+    with_all, only_mine = (walker.values(walker.walk())[1]["generators"] for walker in walkers)
     assert {"python", "numpy", "torch", "state:mine"} <= set(with_all)
     assert set(only_mine) == {"state:mine"}
     assert generators.is_generator(state["mine"])
