@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import ckpt
-from tests.session.loops import wait_agent_gone
-from tests.session.moving import KINDS, Value, bits
 from ckpt.trainer.link import Link
 from ckpt.types import Tick
+from tests.session.loops import wait_agent_gone
+from tests.session.moving import KINDS, Value, bits
 from tests.session.scripts import Line, Script, torchrun
 
 MODULE = "tests.session.moving"
