@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from ckpt.errors import DamagedData
+from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.frames import FrameHasher, frame_hash
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Cut, Want, cuts, per_dimension, whole_run
+from ckpt.trainer.names import some
+from ckpt.trainer.pieces import flat_bytes
 from ckpt.types import ITEMSIZE
 
 # Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
@@ -21,13 +24,16 @@ BLOCK_BYTES = 2 << 20
 
 class Filler:
     """Puts frames into the tensors that want them. `tensors[i]`: the destination of `wants[i]`, on any device and with
-    any strides; gradients do not notice. Frames may be given in any order, by several threads at once.
+    any strides; gradients do not notice. Frames may be given in any order, by several threads at once, then `check` is
+    due.
 
     Errors: those of `cuts`.
     """
 
     def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
+        self._wants, self._tensors = wants, tensors
+        self._meeting = _meeting(tensors)
+        self._landed: list[tuple[int, torch.Tensor, int]] = []  # of those that meet: want, where to, and the hash
         self._cuts: dict[int, list[Cut]] = {}
         for cut in cuts(manifest, wants):
             self._cuts.setdefault(cut.frame, []).append(cut)
@@ -39,7 +45,8 @@ class Filler:
             want, flat = mine[0].want, flats[mine[0].want]
             itemsize = ITEMSIZE[wants[want].dtype]
             # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
-            if flat is not None and itemsize == tensors[want].element_size():
+            is_run = flat is not None and itemsize == tensors[want].element_size()
+            if flat is not None and is_run and want not in self._meeting:
                 first = whole_run(mine, itemsize, lengths[frame])
                 if first is not None:
                     self._runs[frame] = flat[first * itemsize : first * itemsize + lengths[frame]]
@@ -59,8 +66,46 @@ class Filler:
             return False
         data = torch.frombuffer(raw, dtype=torch.uint8)
         for cut in self._cuts[frame]:
-            copy_cut(cut, data, self._tensors[cut.want])
+            for source, part in _pairs(cut, data, self._tensors[cut.want]):
+                part.copy_(source)
+                if cut.want in self._meeting:
+                    self._landed.append((cut.want, part, _hash(source)))
         return True
+
+    def check(self) -> None:
+        """Whether all tensors still hold what they were filled with.
+
+        Errors: StateMismatch names those that share memory, of which the checkpoint has different values."""
+        names = sorted({self._wants[want].name for want, part, hash in self._landed if _hash(part) != hash})
+        if names:
+            raise StateMismatch(
+                f"{some(names)} shared memory with other tensors of the state, and the checkpoint has other values for "
+                "those, so that not all of them could be restored. Give each memory of its own before the start "
+                "(tensor.clone()), or register only one of them"
+            )
+
+
+def _meeting(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Those whose memory, from the first byte to the last, meets that of another."""
+    spans = []
+    for n, tensor in enumerate(tensors):
+        if tensor.numel():
+            first = torch.Tensor.data_ptr(tensor)
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((str(tensor.device), first, first + (last + 1) * tensor.element_size(), n))
+    found: set[int] = set()
+    before: tuple[str, int, int, int] | None = None  # of those so far the one that reaches furthest
+    for span in sorted(spans):
+        if before is not None and span[0] == before[0] and span[1] < before[2]:
+            found |= {span[3], before[3]}
+            before = max(before, span, key=lambda each: each[2])
+        else:
+            before = span
+    return frozenset(found)
+
+
+def _hash(part: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(flat_bytes(part).cpu().numpy().data)
 
 
 def copy_run(raw: memoryview, target: npt.NDArray[np.uint8]) -> tuple[int, int]:
@@ -80,15 +125,21 @@ def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> None:
 
     Errors: DamagedData for a cut that does not lie in the frame or the tensor.
     """
-    part = tensor.detach()
-    if len(cut.at) == 1 and part.is_contiguous():
-        _copy(cut, frame, part.view(-1))
+    for source, part in _pairs(cut, frame, tensor):
+        part.copy_(source)
+
+
+def _pairs(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of one dtype and shape: what of the frame goes where."""
+    whole = tensor.detach()
+    if len(cut.at) == 1 and whole.is_contiguous():
+        yield _pair(cut, frame, whole.view(-1))
     else:
-        for each in per_dimension(cut, tuple(part.shape), part.element_size()):
-            _copy(each, frame, part)
+        for each in per_dimension(cut, tuple(whole.shape), whole.element_size()):
+            yield _pair(each, frame, whole)
 
 
-def _copy(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> None:
+def _pair(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`cut`: with one number for each dimension of `part`."""
     itemsize = part.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(cut.shape, cut.strides, strict=True))
@@ -101,7 +152,7 @@ def _copy(cut: Cut, frame: torch.Tensor, part: torch.Tensor) -> None:
     for dim, (start, length) in enumerate(zip(cut.at, cut.shape, strict=True)):
         part = part.narrow(dim, start, length)
     source = frame[cut.offset : cut.offset + span * itemsize].view(part.dtype)
-    part.copy_(source.as_strided(cut.shape, cut.strides))
+    return source.as_strided(cut.shape, cut.strides), part
 
 
 def _flat(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:

@@ -166,6 +166,7 @@ def _from_run(where: str, wanted: list[_Wanted]) -> str:
                 raise DamagedData(f"init={where!r}: frame {frame} changed in this host's memory while it was copied")
 
         FrameReader(store, record).read(filler.frames, deliver, out)
+        filler.check()
 
     try:
         newest_readable(Run(store), use)

@@ -40,9 +40,11 @@ def read_targets(
 
 def fill(link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: Targets) -> dict[str, int]:
     """Fills the wanted tensors in place; what else the checkpoint holds is applied by `Targets.finish`, after all
-    ranks agreed. Bytes by level. Errors: DamagedData, AgentError."""
+    ranks agreed. Bytes by level. Errors: DamagedData, AgentError; StateMismatch of `Filler.check`."""
     filler = Filler(manifest, targets.wants, targets.tensors)
-    return fetch(link, tasks, identity, filler.frames, filler)
+    sources = fetch(link, tasks, identity, filler.frames, filler)
+    filler.check()
+    return sources
 
 
 class _Values:

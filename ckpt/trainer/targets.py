@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class _Plan:
     scan: Scan
     saved: Shared
     wants: Wants
+    parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
 
     def module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
@@ -172,8 +173,10 @@ class _Plan:
             if pieces is not None and isinstance(tensor, Shard) and self.wants.is_parted(name, pieces.boxes):
                 first = self.scan.aliases[name]
                 self.wants.differ("retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own")
-            elif pieces is None or self.wants.is_parted(name, pieces.boxes):
-                made.append((path, self.wants.fresh(name, tensor)))
+            elif pieces is None:
+                made.append((path, self.wants.fresh(name)))
+            elif self.wants.is_parted(name, pieces.boxes):
+                made.append((path, self.part(name, tensor)))
             else:
                 self.wants.fill(name, pieces)
                 made.append((path, tensor))
@@ -189,6 +192,22 @@ class _Plan:
             node.put(trees.settle(node.value, value))
 
         self.wants.installs.append(install)
+
+    def part(self, name: str, live: Any) -> torch.Tensor | None:
+        """A tensor of its own instead of the live one, which is another's too. What is tied in the checkpoint stays
+        so."""
+        found = self.wants.find(name)
+        if found is not None and found.name in self.parted:
+            return self.parted[found.name]
+        new = self.wants.fresh(name, live)
+        if found is None or new is None:
+            return None
+        if isinstance(live, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, live.requires_grad)
+        elif live.requires_grad:
+            new.requires_grad_()
+        self.parted[found.name] = new
+        return new
 
     def loader(self, node: LoaderNode, own: Own | None, others: Sequence[Own], strict: bool) -> None:
         here, loader, path = self.walker.coordinate, node.value, node.path

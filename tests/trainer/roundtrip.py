@@ -131,6 +131,7 @@ def fill(targets: Targets, checkpoint: Checkpoint) -> None:
         frame = bytearray(checkpoint.frame(number))
         assert filler(number, memoryview(frame))
         frame[:] = b"\xa5" * len(frame)
+    filler.check()
 
 
 def restore(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, StateMismatch, UsageError
 from ckpt.format.manifest import RANK_VALUES, VALUES
 from ckpt.plan.reshard import Cut
 from ckpt.trainer.coords import Axis, Coordinate
@@ -244,6 +245,61 @@ def test_tensors_that_are_tied_in_the_state_and_not_in_the_checkpoint_are_parted
     rt.restore(state, rt.save({"a": nn.Linear(60, 60, bias=False), "b": {"weight": torch.full((60, 60), 2.0)}}))
     assert state["b"]["weight"].unique().tolist() == [2.0]
     assert model.weight.unique().numel() > 1
+
+
+def test_what_is_parted_is_of_the_same_kind_as_before_and_tied_as_in_the_checkpoint() -> None:
+    two = nn.Parameter(torch.full((3000,), 2.0))
+    checkpoint = rt.save({"a": nn.Parameter(torch.ones(3000)), "b": two, "more": [two]})
+    tied = nn.Parameter(torch.zeros(3000))
+    state: dict[str, Any] = {"a": tied, "b": tied, "more": [tied]}
+    rt.restore(state, checkpoint)
+    assert state["a"] is tied
+    assert isinstance(state["b"], nn.Parameter)
+    assert state["b"].requires_grad
+    assert state["b"] is state["more"][0]
+    assert (tied[0].item(), state["b"][0].item()) == (1.0, 2.0)
+
+
+def _sharing() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Two tensors of 6,000 elements that share memory."""
+    flat = torch.zeros(6000)
+    yield "the same", flat, flat[:]
+    flat = torch.zeros(7000)
+    yield "a part", flat[:6000], flat[1000:]
+    flat = torch.zeros(6000)
+    yield "across", flat.view(60, 100), flat.view(60, 100).t()
+    one, two = nn.Parameter(torch.zeros(6000)), nn.Parameter(torch.zeros(6000))
+    one.data = two.data
+    yield "data", one, two
+
+
+@pytest.mark.parametrize(("one", "two"), [(one, two) for _, one, two in _sharing()], ids=[n for n, *_ in _sharing()])
+def test_tensors_that_share_memory_and_have_other_values_in_the_checkpoint_are_named(
+    one: torch.Tensor, two: torch.Tensor
+) -> None:
+    saved = {"a": torch.full(one.shape, 1.0), "b": torch.full(two.shape, 2.0)}
+    with pytest.raises(StateMismatch, match=r"^[ab](, b)? shared memory with other tensors"):
+        rt.restore({"a": one, "b": two}, rt.save(saved))
+
+
+def test_tensors_that_share_memory_come_back_where_their_values_agree() -> None:
+    for _, one, two in _sharing():
+        with torch.no_grad():
+            one.copy_(torch.randn(one.shape))
+        checkpoint, before = rt.save({"a": one, "b": two}), (one.clone(), two.clone())
+        with torch.no_grad():
+            one.zero_()
+            two.zero_()
+        rt.restore({"a": one, "b": two}, checkpoint)
+        assert torch.equal(one, before[0])
+        assert torch.equal(two, before[1])
+
+
+def test_columns_of_one_matrix_share_no_memory() -> None:
+    checkpoint = rt.save({"a": torch.full((3000,), 1.0), "b": torch.full((3000,), 2.0)})
+    matrix = torch.zeros(3000, 2)
+    rt.restore({"a": matrix[:, 0], "b": matrix[:, 1]}, checkpoint)
+    assert matrix.unique(dim=0).tolist() == [[1.0, 2.0]]
 
 
 def test_tensors_that_are_tied_in_the_checkpoint_and_not_in_the_state_are_filled_both() -> None:
