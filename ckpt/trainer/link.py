@@ -448,17 +448,20 @@ class Link:
     def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
         slot.hold(wait=True)  # a snapshot into it may not be over: the agent can take an appointment back
         try:
-            self._warm(number, slot, plan)
+            is_ready = self._warm(number, slot, plan)
         except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
             self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
+            return
         finally:
             slot.let_go()
+        if is_ready:  # said only now: the slot may be appointed at once
+            self._notify("warm", {"slot": number, "division": plan.declaration.division})
 
-    def _warm(self, number: int, slot: Slot, plan: Plan) -> None:
-        """The slot is held."""
+    def _warm(self, number: int, slot: Slot, plan: Plan) -> bool:
+        """Whether the slot, which is held, is ready for that plan, and the plan still the present one."""
         with self._lock:
             if not self._is_present(number, slot, plan):
-                return
+                return False
             slot.plan = None
         slot.arena.warm(self.calm.wait)
         slot.arena.begin_fill()
@@ -466,9 +469,9 @@ class Link:
         self.bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         with self._lock:
             if not self._is_present(number, slot, plan):
-                return
+                return False
             slot.plan = plan
-        self._notify("warm", {"slot": number, "division": plan.declaration.division})
+        return True
 
     def _is_present(self, number: int, slot: Slot, plan: Plan) -> bool:
         return self._plan is plan and self.slots.get(number) is slot

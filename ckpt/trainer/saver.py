@@ -296,7 +296,7 @@ class Saver:
 
     def _stage(self) -> None:
         while (filling := self._fillings.get()) is not None:
-            with self._closing(filling):
+            with self._closing():
                 try:
                     self._finish(filling)
                 except Exception as exc:  # this thread goes on, and nobody waits for that round
@@ -306,20 +306,22 @@ class Saver:
                     self.missed(filling.round, filling.tick, why)
 
     @contextlib.contextmanager
-    def _closing(self, filling: _Filling) -> Iterator[None]:
+    def _closing(self) -> Iterator[None]:
         try:
             yield
         finally:
-            filling.slot.let_go()
             with self._idle:
                 self._open -= 1
                 self._idle.notify_all()
 
     def _finish(self, filling: _Filling) -> None:
-        filling.snapshot.wait()
-        why = filling.snapshot.abandoned or ""
-        if not why and self.link.terms is not None:
-            why = self._seal(filling, self.link.terms)
+        try:
+            filling.snapshot.wait()
+            why = filling.snapshot.abandoned or ""
+            if not why and self.link.terms is not None:
+                why = self._seal(filling, self.link.terms)
+        finally:
+            filling.slot.let_go()  # before it is said: the agent may appoint the slot again at once
         if why:
             self.receipt.missed += 1
             self.link.levels.put(filling.tick, "local", False, why)

@@ -195,6 +195,28 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         link._plan = slot.plan = old
 
 
+def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be appointed at once when it is warm, and again when what was in it is not needed."""
+    found: list[tuple[str, bool]] = []
+    notify = Link._notify
+
+    def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
+        if kind in ("warm", "staged"):
+            slot = link.slots[fields["slot"]]
+            found.append((kind, can := slot.hold(wait=False)))
+            if can:
+                slot.let_go()
+        notify(link, kind, fields, blobs)
+
+    monkeypatch.setattr(Link, "_notify", looking)
+    with ckpt.Checkpointer(tmp_path, {"a": torch.ones(64)}, policy=ckpt.Every(steps=10**6)) as ck:
+        for _ in ck.steps(1):
+            ck.step()
+        ck.save().wait("store", timeout_s=60)
+    assert {kind for kind, _ in found} == {"warm", "staged"}
+    assert all(can for _, can in found), found
+
+
 class Failing:
     """Fails once in a while when it is asked for its state."""
 
