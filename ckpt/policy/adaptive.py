@@ -7,7 +7,7 @@ finds them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt.errors import UsageError
@@ -79,6 +79,8 @@ class Chosen:
     snapshots: int
     local_by: LocalBy
     store_by: StoreBy
+    local_from_s: float = field(default=0.0, kw_only=True)  # what it was before it last changed; 0: nothing
+    store_from_s: float = field(default=0.0, kw_only=True)
 
     @property
     def store_s(self) -> float:

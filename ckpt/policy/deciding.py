@@ -5,8 +5,9 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
 - A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
   in hand. A limit that is broken is kept again at once, if that puts none at risk that ranks higher.
 - Intervals that break no limit change only where the expected gain is more than the noise of the estimates
-  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. They come nearer to a limit only
-  where they would keep it, too, if all costs were three standard deviations more than they were in the long run.
+  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to
+  three times the noise. They come nearer to a limit only where they would keep it, too, if all costs were three
+  standard deviations more than they were in the long run.
 - What a step, a replication or a commit takes bounds an interval. One in force is left for such a bound only where it
   is off by more than three standard deviations of what was measured of that.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
@@ -35,6 +36,7 @@ IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
 BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
+BACK = 3.0  # times as many for the way back
 MB = 1e6
 
 Limit = Literal["store_mb_s", "at_risk_s", "overhead"]
@@ -55,7 +57,9 @@ def decide(
     wanted = needs.wanted()
     if current is None or _starts(current) != _starts(wanted):
         return needs.decision(wanted)
-    stay = Chosen(current.local_s, current.snapshots, current.local_by, current.store_by)
+    stay = Chosen(**{each.name: getattr(current, each.name) for each in fields(Chosen)})
+    if stay.local_by == "predictions" and not needs.foreseen:
+        stay = replace(stay, local_from_s=0.0)  # no source is proven any more: that is no noise
     needs.settle(stay)
     return needs.decision(_reconsidered(needs, stay))
 
@@ -80,14 +84,23 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
         kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
     can = [each for each in found if not needs.broken(each, allowed) and surely.keeps(each, stay, kept)]
     best = max(can, key=lambda each: (surely.keeps(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
-    return best if broken or needs.gain(stay, best) > 0 else stay
+    if not broken and needs.gain(stay, best) <= 0:
+        return stay
+    # Whoever had to go for what is surely so comes back for that alone.
+    had_to = needs.broken(stay, allowed, BOUND_DEVIATIONS)
+    local_from_s, store_from_s = (0.0, 0.0) if had_to else (stay.local_s, stay.store_s)
+    return replace(
+        best,
+        local_from_s=stay.local_from_s if best.local_s == stay.local_s else local_from_s,
+        store_from_s=stay.store_from_s if best.store_s == stay.store_s else store_from_s,
+    )
 
 
 def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chosen]:
     """The wanted intervals, and either level's with the other's in force; only of levels that move by more than the
     part `least`."""
-    local_moves = abs(wanted.local_s / stay.local_s - 1) > least
-    store_moves = abs(wanted.store_s / stay.store_s - 1) > least
+    local_moves = _moves(stay.local_s, wanted.local_s, least)
+    store_moves = _moves(stay.store_s, wanted.store_s, least)
     found = [wanted] if local_moves or store_moves else []
     if wanted.store_by == "start":
         return found  # there is one level yet
@@ -97,6 +110,34 @@ def _alternatives(stay: Chosen, wanted: Chosen, least: float = 0.0) -> list[Chos
         times = wanted.store_s / stay.local_s
         found += [Chosen(stay.local_s, k, stay.local_by, wanted.store_by) for k in _whole(times)]
     return found
+
+
+def _moves(was_s: float, is_s: float, least: float) -> bool:
+    return abs(is_s / was_s - 1) > least
+
+
+def _gain(
+    was_s: float,
+    is_s: float,
+    from_s: float,
+    by: LocalBy | StoreBy,
+    cost: float,
+    rate: float,
+    cost_error: float,
+    rate_error: float,
+) -> tuple[float, float]:
+    """Of one level: the overhead that a change saves, and the noise in that. What would be gained by a move of no more
+    than CHANGE_MIN does not count: it is made only since the other level moves.
+
+    A change that a limit stops halfway gains up to twice as much for its noise as the whole would, so it takes twice
+    the noise. One that goes back to where the interval came from takes BACK times the noise: what brought it here may
+    have been noise, or else this is. Of a rate that is known badly as much would be more than any gain: there it takes
+    sqrt(n) times the noise, n as in `reconsider`."""
+    deviations = DEVIATIONS * (2 if by in LIMITS else 1)
+    if from_s and (is_s - was_s) * (from_s - was_s) > 0:
+        deviations *= max(1.0, min(BACK, rate / rate_error))
+    change = reconsider(was_s, is_s, cost, rate, cost_error, rate_error, deviations)
+    return change.gain if _moves(was_s, is_s, CHANGE_MIN) else min(0.0, change.gain), change.noise
 
 
 def _divided(store_s: float, local_s: float, local_by: LocalBy, store_by: StoreBy) -> list[Chosen]:
@@ -221,21 +262,15 @@ class _Needs:
     # -- choices against each other
 
     def gain(self, now: Chosen, then: Chosen) -> float:
-        """The overhead that a change saves, less the noise in that; both levels' estimates are independent. A change
-        that a limit stops halfway gains up to twice as much for its noise as the whole would, so it takes twice the
-        noise."""
+        """The overhead that a change saves, less the noise in that; both levels' estimates are independent."""
         by = then.store_by if then.local_by == "store" else then.local_by
-        deviations = DEVIATIONS * (2 if by in LIMITS else 1)
-        local = reconsider(
-            now.local_s, then.local_s, self.local_c, self.local_l, self.local_c_error, self.local_l_error, deviations
-        )
+        estimates = self.local_c, self.local_l, self.local_c_error, self.local_l_error
+        gain, noise = _gain(now.local_s, then.local_s, now.local_from_s, by, *estimates)
         if then.store_by == "start":
-            return local.gain - local.noise
-        deviations = DEVIATIONS * (2 if then.store_by in LIMITS else 1)
-        store = reconsider(
-            now.store_s, then.store_s, self.store_c, self.store_l, self.store_c_error, self.store_l_error, deviations
-        )
-        return local.gain + store.gain - math.hypot(local.noise, store.noise)
+            return gain - noise
+        estimates = self.store_c, self.store_l, self.store_c_error, self.store_l_error
+        store_gain, store_noise = _gain(now.store_s, then.store_s, now.store_from_s, then.store_by, *estimates)
+        return gain + store_gain - math.hypot(noise, store_noise)
 
     def saving(self, choice: Chosen) -> float:
         """The part of the run's time that it takes, as far as that is measured."""
@@ -256,13 +291,17 @@ class _Needs:
 
     def may_take(self, choice: Chosen) -> dict[Limit, float]:
         """The same, if all that was measured is three standard deviations better than the truth."""
+        errors = self._errors(choice)
+        return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.takes(choice).items()}
+
+    def _errors(self, choice: Chosen) -> dict[Limit, float]:
+        """The standard deviations of what it takes."""
         store_error = 0.0 if choice.store_by == "start" else self.store_c_error / choice.store_s
-        errors: dict[Limit, float] = {
+        return {
             "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
             "store_mb_s": self.known.commit_bytes.error / choice.store_s / MB,
             "at_risk_s": self.known.commit.high_error,
         }
-        return {each: taken + BOUND_DEVIATIONS * errors[each] for each, taken in self.takes(choice).items()}
 
     def surely(self, stay: Chosen) -> _Needs:
         """With limits as much tighter as, in the long run, the intervals in force may well take more of them than the
@@ -287,13 +326,17 @@ class _Needs:
             if each in names
         )
 
-    def broken(self, choice: Chosen, limits: Adaptive) -> set[Bound]:
-        """The limits that it breaks by more than rounding, and the bounds by more than what measuring is wrong by."""
+    def broken(self, choice: Chosen, limits: Adaptive, deviations: float = 0.0) -> set[Bound]:
+        """The limits that it breaks by more than rounding and so many standard deviations of what was measured, and the
+        bounds by more than what measuring is wrong by."""
         found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
         if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"]:
             found.add("commit")
-        takes = self.takes(choice).items()
-        return found | {each for each, taken in takes if taken > getattr(limits, each) * (1 + ROUNDING)}
+        surely, errors = self.takes(choice), self._errors(choice)
+        for each, taken in surely.items():
+            if taken - deviations * errors[each] > getattr(limits, each) * (1 + ROUNDING):
+                found.add(each)
+        return found
 
     def allowed(self, wanted: Chosen) -> Adaptive:
         """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand and what a
@@ -320,6 +363,8 @@ class _Needs:
             saving=self.saving(choice),
             store_mb_s=self.bytes / choice.store_s / MB,
             at_risk_s=self.lost_s(choice),
+            local_from_s=choice.local_from_s,
+            store_from_s=choice.store_from_s,
             unmet=tuple(each for each in LIMITS if each in broken),
             stalls=self.known.stall.seen,
             commits=self.known.commit.seen,

@@ -22,6 +22,7 @@ WINDOW_S = 600.0
 OUTCOMES_MIN = 20  # before so many nothing is believed: the recall is 0
 PRECISION_MIN = 0.05  # an alarm of which 19 of 20 come to nothing is noise, however rare failures are
 CAUTION = 0.05
+DOUBT = 0.5  # a proven source is one until the odds are even: else chance would make it one and none in turns
 MEMORY = 128  # outcomes of one kind or another: the weight of all of an endless row of them
 LEADS = 16
 LARGEST = 1e12
@@ -31,7 +32,7 @@ LARGEST = 1e12
 class Score:
     """Of one source. `watched_s`: node-seconds in which it would have raised an alarm. `seen`: outcomes ever, which
     only grow; the other counts fade. `leads_s`: of the newest true alarms, from the alarm to the failure, oldest first.
-    Methods return the next value."""
+    `was_proven`: at the newest outcome. Methods return the next value."""
 
     true: float = 0.0
     late: float = 0.0
@@ -40,6 +41,7 @@ class Score:
     watched_s: float = 0.0
     seen: int = 0
     leads_s: tuple[float, ...] = ()
+    was_proven: bool = False
 
     # -- outcomes
 
@@ -47,16 +49,16 @@ class Score:
         """A failure, so long after the alarm."""
         faded = self._faded()
         faded = replace(faded, true=faded.true + 1) if in_time else replace(faded, late=faded.late + 1)
-        return replace(faded, leads_s=(*self.leads_s, max(0.0, lead_s))[-LEADS:])
+        return replace(faded, leads_s=(*self.leads_s, max(0.0, lead_s))[-LEADS:])._judged()
 
     def came_to_nothing(self) -> Score:
         faded = self._faded()
-        return replace(faded, false=faded.false + 1)
+        return replace(faded, false=faded.false + 1)._judged()
 
     def was_silent(self) -> Score:
         """A failure, and no alarm that stood."""
         faded = self._faded()
-        return replace(faded, missed=faded.missed + 1)
+        return replace(faded, missed=faded.missed + 1)._judged()
 
     def watched(self, seconds: float) -> Score:
         return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))
@@ -65,6 +67,9 @@ class Score:
         keep = 1 - 1 / MEMORY
         counts = {name: keep * getattr(self, name) for name in ("true", "late", "false", "missed", "watched_s")}
         return replace(self, seen=self.seen + 1, **counts)
+
+    def _judged(self) -> Score:
+        return replace(self, was_proven=self.proven)
 
     # -- what follows
 
@@ -79,7 +84,10 @@ class Score:
     @property
     def precision(self) -> float:
         """Its cautious end."""
-        return beta_quantile(self.true + self.late, self.false + 1, CAUTION)
+        return self._precision(CAUTION)
+
+    def _precision(self, p: float) -> float:
+        return beta_quantile(self.true + self.late, self.false + 1, p)
 
     @property
     def recall(self) -> float:
@@ -100,11 +108,12 @@ class Score:
 
     @property
     def proven(self) -> bool:
-        """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end.
-        A source that always cries finds every failure, and proves nothing."""
+        """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end;
+        and from then on for as long as it is more likely better than not. A source that always cries finds every
+        failure, and proves nothing."""
         if self.seen < OUTCOMES_MIN or self.true <= 0:
             return False
-        return self.precision > max(self.chance, PRECISION_MIN)
+        return self._precision(DOUBT if self.was_proven else CAUTION) > max(self.chance, PRECISION_MIN)
 
     @property
     def lead_s(self) -> float | None:
@@ -115,7 +124,8 @@ class Score:
 
     def numbers(self) -> dict[str, float]:
         """To be kept. Times in seconds; each from 0 to 10^12."""
-        found = {name: float(getattr(self, name)) for name in ("true", "late", "false", "missed", "watched_s", "seen")}
+        names = ("true", "late", "false", "missed", "watched_s", "seen", "was_proven")
+        found = {name: float(getattr(self, name)) for name in names}
         return found | {f"lead.{i}": min(each, LARGEST) for i, each in enumerate(self.leads_s)}
 
     @classmethod
@@ -125,12 +135,13 @@ class Score:
         leads = [rest.pop(f"lead.{i}") for i in range(LEADS) if f"lead.{i}" in rest]
         counts = {name: rest.pop(name, math.nan) for name in ("true", "late", "false", "missed")}
         watched_s, seen = rest.pop("watched_s", math.nan), rest.pop("seen", math.nan)
-        values = (*counts.values(), watched_s, seen, *leads)
+        was_proven = rest.pop("was_proven", 0.0)
+        values = (*counts.values(), watched_s, seen, was_proven, *leads)
         if rest or not all(0 <= each <= LARGEST for each in values) or seen != int(seen):
             return None
         if sum(counts.values()) > min(seen, MEMORY) * (1 + 1e-9):
             return None
-        return cls(**counts, watched_s=watched_s, seen=int(seen), leads_s=tuple(leads))
+        return cls(**counts, watched_s=watched_s, seen=int(seen), leads_s=tuple(leads), was_proven=was_proven > 0)
 
 
 def merged(one: Mapping[str, Score], other: Mapping[str, Score]) -> dict[str, Score]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 
 import pytest
 
@@ -91,6 +93,21 @@ def test_what_has_turned_bad_is_found_out() -> None:
     assert score.recall < 0.05
 
 
+def test_a_source_that_is_hardly_better_than_chance_is_not_proven_and_unproven_in_turns() -> None:
+    changes = []
+    for seed in range(10):
+        rng, score, was = random.Random(seed), Score(), []
+        for _ in range(600):
+            score = score.watched(7200 * 0.15 / 0.7)
+            score = score.came(100, True) if rng.random() < 0.15 else score.came_to_nothing()
+            if rng.random() < 0.15 * 0.43:
+                score = score.was_silent()
+            was.append(score.proven)
+        changes.append(sum(one != other for one, other in itertools.pairwise(was)))
+    assert max(changes) <= 5, changes
+    assert sum(changes) <= 20, changes
+
+
 def test_it_comes_back_as_it_was() -> None:
     score = scored(true=25, false=3, missed=2, late=1)
     assert Score.of(json.loads(json.dumps(score.numbers()))) == score
@@ -108,6 +125,7 @@ def test_it_comes_back_as_it_was() -> None:
         {"true": 1e6},
         {"lead.0": float("inf")},
         {"seen": 0},
+        {"was_proven": -1},
     ],
 )
 def test_numbers_that_cannot_be_are_not_taken(change) -> None:
