@@ -21,6 +21,7 @@ class Chunks:
         self._coming: dict[ChunkName, bytearray] = {}
         self._spare: list[bytearray] = []
         self._instead: dict[Identity, frozenset[ChunkName]] = {}  # of what is kept of these, once they are safe by it
+        self.since: Epoch | None = None  # of epochs before it nothing is kept any more
 
     @property
     def bytes(self) -> int:
@@ -62,11 +63,15 @@ class Chunks:
     def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> None:
         """Of what was begun under these names this much is whole."""
         for chunk in made:
-            self.kept[chunk.name] = chunk
+            if not self.is_outdated(chunk.name.identity):
+                self.kept[chunk.name] = chunk
         for name in names:
             data = self._coming.pop(name)
             if name not in self.kept:
                 self._put_back(data)
+
+    def is_outdated(self, identity: Identity) -> bool:
+        return self.since is not None and identity.epoch < self.since
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}

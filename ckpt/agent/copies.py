@@ -296,6 +296,8 @@ class Copies:
             self._coming[key][0].cancel()
 
     def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
+        if self.chunks.is_outdated(key[0]):
+            return f"nobody goes on from {key[0]} any more: a newer start has a whole checkpoint"
         arena.set_page(wanted.page)
         found = sealed(arena)
         if found is None or found[0] != key:
@@ -365,9 +367,14 @@ class Copies:
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:
-        """Errors: AgentError, see `check`."""
+        """Nothing of these is kept from here on, nor what of them is still on its way. Errors: AgentError, see
+        `check`."""
         self.check(epoch)
-        self.forget(lambda identity: identity.epoch < epoch)
+        self.chunks.since = max(epoch, self.chunks.since or epoch)
+        self.forget(self.chunks.is_outdated)
+        for (identity, _), (fetch, _) in list(self._coming.items()):
+            if self.chunks.is_outdated(identity):
+                fetch.cancel()
 
     def cool(self, missing: int) -> int:
         """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""

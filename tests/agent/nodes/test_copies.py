@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -167,6 +168,25 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
     assert "called off" in heard[0]
     held.keeper.source_gone("a")
     assert held.kept() == set()
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_what_is_on_its_way_when_a_newer_start_has_a_whole_checkpoint_is_not_kept(landed: bool, held: Held) -> None:
+    """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
+    which, link = identity(5), cast(Transport, held.transport)
+    arenas = held.originals[which] = staged(which, 2)
+    told = described(which, arenas)
+    ready: list[str] = []
+    held.giver.publish(link, which, arenas, lambda found, error: ready.append(error))
+    held.turned.until(lambda: ready)
+    held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
+    heard = list[str]()
+    held.keeper.keep(link, which, "a", [], told, heard.append)
+    held.keeper.epochs_before(replace(which.epoch, number=which.epoch.number + 1))
+    held.turned.until(lambda: heard)
+    assert "nobody goes on from" in heard[0] if landed else "called off" in heard[0]
+    assert held.kept() == set()
+    held.giver.withdraw(link, which)
 
 
 @pytest.mark.parametrize("comes", [True, False])
