@@ -1,7 +1,7 @@
 """What outlives the job: the failure rates, and how good predictions were, as a small dict of numbers, to be kept where
 the next run finds it.
 
-Format, version 2: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 445.
+Format, version 2: a flat dict from exactly the names below to finite numbers, each from 0 to 10^12; at most 461.
 
 - `version`: 2; or 1 where there is no source of predictions, which a reader of version 1 then reads as well.
 - per class of failures (`process`, `node`, `preemption`, `job`): `.prior_failures`, `.prior_s`, `.failures`,
@@ -32,7 +32,7 @@ VERSION = 2
 WITHOUT_SOURCES = 1
 LARGEST = 1e12  # seconds: 30,000 years of one node; what is more is cut off when written
 SOURCES_MAX = 16
-SOURCE_NUMBERS_MAX = 22
+SOURCE_NUMBERS_MAX = 23
 RATE_NUMBERS_MAX = 1 + len(Failure) * (7 + MEMORY)
 NUMBERS_MAX = RATE_NUMBERS_MAX + SOURCES_MAX * SOURCE_NUMBERS_MAX
 SOURCE = re.compile(r"source\.([a-z]{1,20})\.([a-z0-9_.]{1,20})")

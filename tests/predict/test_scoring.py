@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merged
+from ckpt.policy.remembered import SOURCE_NUMBERS_MAX
+from ckpt.predict.scoring import LEADS, OUTCOMES_MIN, WINDOW_S, Score, beta_cdf, beta_quantile, merged
 
 DAY_S = 86_400.0
 
@@ -112,6 +113,12 @@ def test_it_comes_back_as_it_was() -> None:
     score = scored(true=25, false=3, missed=2, late=1)
     assert Score.of(json.loads(json.dumps(score.numbers()))) == score
     assert Score.of(Score().numbers()) == Score()
+
+
+def test_all_its_numbers_are_kept_for_the_next_run() -> None:
+    score = scored(true=LEADS + 10)
+    assert len(score.leads_s) == LEADS
+    assert len(score.numbers()) == SOURCE_NUMBERS_MAX
 
 
 @pytest.mark.parametrize(
