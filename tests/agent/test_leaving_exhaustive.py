@@ -550,9 +550,6 @@ STARTS: list[Start] = [
 DEEP: list[Start] = [
     (2, "cloud", 1, 2, False),
     (2, "cloud", 2, 0, False, True),
-    (3, SIGNAL, 2, 0, True),
-    (3, "cloud", 1, 1, False),
-    (3, "cloud", 1, 1, False, True),
 ]
 
 

@@ -146,7 +146,7 @@ def test_sources_are_few_and_their_names_plain():
         assert recall({**value, name: 1.0}).refused
     many = {f"source.{chr(97 + i)}.true": 1.0 for i in range(16)}
     assert "more than 16 sources" in recall({**value, **many}).refused
-    assert "more than 23 numbers" in recall({**value, **{f"source.memory.x{i}": 1.0 for i in range(20)}}).refused
+    assert "more than 23 numbers" in recall({**value, **{f"source.memory.x{i}": 1.0 for i in range(21)}}).refused
 
 
 @given(EVENTS, EVENTS, EVENTS)
