@@ -34,7 +34,7 @@ from tests.agent import fake
 from tests.agent.nodes.cluster import line
 from tests.agent.test_foreseeing import good
 from tests.sim.agents import Fabric
-from tests.sim.jobs import SimJob
+from tests.sim.jobs import SimJob, SimRank
 from tests.sim.world import World, each_life, living
 
 SCHEDULES = max(20, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 200)
@@ -90,12 +90,16 @@ class Life:
         if self.refuses:
             self.refuses = False
             seen["allowed"] += 1
+        self.all_end(job)
+        return seen
+
+    def all_end(self, job: SimJob) -> None:
+        """The last start, and every agent."""
         self.world.run(lambda: job.is_over, LONG_S)
         if LENDER in self.fabric.agents:
             self.fabric.agents[LENDER].server.end_asked = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
-        return seen
 
     def begin(self, seen: Counter[str]) -> SimJob:
         rng = self.rng
@@ -103,12 +107,15 @@ class Life:
         job = SimJob(self.fabric, spread, self.key, self.options)
         for rank in job.ranks:
             rank.peers = [self.lender] if self.lender is not None else []
+            self.before_it_starts(rank)
         job.start(round(40.0 / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s)
         self.world.run(lambda: job.trains or job.is_over, LONG_S)
         restored = job.restored_step
         assert restored >= self.safe, f"step {self.safe} was safe, and it goes on from {restored}"
         seen[f"restored {'newer' if restored > self.safe else 'it'}" if self.safe else "first"] += 1
         return job
+
+    def before_it_starts(self, rank: SimRank) -> None: ...
 
     def _until_safe(self, job: SimJob, seen: Counter[str]) -> None:
         """Until something of its own is safe, and a while. An agent may die before: what it kept for others goes with
@@ -175,17 +182,24 @@ class Life:
         rng = self.rng
         lost = rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
         seen["lost the lender" if lost == LENDER else "lost a node"] += 1
-        for rank in job.ranks:
-            if rank.node == lost:
-                rank.die()
-        self.fabric.lose(lost)
+        self.take_away(job, lost)
         if lost == LENDER:
             self.lender = None
         else:
             self.nodes.remove(lost)
         job.die(rng.choice((0.01, 1.0)))
         self.wait(rng.uniform(1.0, 10.0))
-        if len(self.nodes) < 2 or rng.random() < 0.3:
+        self.replace_some()
+
+    def take_away(self, job: SimJob, lost: int) -> None:
+        """The machine, with all that runs there."""
+        for rank in job.ranks:
+            if rank.node == lost:
+                rank.die()
+        self.fabric.lose(lost)
+
+    def replace_some(self) -> None:
+        if len(self.nodes) < 2 or self.rng.random() < 0.3:
             self.nodes.append(max(self.nodes, default=0) + 10)
 
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
