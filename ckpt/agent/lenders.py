@@ -217,14 +217,14 @@ class Lenders:
 
     def _take(self, address: Address, answer: Message) -> str:
         """It lends; or why it does not."""
-        from ckpt.agent.network import DOMAINS_MAX, NodeAt
+        from ckpt.agent.network import NodeAt, domains_told
 
         try:
             lends = answer.fields.get("lends")
             if type(lends) is not int or lends < 0:
                 return "the agent there lends no memory; it is that of a job's node"
             name = str(answer.fields["name"])[:100]
-            domains = tuple(str(each)[:100] for each in answer.fields["domains"][:DOMAINS_MAX] if each)
+            domains = domains_told([str(each) for each in list(answer.fields["domains"]) if each])
             if not name or "\0" in "".join((name, *domains)):
                 return "it has answered a name or a domain that is none"
             link = max(0, int(answer.fields["link_bytes_s"]))

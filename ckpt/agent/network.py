@@ -59,7 +59,7 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
             name[:100],
             tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
             tuple(ranks),
-            tuple(domain[:100] for domain in domains[:DOMAINS_MAX]),
+            domains_told(domains),
             link_bytes_s,
         )
         for name, addresses, domains, ranks, link_bytes_s in decode_nodes(blob)
@@ -69,6 +69,12 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
     if len({node.name for node in nodes}) < len(nodes):
         raise UsageError("nodes names a node twice")
     return tuple(nodes)
+
+
+def domains_told(domains: Sequence[str]) -> tuple[str, ...]:
+    """Of so many as may be told the widest, and always the narrowest: that is the node's machine (see agent.hosts)."""
+    kept = domains if len(domains) <= DOMAINS_MAX else [*domains[: DOMAINS_MAX - 1], domains[-1]]
+    return tuple(domain[:100] for domain in kept)
 
 
 class Receiver(Protocol):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.hosts import HOST, domains_here, lost_with_hosts, told_apart
+from ckpt.agent.network import DOMAINS_MAX, nodes_from
+from ckpt.agent.nodelist import encode_nodes
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Parity, Replicas, place
 
@@ -25,6 +27,15 @@ def test_a_node_tells_its_host_below_the_domains_that_it_was_given(tmp_path: Pat
     assert domains_here("", boot_id) != [host]
     assert domains_here("zone-a", tmp_path / "none") == ["zone-a"]
     assert domains_here("") == domains_here(""), "that of this machine"
+
+
+def test_the_host_is_known_however_many_domains_a_node_was_given() -> None:
+    named = [str(n) for n in range(DOMAINS_MAX + 3)]
+    told = {"name": "a", "addresses": ["10.0.0.1:1"], "domains": [*named, ONE], "ranks": [0]}
+    (node,) = nodes_from(encode_nodes([told]), 1)
+    assert node.domains == (*named[: DOMAINS_MAX - 1], ONE)
+    (node,) = nodes_from(encode_nodes([{**told, "domains": [*named[: DOMAINS_MAX - 1], ONE]}]), 1)
+    assert node.domains == (*named[: DOMAINS_MAX - 1], ONE)
 
 
 def test_a_host_counts_where_it_tells_nodes_apart_and_only_there() -> None:
