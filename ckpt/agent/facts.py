@@ -568,3 +568,5 @@ class Facts:
         self._out.append(
             Tell({"t": "level", "tick": str(tick), "level": level, "ok": ok, "message": message, "step": tick.step})
         )
+        if level == "store" and not ok and not self.replicates:  # nothing else will be said to who waits for "peer"
+            self._tell_level(tick, "peer", False, f"no other node keeps copies, and the store has none: {message}")

@@ -583,6 +583,28 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     assert len(tells) == 1
 
 
+def test_who_waits_for_other_nodes_where_nobody_keeps_copies_hears_that_the_store_has_failed() -> None:
+    """What is in the store is at that level, too; else nobody would ever say anything of it."""
+    driver = Driver()
+    tick = driver.complete()
+    driver.commit("the disk is full")
+    assert driver.levels("peer") == {str(tick): False}
+    driver = Driver()
+    first, second, third = driver.complete(), driver.complete(), driver.complete()
+    driver.commit()
+    driver.commit()
+    assert driver.levels("store") == {str(first): True, str(second): False, str(third): True}
+    assert driver.levels("peer") == {str(second): False}
+
+
+def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    driver.complete()
+    driver.commit("the disk is full")
+    assert driver.levels("peer") == {}
+
+
 def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_safe() -> None:
     driver = Driver()
     driver.group.replicates = True
