@@ -65,6 +65,8 @@ OF_A_BORROWER: dict[str, dict[str, Any]] = {
         "launch": "other",
         "host": "h",
         "time_s": 1.0,
+        "run": "",
+        "agents": [],
         "codec": "raw",
         "bandwidth": None,
         "id": 1,
