@@ -101,7 +101,7 @@ class Lenders:
         self.wanted = tuple(wanted)
         self._there = {each: lent for each, lent in self._there.items() if each in self.wanted}
         for address in self.wanted:
-            self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over}, then)
+            self._ask_start(address, {"t": "start", "launch": launch, "take_over": take_over, "url": self._url}, then)
 
     def led(self, terms: Terms, wanted: Sequence[Address]) -> None:
         """The job has begun an epoch, or its coordinator is back: from here on they are called until `end`."""
@@ -196,7 +196,7 @@ class Lenders:
         if terms is None or number != self._calls:
             return
         for address in self.wanted:
-            self._ask(address, {"t": "borrow"}, self._borrowed(address, number), [terms.encode()])
+            self._ask(address, {"t": "borrow", "url": self._url}, self._borrowed(address, number), [terms.encode()])
         self._later(CALL_S, lambda: self._call(number))
 
     def _borrowed(self, address: Address, number: int) -> Answered:
@@ -236,11 +236,8 @@ class Lenders:
         if before is None or before.node != lent.node:
             known = self._why.pop(address, None)
             text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"
-            url = str(answer.fields.get("url", self._url))[:1000]
-            if url != self._url:
-                text += f"; but what it commits it commits to {url}, with which it was started, and not to {self._url}"
-            loud = known is not None or url != self._url
-            self._tell(Event("peers.joined", text, loud, {"address": str(address), "lends_bytes": lends}))
+            about = {"address": str(address), "lends_bytes": lends}
+            self._tell(Event("peers.joined", text, known is not None, about))
         if before != lent:
             self._changed()
         return ""

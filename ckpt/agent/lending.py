@@ -86,7 +86,7 @@ class LendingNode(Node):
         from ckpt.agent.network import link_bytes_s
 
         body: dict[str, Any] = {"name": self.incarnation, "lends": self._room(), "domains": list(self._lend.domains)}
-        body |= {"link_bytes_s": link_bytes_s(self.addresses[0]), "url": self.url}
+        body |= {"link_bytes_s": link_bytes_s(self.addresses[0])}
         channel.reply(request_id, {"busy": busy} if busy else body, [] if busy else blobs)
 
     def _inventory(self, whole: bool) -> Inventory:
@@ -101,12 +101,14 @@ class LendingNode(Node):
         fields = message.fields
         match message.kind:
             case "start":
+                self._check_url(fields)
                 busy = self._loan.start(channel.peer, str(fields["launch"])[:200], bool(fields["take_over"]))
                 if not busy:
                     self._freeze(channel.peer)
                 packed: bytes = msgpack.packb(self._inventory(whole=True).fields())
                 self._answer_loan(channel, int(fields["id"]), busy, [packed])
             case "borrow":
+                self._check_url(fields)
                 self._borrow(channel, message)
             case "outcome":
                 self._check_sender(channel.peer, fields)
@@ -129,6 +131,13 @@ class LendingNode(Node):
                 super().peer_message(channel, message)
             case _:
                 raise AgentError(f"a memory-only node does not know the message {message.kind!r:.100}")
+
+    def _check_url(self, fields: dict[str, Any]) -> None:
+        """What it keeps is of the run that it was started for: a job of another one would go on from that, have it
+        dropped, and be committed among it. Errors: AgentError."""
+        url = str(fields["url"])[:1000]
+        if url != self.url[:1000]:
+            raise AgentError(f"it was started for {self.url}, and lends to no job of {url}")
 
     def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
         """It has a part in what it lends to."""

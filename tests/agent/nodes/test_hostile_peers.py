@@ -260,10 +260,10 @@ def test_no_message_of_another_agent_takes_anything_from_the_job_that_a_memory_o
             if isinstance(each, dict) and packs(each) and all(isinstance(name, str) for name in each):
                 if kind == "start" and each.get("take_over"):
                     continue
-                hostile.say(node, {"t": kind, **each}, BLOBS[len(str(each)) % len(BLOBS)])
+                hostile.say(node, {"t": kind, "url": cluster.url, **each}, BLOBS[len(str(each)) % len(BLOBS)])
     for each in [*spoiled(OF_A_BORROWER["borrow"]), OF_A_BORROWER["borrow"], {}]:
         if packs(each):
-            hostile.say(node, {"t": "borrow", "id": 1}, [msgpack.packb(each)])
+            hostile.say(node, {"t": "borrow", "id": 1, "url": cluster.url}, [msgpack.packb(each)])
     hostile.alive(node)
     status = cluster.lending_status()
     assert (status["launch"], status["connected"]) == ("test", True)

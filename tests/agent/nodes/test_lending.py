@@ -323,19 +323,40 @@ def test_one_that_is_named_by_two_addresses_counts_once(cluster: Cluster) -> Non
     cluster.finish()
 
 
-def test_one_that_was_started_for_another_url_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_one_that_was_started_for_another_url_is_named_and_not_used(cluster: Cluster, tmp_path: Path) -> None:
     cluster.url, url = str(tmp_path / "mistyped"), cluster.url
     cluster.peers = cluster.lend()["listen"]
     cluster.url = url
     cluster.start(0)
-    told = [event for event in cluster.job[0].events if event["name"] == "peers.joined"]
+    told = [event for event in cluster.job[0].events if event["name"] == "peers.unreachable"]
     assert [event["loud"] for event in told] == [True]
     assert "mistyped" in told[0]["message"]
-    cluster.checkpoint("peer", "store")
+    cluster.checkpoint("local", "store")
     cluster.finish()
     cluster.url = str(tmp_path / "mistyped")
-    cluster.await_lending(lambda status: not status["connected"])
+    assert cluster.lending_status()["keeps"] == []
     assert cluster.end_lending() == 0
+
+
+def test_a_job_of_another_url_neither_goes_on_from_what_is_kept_there_nor_costs_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.forbid_commits()
+    cluster.peers = cluster.lend()["listen"]
+    cluster.start(0)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.await_lending(lambda status: not status["connected"])
+    kept = cluster.lending_status()["whole"]
+
+    cluster.url, url = str(tmp_path / "another"), cluster.url
+    assert cluster.start(1, launch="another").fields["candidate"] is None
+    assert cluster.checkpoint("local", "store") <= step  # of its own
+    cluster.finish()
+
+    cluster.url = url
+    assert cluster.lending_status()["whole"] == kept
+    assert cluster.start(2).fields["candidate"]["step"] == step
 
 
 def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
