@@ -248,8 +248,9 @@ class Arena:
         """Unmaps and closes; views that others still hold keep the mapping alive until they are dropped."""
         if self.fd >= 0:
             self.view.release()
-            with contextlib.suppress(BufferError):  # a caller's view is alive: the mapping goes with it
+            with contextlib.suppress(BufferError):  # a caller's view is alive: the mapping goes with that
                 self._map.close()
+            del self._map  # it has a descriptor of its own
             os.close(self.fd)
             self.fd = -1
 

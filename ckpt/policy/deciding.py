@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
@@ -57,7 +57,7 @@ def decide(
     wanted = needs.wanted()
     if current is None or _starts(current) != _starts(wanted):
         return needs.decision(wanted)
-    stay = Chosen(**{each.name: getattr(current, each.name) for each in fields(Chosen)})
+    stay = current
     if stay.local_by == "predictions" and not needs.foreseen:
         stay = replace(stay, local_from_s=0.0)  # no source is proven any more: that is no noise
     needs.settle(stay)
@@ -332,11 +332,9 @@ class _Needs:
         found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
         if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"]:
             found.add("commit")
-        surely, errors = self.takes(choice), self._errors(choice)
-        for each, taken in surely.items():
-            if taken - deviations * errors[each] > getattr(limits, each) * (1 + ROUNDING):
-                found.add(each)
-        return found
+        errors = self._errors(choice)
+        takes = {each: taken - deviations * errors[each] for each, taken in self.takes(choice).items()}
+        return found | {each for each, taken in takes.items() if taken > getattr(limits, each) * (1 + ROUNDING)}
 
     def allowed(self, wanted: Chosen) -> Adaptive:
         """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand and what a

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.format.frames import FrameHasher, frame_hash
@@ -33,20 +32,19 @@ class Filler:
     def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
         self._wants, self._tensors = wants, tensors
         self._meeting = _meeting(tensors)
-        self._landed: list[tuple[int, torch.Tensor, int]] = []  # of those that meet: want, where to, and the hash
+        self._landed: list[tuple[int, torch.Tensor, tuple[int, int]]] = []  # of those that meet: want, place, hash
         self._cuts: dict[int, list[Cut]] = {}
         for cut in cuts(manifest, wants):
             self._cuts.setdefault(cut.frame, []).append(cut)
         self._hi, self._lo = manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist()
         lengths = manifest.frames["length"].tolist()
         self._runs: dict[int, npt.NDArray[np.uint8]] = {}  # where a frame goes as a whole
-        flats = [_flat(tensor) for tensor in tensors]
+        flats = [None if n in self._meeting else _flat(tensor) for n, tensor in enumerate(tensors)]
         for frame, mine in self._cuts.items():
             want, flat = mine[0].want, flats[mine[0].want]
             itemsize = ITEMSIZE[wants[want].dtype]
             # A tensor of another itemsize is refused when it is cut; it must not be written as bytes before that.
-            is_run = flat is not None and itemsize == tensors[want].element_size()
-            if flat is not None and is_run and want not in self._meeting:
+            if flat is not None and itemsize == tensors[want].element_size():
                 first = whole_run(mine, itemsize, lengths[frame])
                 if first is not None:
                     self._runs[frame] = flat[first * itemsize : first * itemsize + lengths[frame]]
@@ -66,10 +64,10 @@ class Filler:
             return False
         data = torch.frombuffer(raw, dtype=torch.uint8)
         for cut in self._cuts[frame]:
-            for source, part in _pairs(cut, data, self._tensors[cut.want]):
-                part.copy_(source)
-                if cut.want in self._meeting:
-                    self._landed.append((cut.want, part, _hash(source)))
+            copy_cut(cut, data, self._tensors[cut.want])
+            if cut.want in self._meeting:
+                pairs = _pairs(cut, data, self._tensors[cut.want])
+                self._landed += [(cut.want, part, _hash(source)) for source, part in pairs]
         return True
 
     def check(self) -> None:
@@ -104,8 +102,8 @@ def _meeting(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _hash(part: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(flat_bytes(part).cpu().numpy().data)
+def _hash(part: torch.Tensor) -> tuple[int, int]:
+    return frame_hash(flat_bytes(part).cpu().numpy().data)
 
 
 def copy_run(raw: memoryview, target: npt.NDArray[np.uint8]) -> tuple[int, int]:

@@ -89,8 +89,8 @@ class Plan:
 class Slot:
     """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
 
-    It has one user at a time, who `holds` it: whoever makes its arena ready, or fills it, until that is reported. So
-    what is bound, declared and filled is always of one plan."""
+    It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
+    is bound, declared and filled is always of one plan."""
 
     arena: Arena
     plan: Plan | None = None

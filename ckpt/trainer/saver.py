@@ -137,8 +137,7 @@ class Saver:
         try:
             why = self._take(round_, number, tick, metrics or {})
         except Exception as exc:  # a save that fails never fails training
-            why = str(exc) if isinstance(exc, CkptError) else f"{type(exc).__name__}: {exc}"
-            self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
+            why = self._not_staged(tick, exc)
         except BaseException:  # Ctrl-C: the others must not wait for us
             self.missed(round_, tick, "interrupted")
             raise
@@ -300,10 +299,7 @@ class Saver:
                 try:
                     self._finish(filling)
                 except Exception as exc:  # this thread goes on, and nobody waits for that round
-                    why = f"{type(exc).__name__}: {exc}"
-                    text = f"ckpt: step {filling.tick.step} was not staged: {why}"
-                    self.events.emit("snapshot.failed", text, loud=True)
-                    self.missed(filling.round, filling.tick, why)
+                    self.missed(filling.round, filling.tick, self._not_staged(filling.tick, exc))
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -358,9 +354,14 @@ class Saver:
                 filling.about,
             )
         except CkptError as exc:
-            self.events.emit("snapshot.failed", f"ckpt: step {filling.tick.step} was not staged: {exc}", loud=True)
-            return str(exc)
+            return self._not_staged(filling.tick, exc)
         return ""
+
+    def _not_staged(self, tick: Tick, error: Exception) -> str:
+        """Says so. Why, in words."""
+        why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+        self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
+        return why
 
 
 def _encode(tree: Any) -> bytes:

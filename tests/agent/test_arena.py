@@ -55,6 +55,22 @@ def test_a_fill_that_has_begun_and_not_ended_holds_nothing(arena: Arena) -> None
     assert arena.hashes() is None
 
 
+def test_what_is_closed_goes_with_the_last_view_of_it_though_the_arena_is_still_named(arena: Arena) -> None:
+    def mappings() -> int:
+        return [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")].count(memfd)
+
+    fill(arena)
+    memfd = os.path.realpath(f"/proc/self/fd/{arena.fd}")
+    before = mappings()
+    other = Arena.adopt(os.dup(arena.fd))
+    view = other.data(0, 10_000)
+    other.close()
+    assert bytes(view[:250]) == bytes(range(250))
+    del view
+    assert mappings() == before
+    other.close()
+
+
 def test_every_flipped_bit_of_a_header_is_noticed(arena: Arena) -> None:
     fill(arena)
     size = struct.calcsize("<8sQ16sQIIIQ8Q") + 16

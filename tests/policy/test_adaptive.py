@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -292,6 +293,22 @@ def test_noise_in_what_is_measured_changes_nothing_for_long(limits):
     assert len(changed) <= (10 if limits.overhead < 0.05 else 5)  # what a commit slows training by is noisy itself
 
 
+class Turns:
+    """How often each interval of a job has turned round."""
+
+    def __init__(self):
+        self.count = {"local_s": 0, "store_s": 0}
+        self._last = dict.fromkeys(self.count, 0)
+
+    def look(self, before, current):
+        for name in self.count:
+            was_s, is_s = getattr(before, name), getattr(current, name)
+            if abs(is_s / was_s - 1) > 0.01:
+                way = 1 if is_s > was_s else -1
+                self.count[name] += way == -self._last[name]
+                self._last[name] = way
+
+
 @pytest.mark.parametrize(
     ("job", "limits"),
     [
@@ -308,7 +325,7 @@ def test_noise_in_what_is_measured_changes_nothing_for_long(limits):
 )
 def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limits):
     """Limits that decide, that contradict one another, that cannot be kept: in 300 commits of each of six jobs."""
-    turns = {"local": 0, "store": 0}
+    turns = Counter[str]()
     for seed in range(6):
         rng = random.Random(seed)
 
@@ -316,20 +333,15 @@ def test_intervals_do_not_go_to_and_fro_where_costs_vary_by_two_fifths(job, limi
             return value * math.exp(rng.gauss(0, spread))
 
         known, current = dataclasses.replace(job.known, **dict.fromkeys(COSTS, Typical())), None
-        last = dict.fromkeys(turns, 0)
+        seen = Turns()
         for i in range(300):
             known = known.stalled(about(job.stall_s)).committed(about(job.commit_s), about(job.commit_bytes))
             known = known.stepped(10, about(10 * job.step_s, 0.1)).ran(600)
             known = known.stepped_beside_commit(10, about(10 * job.step_s / (1 - job.slowdown), 0.1))
             before, current = current, decide(known, limits, current=current)
-            if i < 16 or before is None:
-                continue  # little is known
-            for name in turns:
-                was_s, is_s = getattr(before, f"{name}_s"), getattr(current, f"{name}_s")
-                if abs(is_s / was_s - 1) > 0.01:
-                    way = 1 if is_s > was_s else -1
-                    turns[name] += way == -last[name]
-                    last[name] = way
+            if i >= 16 and before is not None:  # little is known until then
+                seen.look(before, current)
+        turns.update(seen.count)
     assert max(turns.values()) / 6 <= 3
 
 
@@ -353,7 +365,7 @@ def turns_of(seed: int, limits: Adaptive | None) -> int:
 
     known, current, now_s = Known(), None, 0.0
     fails_s = {failure: rng.expovariate(1 / mean_s) for failure, mean_s in mtbf_s.items()}
-    turns, last = {"local_s": 0, "store_s": 0}, {"local_s": 0, "store_s": 0}
+    seen = Turns()
     for i in range(250):
         gone_s = max(1.0, current.store_s if current is not None else 60.0)
         now_s += gone_s
@@ -365,13 +377,9 @@ def turns_of(seed: int, limits: Adaptive | None) -> int:
                 known = known.failed(failure)
                 fails_s[failure] = now_s + rng.expovariate(1 / mean_s)
         before, current = current, decide(known, limits, nodes, peers, current)
-        for name in turns if i >= 50 and before is not None else ():
-            was_s, is_s = getattr(before, name), getattr(current, name)
-            if abs(is_s / was_s - 1) > 0.01:
-                way = 1 if is_s > was_s else -1
-                turns[name] += way == -last[name]
-                last[name] = way
-    return max(turns.values())
+        if i >= 50 and before is not None:
+            seen.look(before, current)
+    return max(seen.count.values())
 
 
 @pytest.mark.parametrize("limits", [None, Adaptive(overhead=0.5)], ids=["limited", "not limited"])

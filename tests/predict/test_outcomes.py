@@ -105,10 +105,10 @@ def run(seed: int, precise: float, found: float, failures: int = 40) -> Outcomes
 
 
 def test_a_source_that_is_good_is_proven_and_says_who_is_at_risk(seed: int) -> None:
-    outcomes = run(seed, precise=0.8, found=0.9)
+    outcomes = run(seed, precise=0.8, found=0.9, failures=160)  # of forty, chance makes a worse one now and then
     (score,) = outcomes.proven().values()
-    assert 0.4 < score.precision < 0.9
-    assert 0.4 < score.recall < 0.98
+    assert 0.5 < score.precision < 0.9
+    assert 0.5 < score.recall < 0.98
     assert outcomes.risks(["a", "b"]) == {}
     now_s = 1e9
     outcomes.alarmed("a", "io", now_s)

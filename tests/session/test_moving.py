@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.trainer.link import Link
+from ckpt.trainer.link import Link, Plan, Slot
 from ckpt.types import Tick
 from tests.session.loops import wait_agent_gone
 from tests.session.moving import KINDS, Value, bits
@@ -131,6 +131,11 @@ def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_aske
         assert ck.state["y"].unique().tolist() == [0.0]
 
 
+def ready(link: Link) -> tuple[int, Slot, Plan]:
+    """A slot that can be used, and the plan that it is ready for."""
+    return next((number, slot, slot.plan) for number, slot in link.slots.items() if slot.plan is not None)
+
+
 def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,9 +149,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         next(steps)
         saver = ck._parts.saver
         link, snapshotter = saver.link, saver._snapshotter
-        number, slot = next((n, slot) for n, slot in link.slots.items() if slot.plan is not None)
-        assert slot.plan is not None
-        old = slot.plan
+        number, slot, old = ready(link)
         new = replace(old, declaration=replace(old.declaration, division="new", staging=replace(old.staging)))
         is_inside, bind = threading.Event(), snapshotter.bind
 
@@ -178,11 +181,9 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
             ck.step()
         ck.save().wait("store", timeout_s=60)
         link = ck._parts.saver.link
-        number = next(n for n, slot in link.slots.items() if slot.plan is not None)
-        slot = link.hold(number)
-        assert slot is not None
-        assert slot.plan is not None
-        before, old = bytes(slot.arena.view), slot.plan
+        number, slot, old = ready(link)
+        assert link.hold(number) is slot
+        before = bytes(slot.arena.view)
         link._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
         thread = threading.Thread(target=link._prepare, args=(number, slot, new))
         thread.start()
@@ -276,7 +277,7 @@ def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
 
         monkeypatch.setattr(saver.walker, "walk", slow)
         ck.state["y"] = ck.state["y"] + 1
-        number = next(n for n, slot in saver.link.slots.items() if slot.plan is not None)
+        number, _, _ = ready(saver.link)
         assert saver.take(10**6, number, Tick(2)) == ""
         saver.quiet()
         monkeypatch.undo()

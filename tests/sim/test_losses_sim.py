@@ -82,24 +82,24 @@ class Life:
             job = self.begin(seen)
             if number == starts - 1:
                 break
-            if number and self.rng.random() < 0.5:
-                self._until_protected_again(job, seen)
-            else:
-                self._until_safe(job, seen)
-            self._lose(job, seen)
+            self.ends(job, number, seen)
         if self.refuses:
             self.refuses = False
             seen["allowed"] += 1
-        self.all_end(job)
-        return seen
-
-    def all_end(self, job: SimJob) -> None:
-        """The last start, and every agent."""
         self.world.run(lambda: job.is_over, LONG_S)
         if LENDER in self.fabric.agents:
             self.fabric.agents[LENDER].server.end_asked = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
+        return seen
+
+    def ends(self, job: SimJob, number: int, seen: Counter[str]) -> None:
+        """What becomes of every start but the last."""
+        if number and self.rng.random() < 0.5:
+            self._until_protected_again(job, seen)
+        else:
+            self._until_safe(job, seen)
+        self._lose(job, seen)
 
     def begin(self, seen: Counter[str]) -> SimJob:
         rng = self.rng
@@ -172,10 +172,11 @@ class Life:
         until_s = self.world.now_s + seconds
         self.world.run(lambda: self.world.now_s >= until_s or bool(job.left), LONG_S)
 
-    def told(self, job: SimJob) -> int:
-        """The newest step of this job that its ranks were told to be safe; 0: none."""
+    def told(self, job: SimJob, *wanted: str) -> int:
+        """The newest step of this job that its ranks were told to be safe, at one of these levels; 0: none."""
         levels = [each for rank in job.ranks for each in rank.levels.items()]
-        safe = [Tick.parse(tick).step for (tick, level), (ok, _) in levels if ok and level in ("peer", "store")]
+        wanted = wanted or ("peer", "store")
+        safe = [Tick.parse(tick).step for (tick, level), (ok, _) in levels if ok and level in wanted]
         return max(safe, default=0)
 
     def _lose(self, job: SimJob, seen: Counter[str]) -> None:
@@ -223,9 +224,9 @@ class Life:
                 self.fabric.close()
 
 
-def live(seed: int) -> Counter[str]:
+def live(seed: int, kind: type[Life] = Life) -> Counter[str]:
     with living(seed) as world:
-        life = Life(world, seed, replace(read(), notices="off"))
+        life = kind(world, seed, replace(read(), notices="off"))
         seen = life.live()
         seen["alarms"] = life.alarmed
     line(life.url)

@@ -11,21 +11,19 @@ A schedule is one seed. CKPT_SIM_SCHEDULES: two hundred times how many; CKPT_TES
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import ckpt.notices.cloud
 from ckpt.agent.listening import Sources
-from ckpt.backends import memory
 from ckpt.notices.notice import Notice
-from ckpt.settings import Settings, read
+from ckpt.settings import Settings
 from ckpt.types import Tick
-from tests.agent.nodes.cluster import line
 from tests.sim.jobs import SimJob, SimListener, SimRank
-from tests.sim.test_losses_sim import LONG_S, SCHEDULES, Life
-from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life, living
+from tests.sim.test_losses_sim import LONG_S, SCHEDULES, Life, live
+from tests.sim.world import BEGIN_S, EPOCH_S, World, each_life
 
 LEADS_S = (2.0, 5.0, 10.0, 20.0, 40.0)
 
@@ -45,18 +43,14 @@ class Taken(Life):
     def before_it_starts(self, rank: SimRank) -> None:
         rank.notices = Sources("given", file=f"/nowhere/{rank.node}").fields()
 
-    def run(self) -> Counter[str]:
-        seen: Counter[str] = Counter()
-        starts = self.rng.choice((2, 2, 3))
-        for number in range(starts):
-            job = self.begin(seen)
-            if number == starts - 1:
-                break
-            self._pass(self.rng.expovariate(0.2), job)
-            self._goes(job, seen)
-        self.refuses = False
-        self.all_end(job)
-        return seen
+    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ckpt.notices.cloud, "listeners", self.listeners)
+            return super().live(run)
+
+    def ends(self, job: SimJob, number: int, seen: Counter[str]) -> None:
+        self._pass(self.rng.expovariate(0.2), job)
+        self._goes(job, seen)
 
     def _goes(self, job: SimJob, seen: Counter[str]) -> None:
         """A node does, by its deadline. Its launcher ends who is still there, unless all of them leave."""
@@ -85,35 +79,11 @@ class Taken(Life):
     def note(self, job: SimJob) -> None:
         """What was said to be safe. What the start before has left is so in memory once it has as many copies again, or
         is known to be in the store."""
-        told = {
-            level: max(
-                (
-                    Tick.parse(tick).step
-                    for rank in job.ranks
-                    for (tick, where), (ok, _) in rank.levels.items()
-                    if ok and where == level
-                ),
-                default=0,
-            )
-            for level in ("peer", "store")
-        }
         committed = [answer["committed"] for answer in job.answers.values() if answer.get("committed")]
-        self.stored = max(self.stored, told["store"], *(Tick.parse(each).step for each in committed))
-        self.safe = max(self.stored, told["peer"], self.safe if self._is_again(job) else 0)
-
-
-def live(seed: int) -> Counter[str]:
-    with living(seed) as world, pytest.MonkeyPatch.context() as patch:
-        life = Taken(world, seed, replace(read(), notices="off"))
-        patch.setattr(ckpt.notices.cloud, "listeners", life.listeners)
-        seen = life.live()
-        seen["alarms"] = life.alarmed
-    line(life.url)
-    del memory._STORES[life.url]
-    seen["happened"] = world.happened
-    return seen
+        self.stored = max(self.stored, self.told(job, "store"), *(Tick.parse(each).step for each in committed))
+        self.safe = max(self.stored, self.told(job, "peer"), self.safe if self._is_again(job) else 0)
 
 
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
-    each_life(live, SCHEDULES, part)
+    each_life(lambda seed: live(seed, Taken), SCHEDULES, part)

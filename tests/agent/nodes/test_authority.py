@@ -49,7 +49,7 @@ def test_a_start_that_no_rank_here_waits_for_is_not_believed_and_the_job_goes_on
 ) -> None:
     hostile = liar()
     for rank in range(2):
-        fields = {"t": "start", "launch": "another", "take_over": True}
+        fields = {"t": "start", "launch": "another", "url": at_work.url, "take_over": True}
         assert "no rank of this node waits" in ask(hostile, node_of(at_work, rank), fields)[1]
     assert at_work.checkpoint("peer")
 
@@ -106,7 +106,7 @@ def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_t
     step = cluster.checkpoint("peer")
     starting, name = liar("starting"), cluster.status(0)["lenders"][0]["name"]
     node = NodeAt(name, tuple(Address.parse(text) for text in told["listen"]), ())
-    assert ask(starting, node, {"t": "start", "launch": "test", "take_over": False})[1] == ""
+    assert ask(starting, node, {"t": "start", "launch": "test", "url": cluster.url, "take_over": False})[1] == ""
     later = cluster.checkpoint("local")
     assert later > step
     cluster.await_event("peers.failed")
