@@ -143,11 +143,12 @@ class Carrier(Committing):
         slots = protection.place(sizes, nodes.plans_by_name(), fixed)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.unsure = self.group.unsure and (protection.protects or self._services.awaits_lenders())
-        if self.learning is not None and self.learning.peers != protection.protects:
-            self.learning.peers = protection.protects
+        is_whole = self.group.is_kept_whole
+        if self.learning is not None and self.learning.peers != is_whole:
+            self.learning.peers = is_whole
             self.follow_learning()
         if protection.table() != before:
-            loud = bool(protection.with_hosts) or not (protection.protects or protection.is_alone)
+            loud = bool(protection.with_hosts) or not (is_whole or protection.is_alone)
             self.emit("peers.placed", protection.describe(), loud, protection.shown())
         return slots
 
@@ -188,8 +189,14 @@ class Carrier(Committing):
 
         def ended(error: str) -> None:
             now_s = time.monotonic()
+            round_ = self.group.slots[slot].round
+            in_part = round_ is not None and self.group.is_kept_in_part(round_)
             self.group.replicated(slot, error, now_s)
             seconds = now_s - began_s
+            if in_part and not error:
+                text = f"of step {identity.tick.step} a part is in no other node's memory: none has room for it"
+                self.emit("peers.failed", text, data={"identity": str(identity)})
+                return
             if error:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {error}"
                 self.emit("peers.failed", text, True, {"identity": str(identity)})
@@ -210,7 +217,7 @@ class Carrier(Committing):
                 return
             self.asks_for_safe = False
             self.group.found_safe(found.newest.tick if found.newest is not None else None)
-            if found.whole is not None:
+            if found.whole is not None and not protection.unkept:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
 

@@ -22,6 +22,7 @@ LATENCY_S = 0.01  # of one announcement, doubled at each late rank up to LATENCY
 LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
+UNKEPT = "no other node has memory for a part of it"
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
 
@@ -392,9 +393,20 @@ class Facts:
             self._copies_lost = self._copies_lost or bool(error)
         elif entry.round is not None:
             entry.round.peer = Store.FAILED if error else Store.DONE
-            self._tell_level(entry.round.tick, "peer", not error, error)
+            why_not = error or (UNKEPT if self.is_kept_in_part(entry.round) else "")
+            self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error:
             self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
+
+    @property
+    def is_kept_whole(self) -> bool:
+        """Whether each node's part of what is taken now is kept by others."""
+        return self.replicates and all(each.losses for each in self.kept)
+
+    def is_kept_in_part(self, round_: Round) -> bool:
+        """Whether some node's part of it is kept by nobody, for want of memory: all is where it was to be then, and
+        gone with that node."""
+        return any(not each.losses for each in round_.kept or self.kept)
 
     def found_safe(self, tick: Tick | None) -> None:
         """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out."""
@@ -457,6 +469,12 @@ class Facts:
         return self.slots[max(held)[1]] if held else None
 
     @property
+    def _safe_whole(self) -> Round | None:
+        """The newest round that other nodes' memory holds, if it has each node's part."""
+        round_ = self.safe.round if self.safe is not None else None
+        return round_ if round_ is not None and not self.is_kept_in_part(round_) else None
+
+    @property
     def leaves_uncommitted(self) -> bool:
         """Whether it is superseded, and its newest complete round may have to be committed all the same."""
         return bool(self.superseded_by) and not self._given_up and self.newest_store not in (None, Store.DONE)
@@ -481,12 +499,12 @@ class Facts:
         if self.newest is None:
             return False
         alone = not (self.replicates or self.unsure)  # after a restart of the agent, who keeps what is not decided yet
-        return alone or self.safe is not None or self.committed_tick is not None
+        return alone or self._safe_whole is not None or self.committed_tick is not None
 
     @property
     def outlives_a_node(self) -> bool:
         """Whether a checkpoint of it is in the store, or as safe in other nodes' memory as was asked for."""
-        kept = self.safe is not None and not self._copies_lost and self.replicating is None
+        kept = self._safe_whole is not None and not self._copies_lost and self.replicating is None
         return kept or self.committed_tick is not None
 
     @property

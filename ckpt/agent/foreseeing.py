@@ -215,7 +215,7 @@ class Foreseeing:
     def _needed_s(self, job: Job) -> float:
         """From an alarm until the state is safe off this node."""
         group, known = job.group, job.learning.known if job.learning is not None else NOTHING
-        copied_s = known.replication.mean if group.replicates else None
+        copied_s = known.replication.mean if group.is_kept_whole else None
         return group.safe_within_s(copied_s)
 
     def _tell_paces(self, job: Job, now_s: float) -> None:
@@ -264,7 +264,7 @@ class Foreseeing:
     def _worth(self, job: Job, score: Score) -> Predicted:
         """What acting on it costs and saves, by what was measured."""
         known = job.learning.known if job.learning is not None else NOTHING
-        replicates = job.group.replicates
+        replicates = job.group.is_kept_whole
         m = known.measured(max(1, len(job.nodes)), replicates)
         cost_s = m.snapshot_stall_s + (0.0 if replicates else m.commit_cost_s)
         mtbf_s = 1 / (m.memory_rate + m.store_rate)

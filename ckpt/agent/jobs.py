@@ -375,7 +375,7 @@ class Job(TakenOver):
             return
         known = self.learning.known if self.learning is not None else NOTHING
         self.learning = Learning(policy, known, max(1, len(self.nodes)))
-        self.learning.peers = self.group.replicates
+        self.learning.peers = self.group.is_kept_whole
         self.group.follow(Every(seconds=policy.seconds), now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
             self.learning.started(now_s, self.ranks.hindmost())

@@ -234,7 +234,7 @@ class Leaving(Facts):
     def safe_since_s(self) -> float:
         """When the newest was appointed that is in the store or in other nodes' memory, or on its way to the store;
         -math.inf: there is none."""
-        safe = self.safe.round if self.replicates and self.safe is not None else None
+        safe = self._safe_whole if self.replicates else None
         return max(self._committed_from_s, safe.opened_s if safe is not None else -math.inf)
 
     def safe_within_s(self, copied_s: float | None) -> float:

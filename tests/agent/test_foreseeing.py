@@ -292,7 +292,7 @@ def test_an_alarm_that_comes_to_nothing_passes_though_nobody_asks(
     made = Foreseeing(replace(read(), signals="off"), "memory://", cast(Any, SimpleNamespace(post=None)), events)
     foreseen: list[dict[str, float]] = []
     group = SimpleNamespace(
-        all_gone=False, superseded_by="", members=[], safe_since_s=0.0, wants_extra=True, replicates=True
+        all_gone=False, superseded_by="", members=[], safe_since_s=0.0, wants_extra=True, is_kept_whole=True
     )
     protection = SimpleNamespace(foresees=lambda risks: foreseen.append(dict(risks)))
     job: Any = SimpleNamespace(claim=object(), failed="", group=group, nodes=[SimpleNamespace(name="n")], ranks=None)

@@ -13,6 +13,7 @@ from ckpt.agent.control import Kind
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import NEAR_S, RESERVE_S, Standing
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -595,6 +596,27 @@ def test_who_waits_for_other_nodes_where_nobody_keeps_copies_hears_that_the_stor
     driver.commit()
     assert driver.levels("store") == {str(first): True, str(second): False, str(third): True}
     assert driver.levels("peer") == {str(second): False}
+
+
+def test_what_others_keep_a_part_of_only_is_not_called_safe_and_outdoes_nothing() -> None:
+    """For want of memory nobody keeps what this node staged."""
+    driver = Driver()
+    driver.group.replicates = True
+    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+    assert not driver.group.is_kept_whole
+    tick = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.decide()
+    assert driver.levels("peer") == {str(tick): False}
+    assert not driver.group.outdoes_former
+    assert not driver.group.outlives_a_node
+    driver.now_s += 100.0
+    driver.decide()
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [tick], (
+        "there is no more to be done"
+    )
+    driver.commit()
+    assert driver.group.outdoes_former
 
 
 def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.agent.facts import UNKEPT
 from ckpt.agent.peers import secret
 from ckpt.errors import CkptError
 from ckpt.storage import open as open_store
@@ -367,6 +368,33 @@ def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster
     assert "lend more" in placed[-1]["message"]
     assert cluster.lending_status()["keeps"] == []
     cluster.finish()
+
+
+def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_other_nodes_memory(
+    cluster: Cluster,
+) -> None:
+    """The two nodes have memory for their own slots only, and the memory-only node for the state of the smaller one."""
+    cluster.forbid_commits()
+    cluster.start(0, 0, 0, 1, 1)
+    rows = {row["node"]: row["own_bytes"] for row in cluster.status(0)["job"]["peers"]["nodes"]}
+    large, small = (rows[cluster.job[rank].nodes[node]["name"]] for rank, node in ((0, 0), (4, 1)))
+    assert large > small
+    cluster.kill(0, 1)
+
+    cluster.options = {**cluster.options, "limits": {"memory": 4 * large + 4096, "bandwidth": None}}
+    cluster.peers = cluster.lend(str(2 * small + 8192))["listen"]
+    cluster.start(2, 2, 2, 3, 3, launch="another")
+    cluster.checkpoint("local")
+    told = cluster.await_event("peers.failed")
+    cluster.await_lending(lambda status: status["keeps"] == [told["identity"]])
+    rank, tick = cluster.job[0], Tick(cluster.job[0].step)
+    assert not rank.wait_level(tick, "peer")
+    assert rank.levels[str(tick), "peer"] == (False, UNKEPT)
+    assert "peers.done" not in [event["name"] for event in rank.events]
+    placed = [event for event in rank.events if event["name"] == "peers.placed"]
+    assert placed[-1]["loud"]
+    assert "nobody has memory for" in placed[-1]["message"]
+    assert cluster.status(2)["account"]["safe"].get("peer") is None
 
 
 def test_an_agent_of_the_job_that_is_killed_has_the_memory_only_node_again(lent: Cluster) -> None:
