@@ -475,6 +475,15 @@ class Facts:
         return round_ if round_ is not None and not self.is_kept_in_part(round_) else None
 
     @property
+    def _undoes_safe(self) -> bool:
+        """Whether what other nodes keep as a whole would go for a newer one of which they can keep a part only, and
+        the store has neither."""
+        whole = self._safe_whole
+        if whole is None or self._copies_lost or self.is_kept_whole:
+            return False
+        return self.committed_tick is None or self.committed_tick < whole.tick
+
+    @property
     def leaves_uncommitted(self) -> bool:
         """Whether it is superseded, and its newest complete round may have to be committed all the same."""
         return bool(self.superseded_by) and not self._given_up and self.newest_store not in (None, Store.DONE)

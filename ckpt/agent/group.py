@@ -40,7 +40,7 @@ from ckpt.agent.actions import (
 )
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
-from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
+from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, UNKEPT, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.verdicts import Verdicts
 from ckpt.types import Tick
@@ -165,6 +165,11 @@ class Group(Verdicts):
         waits = self._copy_failures > 0 and now_s < self._retry_copy_s
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
+            return
+        if self._undoes_safe:
+            newest.round.peer = Store.FAILED
+            if peer is Store.NEW:
+                self._tell_level(newest.round.tick, "peer", False, UNKEPT)
             return
         self._copies_lost = self._copies_lost_of_it = False
         if peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were

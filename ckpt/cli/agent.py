@@ -61,8 +61,8 @@ def agent(
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "64GiB", "64G", "1.5TiB" (powers of 1024), or a plain number. Errors: UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
+    """Bytes: "64GiB", "64Gi", "64G", "1.5TiB" (powers of 1024), or a plain number. Errors: UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?|B)?", text.strip(), re.IGNORECASE)
     count = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
     if not 1 <= count < 1 << 60:
         raise UsageError(f"--memory {text!r:.80} is no size; give one such as 64GiB")

@@ -271,7 +271,7 @@ def _costs(account: Facts) -> Iterator[Row]:
     yield "commits", text + (f"; {failed} failed" if failed else ""), "yellow" if failed else ""
     if account["failures"]:
         text = f"{account['failures']}: {account['lost_steps']} steps ({span(account['lost_s'])}) were lost"
-        if account["phase"] != "training":
+        if account["phase"] in ("down", "starting"):
             text += ", and what training will go on without"
         if account["recoveries"]["number"]:
             text += f"; until training went on {_each(account['recoveries'])}"

@@ -5,9 +5,9 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
 - A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
   in hand. A limit that is broken is kept again at once, if that puts none at risk that ranks higher.
 - Intervals that break no limit change only where the expected gain is more than the noise of the estimates
-  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to
-  three times the noise. They come nearer to a limit only where they would keep it, too, if all costs were three
-  standard deviations more than they were in the long run.
+  (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to twice the
+  noise, four times where a limit decides. They come nearer to a limit only where they would keep it, too, if all costs
+  were three standard deviations more than they were in the long run.
 - What a step, a replication or a commit takes bounds an interval. One in force is left for such a bound only where it
   is off by more than three standard deviations of what was measured of that.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
@@ -36,7 +36,7 @@ IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
 BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
-BACK = 3.0  # times as many for the way back
+BACK = 2.0  # times as many for the way back: then three of a rate's, where its best interval is
 MB = 1e6
 
 Limit = Literal["store_mb_s", "at_risk_s", "overhead"]
@@ -130,12 +130,13 @@ def _gain(
     than CHANGE_MIN does not count: it is made only since the other level moves.
 
     A change that a limit stops halfway gains up to twice as much for its noise as the whole would, so it takes twice
-    the noise. One that goes back to where the interval came from takes BACK times the noise: what brought it here may
-    have been noise, or else this is. Of a rate that is known badly as much would be more than any gain: there it takes
-    sqrt(n) times the noise, n as in `reconsider`."""
-    deviations = DEVIATIONS * (2 if by in LIMITS else 1)
+    the noise. One that goes back to where the interval came from takes BACK times the noise, twice that where a limit
+    decides: what brought it here may have been noise, or else this is. Of a rate that is known badly as much would be
+    more than any gain: there it takes sqrt(n) times the noise, n as in `reconsider`."""
+    times = 2 if by in LIMITS else 1
+    deviations = DEVIATIONS * times
     if from_s and (is_s - was_s) * (from_s - was_s) > 0:
-        deviations *= max(1.0, min(BACK, rate / rate_error))
+        deviations *= max(1.0, min(BACK * times, rate / rate_error))
     change = reconsider(was_s, is_s, cost, rate, cost_error, rate_error, deviations)
     return change.gain if _moves(was_s, is_s, CHANGE_MIN) else min(0.0, change.gain), change.noise
 

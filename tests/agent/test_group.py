@@ -619,6 +619,24 @@ def test_what_others_keep_a_part_of_only_is_not_called_safe_and_outdoes_nothing(
     assert driver.group.outdoes_former
 
 
+def test_what_others_keep_as_a_whole_does_not_go_for_a_part_of_a_newer_one_until_the_store_has_that() -> None:
+    """Their memory has become less meanwhile."""
+    driver = Driver(slots=3)
+    driver.group.replicates = True
+    driver.group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
+    whole = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+    newer = driver.complete()
+    assert driver.levels("peer") == {str(whole): True, str(newer): False}
+    assert driver.group.safe_tick == whole
+    assert driver.group.outlives_a_node
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [whole]
+    driver.commit()
+    assert driver.group.committed_tick == whole
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [whole, newer]
+
+
 def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> None:
     driver = Driver()
     driver.group.replicates = True

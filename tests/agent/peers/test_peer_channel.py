@@ -379,7 +379,7 @@ def test_a_place_that_is_taken_or_not_ours_is_an_error(node: Made, loop: MovedLo
 def test_addresses_are_read_and_written() -> None:
     for text in ("node-1:80", "127.0.0.1:9", "[::1]:65535", "[fe80::1%eth0]:1"):
         assert str(Address.parse(text)) == text
-    for text in ("", "host", "host:", ":80", "::1:80", "[::1]", "host:70000", "a b:1", "host:-1", "http://x:1"):
+    for text in ("", "host", "host:", ":80", "::1:80", "[::1]", "host:70000", "a b:1", "host:-1", "http://x:1", "*:0"):
         with pytest.raises(UsageError, match="HOST:PORT"):
             Address.parse(text)
     with pytest.raises(AgentError, match="looked up"):
