@@ -50,7 +50,7 @@ def main() -> int:
     ours, plain, costs, plain_costs = [], [], [], []
     parities: dict[Row, list[float]] = {Row.P: [], Row.Q: []}
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_offer, args=(there, nbytes))
+    child = multiprocessing.get_context("spawn").Process(target=offer, args=(there, nbytes))
     child.start()
     there.close()
     loop = TurnedLoop()
@@ -65,7 +65,7 @@ def main() -> int:
         for turn in range(rounds + 1):
             both = [
                 (ours, costs, lambda: node.transport.fetch("sender", [address], NAME, target, frames).done.result(300)),
-                (plain, plain_costs, lambda: _in_threads(target, address.host, port)),
+                (plain, plain_costs, lambda: receive_plainly(target, address.host, port)),
             ]
             both += [
                 (seconds, [], lambda row=row: _make_parity(node, address, frames, row, kept))  # type: ignore[misc]
@@ -127,10 +127,12 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _in_threads(target: memoryview, host: str, port: int) -> None:
+def receive_plainly(target: memoryview, host: str, port: int, nice: bool = True) -> None:
+    """From what `offer` listens at, over two connections. `nice`: at the lowest priority, on both sides."""
     half = len(target) // 2
     threads = [
-        threading.Thread(target=_receive, args=(target[at : at + half], host, port, at // half)) for at in (0, half)
+        threading.Thread(target=_receive, args=(target[at : at + half], host, port, at // half, nice))
+        for at in (0, half)
     ]
     for thread in threads:
         thread.start()
@@ -138,10 +140,11 @@ def _in_threads(target: memoryview, host: str, port: int) -> None:
         thread.join()
 
 
-def _receive(target: memoryview, host: str, port: int, half: int) -> None:
-    be_nice()
+def _receive(target: memoryview, host: str, port: int, half: int, nice: bool) -> None:
+    if nice:
+        be_nice()
     with socket.create_connection((host, port)) as sock:
-        sock.sendall(bytes([half]))
+        sock.sendall(bytes([half, nice]))
         while target:
             target = target[sock.recv_into(target[:PIECE_BYTES], 0, socket.MSG_WAITALL) :]
 
@@ -149,7 +152,9 @@ def _receive(target: memoryview, host: str, port: int, half: int) -> None:
 # -- the other process
 
 
-def _offer(there: Connection, nbytes: int) -> None:
+def offer(there: Connection, nbytes: int) -> None:
+    """A process that offers as many bytes, to `Node` under NAME and to `receive_plainly`: says where, and what frames.
+    Answers each question with its CPU-seconds."""
     arena = Arena.create(nbytes)
     source = arena.view[:nbytes]
     block = np.random.default_rng(1).bytes(FRAME_BYTES)
@@ -192,10 +197,12 @@ def _send_to_all(listener: socket.socket, source: memoryview) -> None:
 
 
 def _send(sock: socket.socket, source: memoryview) -> None:
-    be_nice()
     with sock:
         half = len(source) // 2
-        at = sock.recv(1)[0] * half
+        number, nice = sock.recv(2, socket.MSG_WAITALL)
+        if nice:
+            be_nice()
+        at = number * half
         for start in range(at, at + half, PIECE_BYTES):
             sock.sendall(source[start : start + PIECE_BYTES])
 

@@ -6,6 +6,7 @@ measured by peak.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,25 +36,31 @@ def save(folder: str, total: int) -> None:
     os._exit(0)
 
 
-def load(folder: str, total: int) -> tuple[float, str]:
-    """(seconds to fetch, copy and check the tensors; the level they came from)."""
-    model, optim = job(total)
+@contextlib.contextmanager
+def timed_fill() -> Iterator[list[float]]:
+    """Seconds to fetch, copy and check the tensors of each restore inside."""
     spent: list[float] = []
     inner = restore.fill
 
-    def timed(*args: object) -> dict[str, int]:
+    def fill(*args: object) -> dict[str, int]:
         started = time.perf_counter()
         found = inner(*args)  # type: ignore[arg-type]
         spent.append(time.perf_counter() - started)
         return found
 
-    restore.fill = timed  # type: ignore[assignment]
+    restore.fill = fill  # type: ignore[assignment]
     try:
-        with ckpt.Checkpointer(folder, {"model": model, "optim": optim}, policy=ckpt.Every(steps=10**8)) as ck:
-            level = ck.restored.level
+        yield spent
     finally:
         restore.fill = inner
-    return spent[0], level
+
+
+def load(folder: str, total: int) -> tuple[float, str]:
+    """Those seconds; the level they came from."""
+    model, optim = job(total)
+    policy = ckpt.Every(steps=10**8)
+    with timed_fill() as spent, ckpt.Checkpointer(folder, {"model": model, "optim": optim}, policy=policy) as ck:
+        return spent[0], ck.restored.level
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.committing import Committing
 from ckpt.agent.comparing import Comparing
 from ckpt.agent.divide import Division, make_division
+from ckpt.agent.facts import UNKEPT
 from ckpt.agent.nodes import Nodes
 from ckpt.events import Event
 from ckpt.types import Identity, Tick
@@ -189,17 +190,11 @@ class Carrier(Committing):
 
         def ended(error: str) -> None:
             now_s = time.monotonic()
-            round_ = self.group.slots[slot].round
-            in_part = round_ is not None and self.group.is_kept_in_part(round_)
-            self.group.replicated(slot, error, now_s)
-            seconds = now_s - began_s
-            if in_part and not error:
-                text = f"of step {identity.tick.step} a part is in no other node's memory: none has room for it"
-                self.emit("peers.failed", text, data={"identity": str(identity)})
-                return
-            if error:
-                text = f"step {identity.tick.step} is not in other nodes' memory: {error}"
-                self.emit("peers.failed", text, True, {"identity": str(identity)})
+            why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
+            if why_not:
+                text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
+                loud = why_not != UNKEPT  # the placement has said that
+                self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return
             if self.learning is not None:
                 self.learning.replicated(seconds)
@@ -217,7 +212,7 @@ class Carrier(Committing):
                 return
             self.asks_for_safe = False
             self.group.found_safe(found.newest.tick if found.newest is not None else None)
-            if found.whole is not None and not protection.unkept:
+            if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
 

@@ -380,11 +380,13 @@ class Facts:
             if not error:
                 self.committed_tick = entry.round.tick
 
-    def replicated(self, slot: int, error: str, now_s: float) -> None:
-        """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right."""
+    def replicated(self, slot: int, error: str, now_s: float) -> str:
+        """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
+        Returns why it is not safe in other nodes' memory; "": it is."""
         entry = self.slots[slot]
         if not error and self._copies_lost_of_it:
             error = "an agent that had a part of it already was lost meanwhile"
+        why_not = error or (UNKEPT if entry.round is not None and self.is_kept_in_part(entry.round) else "")
         self.replicating = None
         entry.leases -= 1
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
@@ -393,10 +395,10 @@ class Facts:
             self._copies_lost = self._copies_lost or bool(error)
         elif entry.round is not None:
             entry.round.peer = Store.FAILED if error else Store.DONE
-            why_not = error or (UNKEPT if self.is_kept_in_part(entry.round) else "")
             self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error:
             self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
+        return why_not
 
     @property
     def is_kept_whole(self) -> bool:

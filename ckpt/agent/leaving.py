@@ -163,13 +163,14 @@ class Leaving(Facts):
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
 
-    def replicated(self, slot: int, error: str, now_s: float) -> None:
+    def replicated(self, slot: int, error: str, now_s: float) -> str:
         """The same of copies."""
-        super().replicated(slot, error, now_s)
+        why_not = super().replicated(slot, error, now_s)
         round_ = self.slots[slot].round
         if round_ is not None and round_.copy_began_s is not None and not error:
             took_s = now_s - round_.copy_began_s + (round_.hashed_s or 0.0)
             self._copied = Measured.learnt(took_s, round_.bytes, self._copied)
+        return why_not
 
     # -- what others ask
 

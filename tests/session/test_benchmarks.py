@@ -24,6 +24,8 @@ from tests.session.scripts import ROOT
         "peak",
         "restart",
         "peer",
+        "peer_restore",
+        "disturb",
         "startup",
         "walk",
         "everystep",

@@ -178,8 +178,9 @@ class Carried:
         self.finding: list[Callable[[Safe | None], None]] = []
         self.account = Account()
         self.account.follow(EPOCH)
-        self.group = SimpleNamespace(replicates=True, safe_tick=None, found_safe=self.found_safe)
-        self.group.replicated = lambda slot, error, now_s: self.heard.append(error)
+        self.group = SimpleNamespace(
+            replicates=True, is_kept_whole=True, safe_tick=None, found_safe=self.found_safe, replicated=self.replicated
+        )
         protection = SimpleNamespace(
             find_safe=lambda epoch, held, world, then: self.finding.append(then),
             replicate=lambda identity, safe, own, then: self.heard.append(f"{identity}, safe: {safe}"),
@@ -201,6 +202,10 @@ class Carried:
 
     def found_safe(self, tick: Tick | None) -> None:
         self.group.safe_tick = tick
+
+    def replicated(self, slot: int, error: str, now_s: float) -> str:
+        self.heard.append(error)
+        return error
 
     def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
         Carrier._replicate(cast(Carrier, self.carrier), slot, which or at(7))
