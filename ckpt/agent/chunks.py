@@ -19,6 +19,7 @@ class Chunks:
         self._goes = goes
         self.kept: dict[ChunkName, Chunk] = {}
         self._coming: dict[ChunkName, bytearray] = {}
+        self._unwanted: set[ChunkName] = set()  # of these
         self._spare: list[bytearray] = []
         self._instead: dict[Identity, frozenset[ChunkName]] = {}  # of what is kept of these, once they are safe by it
         self.since: Epoch | None = None  # of epochs before it nothing is kept any more
@@ -60,20 +61,23 @@ class Chunks:
         """Gives back some of what is only warm; whether there was any."""
         return bool(self._spare) and bool(self._spare.pop(0))
 
-    def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> None:
-        """Of what was begun under these names this much is whole."""
-        for chunk in made:
-            if not self.is_outdated(chunk.name.identity):
-                self.kept[chunk.name] = chunk
+    def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> str:
+        """Of what was begun under these names this much is whole. Returns why some of that is not kept; "": it is."""
+        unwanted = {c.name for c in made if c.name in self._unwanted or self.is_outdated(c.name.identity)}
+        self.kept.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
         for name in names:
             data = self._coming.pop(name)
+            self._unwanted.discard(name)
             if name not in self.kept:
                 self._put_back(data)
+        return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
 
     def is_outdated(self, identity: Identity) -> bool:
         return self.since is not None and identity.epoch < self.since
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
+        """Of these nothing is kept any more, nor what of them is still on its way."""
+        self._unwanted.update(name for name in self._coming if goes(name.identity))
         self._instead = {identity: names for identity, names in self._instead.items() if not goes(identity)}
         self._forget([name for name in self.kept if goes(name.identity)])
 

@@ -122,6 +122,7 @@ class Copies:
         self._transport: Transport | None = None  # over which
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}
         self._sources: dict[Key, str] = {}  # of these
+        self._unwanted: set[Key] = set()  # and of these
         self._room: Callable[[], int] | None = None
         self._leases: Counter[Identity] = Counter()
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
@@ -283,6 +284,7 @@ class Copies:
             error = failure(done)
             if not error:
                 error = self._finish(key, arena, wanted)
+            self._unwanted.discard(key)
             if error:
                 self._put_back(arena)
             ended(wanted.rank, error)
@@ -296,8 +298,8 @@ class Copies:
             self._coming[key][0].cancel()
 
     def _finish(self, key: Key, arena: Arena, wanted: Described) -> str:
-        if self.chunks.is_outdated(key[0]):
-            return f"nobody goes on from {key[0]} any more: a newer start has a whole checkpoint"
+        if key in self._unwanted or self.chunks.is_outdated(key[0]):
+            return f"nobody goes on from {key[0]} any more"
         arena.set_page(wanted.page)
         found = sealed(arena)
         if found is None or found[0] != key:
@@ -328,7 +330,10 @@ class Copies:
         self.forget(others.__contains__)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
-        """Of these identities nothing is kept any more."""
+        """Of these identities nothing is kept any more, nor what of them is still on its way."""
+        for key in [key for key in self._coming if goes(key[0])]:
+            self._unwanted.add(key)
+            self._coming[key][0].cancel()
         for name in list(self._offered):
             if goes(Identity.parse(name.split("/")[1])):
                 self._offer_no_more(name)
@@ -367,14 +372,10 @@ class Copies:
         self.forget(lambda identity: identity < newer)
 
     def epochs_before(self, epoch: Epoch) -> None:
-        """Nothing of these is kept from here on, nor what of them is still on its way. Errors: AgentError, see
-        `check`."""
+        """Nothing of these is kept from here on. Errors: AgentError, see `check`."""
         self.check(epoch)
         self.chunks.since = max(epoch, self.chunks.since or epoch)
         self.forget(self.chunks.is_outdated)
-        for (identity, _), (fetch, _) in list(self._coming.items()):
-            if self.chunks.is_outdated(identity):
-                fetch.cancel()
 
     def cool(self, missing: int) -> int:
         """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""

@@ -195,7 +195,7 @@ class Parities:
 
         def made(done: Future[list[Chunk]]) -> None:
             error = failure(done)
-            chunks.end(buffers, [] if error else done.result())
+            error = chunks.end(buffers, [] if error else done.result()) or error
             self._copies.attempted(identity, PARITY, not error)
             then([], error)
 

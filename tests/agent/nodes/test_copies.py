@@ -16,7 +16,9 @@ import pytest
 
 from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.carrier import Carrier
+from ckpt.agent.chunks import Chunks
 from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
+from ckpt.agent.folding import Chunk, ChunkName
 from ckpt.agent.holdings import sealed
 from ckpt.agent.moving import Progress
 from ckpt.agent.others import Others
@@ -25,6 +27,8 @@ from ckpt.agent.remote import Wanted
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.manifest import FRAME
+from ckpt.format.parity import Row
+from ckpt.plan.rebuild import Run, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.staged import Turned, identity, staged
@@ -171,7 +175,8 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
 
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_what_is_on_its_way_when_a_newer_start_has_a_whole_checkpoint_is_not_kept(landed: bool, held: Held) -> None:
+@pytest.mark.parametrize("how", ["a newer start has a whole checkpoint", "a newer one is safe", "the job is over"])
+def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:
     """Nobody would let go of it any more: the agent would stay for its sake. `landed`: all of it was there by then."""
     which, link = identity(5), cast(Transport, held.transport)
     arenas = held.originals[which] = staged(which, 2)
@@ -182,11 +187,36 @@ def test_what_is_on_its_way_when_a_newer_start_has_a_whole_checkpoint_is_not_kep
     held.transport.stuck = set() if landed else {f"copy/{which}/{rank}" for rank in arenas}
     heard = list[str]()
     held.keeper.keep(link, which, "a", [], told, heard.append)
-    held.keeper.epochs_before(replace(which.epoch, number=which.epoch.number + 1))
+    match how:
+        case "a newer start has a whole checkpoint":
+            held.keeper.epochs_before(replace(which.epoch, number=which.epoch.number + 1))
+        case "a newer one is safe":
+            held.keeper.before(identity(6))
+        case _:
+            held.keeper.forget(lambda each: each.epoch <= which.epoch)
     held.turned.until(lambda: heard)
     assert "nobody goes on from" in heard[0] if landed else "called off" in heard[0]
     assert held.kept() == set()
+    held.transport.stuck.clear()
+    assert held.copy(which) == "" or how == "a newer start has a whole checkpoint", "if it is wanted again, it may come"
     held.giver.withdraw(link, which)
+
+
+def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
+    chunks, (old, new) = Chunks(), (identity(5), identity(6))
+    made = []
+    for which in (old, new):
+        name = ChunkName(which, Row.P, Striped(8, ((Run(0, 0, 8),),)))
+        made.append(
+            Chunk(name, 1, chunks.begin(name), Frames.placed(np.zeros(1), np.full(1, 8), np.zeros((1, 2)), 8), {})
+        )
+    chunks.forget(lambda each: each <= old)
+    assert "nobody goes on from" in chunks.end([made[0].name], made[:1])
+    assert chunks.end([made[1].name], made[1:]) == ""
+    assert chunks.identities == {new}
+    chunks.begin(made[0].name)
+    assert chunks.end([made[0].name], made[:1]) == "", "if it is wanted again, it may come"
+    assert chunks.identities == {old, new}
 
 
 @pytest.mark.parametrize("comes", [True, False])
