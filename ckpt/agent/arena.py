@@ -124,12 +124,6 @@ class Arena:
             some = pages[at : at + WARM_BYTES : mmap.PAGESIZE]
             np.bitwise_or(some, 0, out=some)
 
-    def give_back(self, offset: int, length: int) -> None:
-        """The pages that lie wholly within: nobody reads them any more, here or in another process. madvise(2)."""
-        first, stop = align(offset, mmap.PAGESIZE), (offset + length) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < stop:
-            self._map.madvise(mmap.MADV_REMOVE, first, stop - first)
-
     def data(self, offset: int, length: int) -> memoryview:
         """Bytes of the data region."""
         return self.view[DATA_AT + offset : DATA_AT + offset + length]

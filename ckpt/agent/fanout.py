@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.fanning import Asked, Given
 from ckpt.agent.fetch import Near, same_frames
-from ckpt.agent.peers.transport import Fetch, Frames
+from ckpt.agent.peers.transport import Fetch
+from ckpt.agent.pulling import placed, pull
 from ckpt.agent.window import Window
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event
@@ -90,7 +91,6 @@ class FanOut:
         self._at_once = max(1, FETCHES // max(1, len(nodes) - 1))
         self._number = {node.name: number for number, node in enumerate(nodes)}
         self._homes = homes(manifest.frames, len(nodes), only)
-        self.kept_bytes = self._homes.sizes[self._me] if only is not None else 0  # that will be read here for all
         self._lengths = manifest.frames["length"].astype(np.int64)
         self._wanted: dict[int, set[int]] = {}  # by the frame that stands for them: frames that the restore waits for
         self._given = Given()
@@ -218,7 +218,7 @@ class FanOut:
         if self._closed or size > room:
             raise AgentError(f"{size >> 20} MiB to hold for all nodes, and {room >> 20} MiB may be taken for it")
         mine = self._homes.of(self._me)
-        frames = self._placed(mine, self._homes.offsets[mine], size)
+        frames = placed(self._manifest, mine, self._homes.offsets[mine], size)
         region = Arena.create(size)
         try:
             self._network.transport.offer(self._name, region.view, frames, urgent=True)
@@ -226,11 +226,6 @@ class FanOut:
             region.close()
             raise
         self._region = region
-
-    def _placed(self, numbers: Any, offsets: Any, room: int) -> Frames:
-        columns = self._manifest.frames[numbers]
-        hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
-        return Frames.placed(np.asarray(offsets), columns["length"], hashes, room)
 
     def _read(self) -> None:
         """One pass at a time; what is wanted meanwhile is read by the next."""
@@ -401,44 +396,32 @@ class FanOut:
             cells[frame] = cell
         if not cells:
             return False
-        numbers, node = list(cells), self._nodes[home]
-        theirs = np.searchsorted(self._homes.of(home), numbers).tolist()
+        node, mine = self._nodes[home], self._homes.of(home)
+        theirs = {frame: int(np.searchsorted(mine, frame)) for frame in cells}
         try:
-            fetch = self._network.transport.fetch(
-                node.name,
-                self._network.addresses(node),
-                self._name,
-                window.arena.view,
-                self._placed(numbers, [cells[frame] for frame in numbers], window.arena.bytes),
-                None,
-                lambda at: self._post(lambda: self._has_landed(home, numbers[at], cells)),
-                urgent=True,
-                numbers=theirs,
+            fetch = pull(
+                *(self._network, self._post, window, node, self._name, self._manifest, cells, theirs),
+                functools.partial(self._has_landed, home),
+                functools.partial(self._ended, home),
             )
         except (CkptError, OSError) as exc:
-            for cell in cells.values():
-                window.release(cell)
             self._give_up(home, str(exc))
             return False
         self._fetches.setdefault(home, set()).add(fetch)
-        fetch.done.add_done_callback(lambda done: self._post(lambda: self._ended(home, fetch, cells, done)))
         return True
 
-    def _has_landed(self, home: int, frame: int, cells: dict[int, int]) -> None:
+    def _has_landed(self, home: int, frame: int, cell: int) -> None:
         if self._closed:
             return
-        cell, asked = cells.pop(frame), self._asked[home]
+        asked = self._asked[home]
         asked.heard(time.monotonic())
         wanted = asked.landed(frame)
         self.landed(sorted(self._wanted.pop(frame, ())) if wanted else [], cell)
 
-    def _ended(self, home: int, fetch: Fetch, cells: dict[int, int], done: Future[None]) -> None:
+    def _ended(self, home: int, fetch: Fetch, left: list[int], error: str) -> None:
         self._fetches[home].discard(fetch)
         if self._closed:
             return
-        for cell in cells.values():
-            self.window().release(cell)
-        error = failure(done)
         if error:
             self._give_up(home, error)
         self.pump()
@@ -476,11 +459,6 @@ class FanOut:
         if frames and max(frames) >= count:
             raise AgentError(f"{self._identity} has no frame {max(frames)}")
         return frames
-
-
-def beside(fan: FanOut | None, room: Callable[[], int]) -> Callable[[], int]:
-    """The same room without what `fan` takes of it."""
-    return lambda: max(0, room() - (fan.kept_bytes if fan is not None else 0))
 
 
 def _blob(frames: Sequence[int]) -> bytes:

@@ -1,16 +1,17 @@
 """Handing a checkpoint's frames to the ranks of a starting job, each from the nearest source that has it.
 
-A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has is brought
-into memory of the same shape first. One from the store passes through a window of shared memory, whose cells are given
-again when every rank that wanted the frame has acknowledged it; it is read once for all ranks. A job of several nodes
-reads it once for all of them (`fanout`): what others have read passes through that window. The ranks verify what
-they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
+A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
+store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
+acknowledged it; it is brought once for all ranks. A job of several nodes reads a frame of the store once for all of
+them (`fanout`). The ranks verify what they copied: what they find bad comes from the next source, and a fetch whose
+frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -40,7 +41,6 @@ log = logging.getLogger("ckpt")
 TOGETHER_S = 1.0  # how long the first rank's request waits for the others', so that frames are read once
 AT_ONCE = 1024  # frames named in one message
 _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
-_FAR = 1 << 19  # and to this those of memory that was filled from other nodes are added
 _HOME = 1 << 18  # memory into which this node reads for all nodes
 
 
@@ -52,15 +52,31 @@ class Receiver(Protocol):
 
 @dataclass(slots=True)
 class Asked:
-    """One rank's request under way. `left`: frames it has not acknowledged as good. `far`: those that it was given from
-    other nodes' memory. `home`: those from what this node has read for all."""
+    """One rank's request under way. `left`: frames it has not acknowledged as good. `home`: those that it was given
+    from what this node has read for all."""
 
     receiver: Receiver
     left: set[int]
     regions: set[int] = field(default_factory=set)
-    far: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
+
+
+class From(enum.Enum):
+    """Whence what a rank was given came, where it was not in this node's memory before."""
+
+    STORE = enum.auto()  # which this node has read for itself
+    HOME = enum.auto()  # which one of the nodes has read from there for all
+    PEER = enum.auto()  # another node's memory
+
+
+@dataclass(slots=True)
+class Cell:
+    """One of the window's, in use: the bytes that all of `frames` have. `waiting`: who has not acknowledged which."""
+
+    source: From
+    frames: list[int]
+    waiting: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Memory(Protocol):
@@ -118,20 +134,20 @@ class Restore:
         self._asked: dict[int, Asked] = {}  # by id of the receiver
         self._peers = peers
         if peers is not None:
-            peers.arrived, peers.lacking = self._came, self._lacks
+            peers.window, peers.guard = self._the_window, self._guard
+            peers.landed, peers.lacking = self._came, self._lacks
         self.fan = fan
         if fan is not None:
             fan.window, fan.opened, fan.guard = self._the_window, self._opened, self._guard
             fan.read, fan.landed, fan.lacking = self._home_read, self._fanned, self._no_home
-        self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
-        self._from_home: set[int] = set()  # of those in the window: what another node has read
-        self._bad_home: set[int] = set()  # and frames that are not to be had that way
-        self._far_read: dict[int, set[int]] = {}  # frames from there that are here -> who has not acknowledged
         self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
+        self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
-        self._in_window: dict[int, tuple[int, set[int]]] = {}  # frame -> (its cell's offset, who has not acknowledged)
         self._bad: set[int] = set()  # frames that this node's memory does not have right
-        self._bad_far: set[int] = set()  # and those that no other node's does
+        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set()}  # and that are not to be had there
+        self._cells: dict[int, Cell] = {}  # of the window, by offset
+        self._in_window: dict[int, int] = {}  # frame -> the offset of the newest cell that has it
+        self._given: dict[tuple[int, int], int] = {}  # frame, receiver -> the offset of the cell that it was given
         self._window: Window | None = None
         self._window_bytes = window_bytes
         self._reading = False
@@ -158,23 +174,19 @@ class Restore:
         for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
             if frame not in asked.left:
                 continue
-            fanned = frame in self._from_home
-            from_window = self._release(frame, id(receiver))
-            self._let_go(frame, id(receiver))
+            source = self._release(frame, id(receiver))
+            read_here = source is From.STORE or (source is None and frame in asked.home)
             if good:
                 asked.left.discard(frame)
-                level = _level(asked, frame, from_window, fanned)
+                level = "store" if read_here else "local" if source is None else "peer"
                 for sources in (asked.sources, self.sources):
                     sources[level] = sources.get(level, 0) + int(self._lengths[frame])
-            elif fanned or frame in asked.home:
-                asked.home.discard(frame)
-                self._bad_home.add(frame)
-                again.add(frame)
-            elif from_window:
+            elif source is From.STORE:
                 self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
                 return
             else:
-                (self._bad_far if frame in asked.far else self._bad).add(frame)
+                asked.home.discard(frame)
+                (self._bad if source is None and not read_here else self._bad_from[source or From.HOME]).add(frame)
                 again.add(frame)
         self._send(asked, again)
         self._finish(asked)
@@ -184,12 +196,10 @@ class Restore:
         self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
         if self._asked.pop(id(receiver), None) is None:
             return
-        for frame in [f for f, (_, who) in self._in_window.items() if id(receiver) in who]:
+        for frame in [frame for frame, who in self._given if who == id(receiver)]:
             self._release(frame, id(receiver))
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
-        for frame in [f for f, who in self._far_read.items() if id(receiver) in who]:
-            self._let_go(frame, id(receiver))
         for receivers in [*self._coming.values(), *self._shared.values()]:
             receivers.discard(id(receiver))
 
@@ -206,15 +216,14 @@ class Restore:
         self._waiting.clear()
         self._wanted.clear()
         self._coming.clear()
-        self._far_read.clear()
         self._shared.clear()
         if self.fan is not None:
             self.fan.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._window is not None:
             self._window.close()
             self._window = None
-        if self._peers is not None:
-            self._peers.close()
 
     # -- inside
 
@@ -248,20 +257,24 @@ class Restore:
         near = {frame for frame in frames if self._is_near(frame)}
         if near and self.memory is not None:
             self._name_frames(asked, near, self.memory)
-        far: set[int] = set()
-        if self._peers is not None:
-            far = {frame for frame in frames - near - self._bad_far if self._peers.can_have(frame)}
-        rest = frames - near - far
-        ready = rest & self._in_window.keys() - self._bad_home
-        shared = self.fan.has_homes(rest - ready - self._bad_home) if self.fan is not None else set()
+        ready = {frame for frame in frames - near if self._is_ready(frame)}
+        rest, bad = frames - near - ready, self._bad_from
+        far = {frame for frame in rest - bad[From.PEER] if self._peers is not None and self._peers.can_have(frame)}
+        rest -= far
+        shared = self.fan.has_homes(rest - bad[From.HOME]) if self.fan is not None else set()
         self._from_window(asked, ready)
-        self._from_store(asked, rest - ready - shared)
+        self._from_store(asked, rest - shared)
         self._from_peers(asked, far)
         self._from_homes(asked, shared)
 
     def _is_near(self, frame: int) -> bool:
         memory = self.memory
         return memory is not None and frame not in self._bad and int(memory.ranks[frame]) in memory.arenas
+
+    def _is_ready(self, frame: int) -> bool:
+        """Whether it is in the window, and nobody has found wrong what came from there."""
+        offset = self._in_window.get(frame)
+        return offset is not None and frame not in self._bad_from.get(self._cells[offset].source, ())
 
     def _name_frames(self, asked: Asked, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
         """Tells the rank where they lie."""
@@ -281,41 +294,18 @@ class Restore:
         peers = self._peers
         if peers is None or not frames:
             return
-        here = frames & peers.here
-        self._name_far(asked, here, peers)
-        for frame in frames - here:
-            self._coming.setdefault(frame, set()).add(id(asked.receiver))
-        peers.want(frames - here)
-
-    def _name_far(self, asked: Asked, frames: Collection[int], peers: PeerFrames) -> None:
-        asked.far.update(frames)
         for frame in frames:
-            self._far_read.setdefault(frame, set()).add(id(asked.receiver))
-        self._name_frames(asked, frames, Near(peers.arenas, peers.places.ranks, peers.places.offsets), _FAR)
+            self._coming.setdefault(frame, set()).add(id(asked.receiver))
+        peers.want(frames)
 
-    def _came(self, frame: int) -> None:
-        """A peer has given it."""
-        peers = self._peers
-        assert peers is not None
-        for who in self._coming.pop(frame, set()):
-            if who in self._asked:
-                self._guard(functools.partial(self._name_far, self._asked[who], [frame], peers))
-        if frame not in self._far_read:
-            peers.release([frame])
-
-    def _let_go(self, frame: int, who: int) -> None:
-        """`who` is done with what a peer has given."""
-        waiting = self._far_read.get(frame)
-        if waiting is not None and self._peers is not None:
-            waiting.discard(who)
-            if not waiting:
-                del self._far_read[frame]
-                self._peers.release([frame])
+    def _came(self, frame: int, offset: int) -> None:
+        """A peer has given it, and it is in the window."""
+        self._guard(lambda: self._arrived([frame], offset, From.PEER, self._coming))
 
     def _lacks(self, frames: list[int], why: str) -> None:
         """No peer gives them."""
         log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
-        self._bad_far.update(frames)
+        self._bad_from[From.PEER].update(frames)
         for who in {who for frame in frames for who in self._coming.get(frame, ())}:
             asked = self._asked.get(who)
             if asked is not None:
@@ -327,9 +317,7 @@ class Restore:
     def _from_window(self, asked: Asked, frames: set[int]) -> None:
         """They are there already, for ranks that asked before."""
         for frame in sorted(frames):
-            offset, who = self._in_window[frame]
-            who.add(id(asked.receiver))
-            self._name_cell(asked, frame, offset)
+            self._name_cell(asked, frame, self._in_window[frame])
 
     def _from_homes(self, asked: Asked, frames: set[int]) -> None:
         fan = self.fan
@@ -360,16 +348,12 @@ class Restore:
 
     def _fanned(self, frames: list[int], offset: int) -> None:
         """Another node has read these bytes, which all of `frames` have, and they are in the window."""
-        for frame in frames:
-            for who in self._shared.pop(frame, set()):
-                self._wanted.setdefault(frame, set()).add(who)
-        self._from_home.update(frame for frame in frames if self._who(frame))
-        self._guard(lambda: self._arrived(frames, offset))
+        self._guard(lambda: self._arrived(frames, offset, From.HOME, self._shared))
 
     def _no_home(self, frames: list[int], why: str) -> None:
         """This node reads them itself."""
         log.info("%d frames of %s are read by this node itself: %s", len(frames), self.identity, why)
-        self._bad_home.update(frames)
+        self._bad_from[From.HOME].update(frames)
         for who in {who for frame in frames for who in self._shared.get(frame, ())}:
             asked = self._asked.get(who)
             if asked is not None:
@@ -390,6 +374,8 @@ class Restore:
         """Nobody needs that cell of the window any more."""
         if self._window is not None:
             self._window.release(offset)
+        if self._peers is not None:
+            self._peers.pump()
         if self.fan is not None:
             self.fan.pump()
 
@@ -432,7 +418,7 @@ class Restore:
 
         def deliver(their: int) -> None:
             offset = cells.pop(their)[0]
-            self._soon(lambda: self._arrived(ours[their], offset))
+            self._soon(lambda: self._arrived(ours[their], offset, From.STORE, self._wanted))
 
         def failed(their: int, error: Exception) -> None:
             cell = cells.pop(their, None)
@@ -459,40 +445,48 @@ class Restore:
     def _who(self, frame: int) -> list[int]:
         return [who for who in self._wanted.get(frame, ()) if who in self._asked]
 
-    def _arrived(self, frames: list[int], offset: int) -> None:
-        """All of `frames` have these bytes (they are equal)."""
+    def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
+        """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
         if self._window is None:
             return
+        self._cells[offset] = Cell(source, frames)
         for frame in frames:
-            who = set(self._who(frame))
-            self._wanted.pop(frame, None)
-            if who:
-                self._in_window[frame] = (offset, who)
-            for asked in [self._asked[each] for each in who]:
-                self._name_cell(asked, frame, offset)
-        if not any(at == offset for at, _ in self._in_window.values()):
-            self._free(offset)
+            self._in_window[frame] = offset
+            for who in waiting.pop(frame, set()):
+                if who in self._asked:
+                    self._name_cell(self._asked[who], frame, offset)
+        self._let_go(offset)
 
     def _name_cell(self, asked: Asked, frame: int, offset: int) -> None:
+        key = frame, id(asked.receiver)
+        self._given[key] = offset
+        self._cells[offset].waiting.add(key)
         arena = self._the_window().arena
         if _WINDOW not in asked.regions:
             asked.regions.add(_WINDOW)
             asked.receiver.send({"t": "region", "region": _WINDOW, "bytes": arena.bytes}, [arena.fd])
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
-    def _release(self, frame: int, who: int) -> bool:
-        """`who` is done with a frame of the window; whether it was there."""
-        entry = self._in_window.get(frame)
-        if entry is None or who not in entry[1]:
-            return False
-        offset, waiting = entry
-        waiting.discard(who)
-        if not waiting:
-            del self._in_window[frame]
-            self._from_home.discard(frame)
-            if not any(at == offset for at, _ in self._in_window.values()):
-                self._free(offset)
-        return True
+    def _release(self, frame: int, who: int) -> From | None:
+        """`who` is done with a frame of the window. Whence that came; None: it was not there."""
+        offset = self._given.pop((frame, who), None)
+        if offset is None:
+            return None
+        source = self._cells[offset].source
+        self._cells[offset].waiting.discard((frame, who))
+        self._let_go(offset)
+        return source
+
+    def _let_go(self, offset: int) -> None:
+        """That cell is free, unless somebody still reads it."""
+        cell = self._cells[offset]
+        if cell.waiting:
+            return
+        del self._cells[offset]
+        for frame in cell.frames:
+            if self._in_window.get(frame) == offset:
+                del self._in_window[frame]
+        self._free(offset)
 
     def _unwant(self, frame: int, who: int) -> None:
         self._wanted[frame].discard(who)
@@ -519,13 +513,6 @@ class Restore:
         if not asked.left and self._asked.get(id(asked.receiver)) is asked:
             self.drop(asked.receiver)
             asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
-
-
-def _level(asked: Asked, frame: int, from_window: bool, fanned: bool) -> str:
-    """Where a frame that a rank has copied came from."""
-    if from_window:
-        return "peer" if fanned else "store"
-    return "store" if frame in asked.home else "peer" if frame in asked.far else "local"
 
 
 def _kind(error: object) -> str:

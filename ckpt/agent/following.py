@@ -25,7 +25,7 @@ from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Word
-from ckpt.agent.fanout import FanOut, beside
+from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
@@ -418,7 +418,7 @@ class Following:
         if places is not None:
             near = Near(self._arenas_of(identity), places.ranks, places.offsets)
             nodes = [*self.nodes, *_givers(answer.blobs[4])]
-            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post, beside(fan, room))
+            peers = PeerFrames(places, manifest, self._network, nodes, self._server.post)
         return Restore(
             identity,
             manifest,

@@ -13,7 +13,7 @@ import msgpack
 
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
-from ckpt.agent.fanout import FanOut, beside
+from ckpt.agent.fanout import FanOut
 from ckpt.agent.finding import Keeps, ask_keeps
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Places
@@ -204,9 +204,7 @@ class Leading(Starts):
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""
         return [*self.lenders.nodes(), *(start.former if start is not None else ())]
 
-    def _serve_others(
-        self, start: Start, job: Job, places: Places, manifest: Manifest, fan: FanOut | None
-    ) -> PeerFrames | None:
+    def _serve_others(self, start: Start, places: Places, manifest: Manifest) -> PeerFrames | None:
         network = self.network
         if network is None or not start.nodes:
             return None
@@ -219,8 +217,7 @@ class Leading(Starts):
                 fields = {"t": "serve", "identity": str(places.identity), "rank": rank}
                 network.tell(name, fields, [frames.encode()])
         nodes = [*start.nodes, *self._others_that_hold(start)]
-        room = beside(fan, _room_for(job, manifest))
-        return PeerFrames(places, manifest, network, nodes, self._server.post, room)
+        return PeerFrames(places, manifest, network, nodes, self._server.post)
 
     def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:
         if self.network is None or len(start.nodes) < 2:

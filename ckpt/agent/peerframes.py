@@ -1,35 +1,39 @@
-"""Frames of a checkpoint that other nodes hold, on their way into this one's memory.
+"""Frames of a checkpoint that other nodes hold, on their way through a start's window to its ranks.
 
-What comes of a rank's arena lies where it lay there, in memory of which only those pages are used. No more is on its
-way and here at a time than there is room for: what the ranks have copied is given back, and more is fetched then.
-Frames that one holder does not give are asked of the next. Main thread only.
+They pass through the window's cells, whose pages are warm: memory of their own would cost more than all the rest, for
+its fresh pages. Frames that one holder does not give are asked of the next. Main thread only.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 
 import numpy as np
 
-from ckpt.agent.arena import Arena
 from ckpt.agent.gathering import Places
-from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.agent.network import Network, NodeAt
-from ckpt.agent.peers.transport import Fetch, Frames
+from ckpt.agent.peers.transport import Fetch
+from ckpt.agent.pulling import pull
+from ckpt.agent.window import Window
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
 
-AGAIN_PARTS = 4  # more is fetched once this part of the room is free: in transfers of some size
+FETCHES = 2  # at a time, where one node holds all; else one from each
+FETCH_FRAMES = 16  # in one, at most
+IN_FLIGHT = 2  # the part of the window's cells that is fetched into at a time: one of so many
+
+Line = tuple[int, tuple[str, ...]]  # a rank whose arena frames lie in, and who is still to be asked for them, in turn
 
 
 class PeerFrames:
-    """`arrived(frame)`: told of each that is here and right. `lacking(frames, why)`: of those that no node gives.
-    `arenas`: by rank, where they are."""
+    """`landed(frame, cell)`: told of each that is right and lies at that offset of the window; the cell is the
+    listener's. `lacking(frames, why)`: of those that no node gives. `guard`: runs what must not fail unnoticed, since
+    ranks wait for it. The restore sets these and `window`."""
 
     def __init__(
         self,
@@ -38,137 +42,119 @@ class PeerFrames:
         network: Network,
         nodes: Iterable[NodeAt],
         post: Callable[[Callable[[], None]], None],
-        room: Callable[[], int],
-        least_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """`room`: bytes that may be taken until all ranks have restored; `least_bytes` are in any case."""
-        self.places = places
-        self.arenas: dict[int, Arena] = {}
-        self.here: set[int] = set()
-        self.arrived: Callable[[int], None] = lambda frame: None
+        self.window: Callable[[], Window]
+        self.landed: Callable[[int, int], None] = lambda frame, cell: None
         self.lacking: Callable[[list[int], str], None] = lambda frames, why: None
-        self._manifest, self._network, self._post = manifest, network, post
+        self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
+        self._places, self._manifest = places, manifest
+        self._network, self._run_soon = network, post
         self._nodes: Mapping[str, NodeAt] = {node.name: node for node in nodes}
-        self._frames: dict[int, Frames] = {}
-        self._lengths = manifest.frames["length"].astype(np.int64)
-        self._room, self._least_bytes = room, least_bytes
-        self._room_bytes = 0  # once it was asked for
-        self._taken_bytes = 0  # of frames that are fetched, or here
-        self._coming: set[int] = set()  # fetched, or to be
-        self._waiting: dict[int, list[int]] = {}  # of these: to be fetched once there is room, by rank
-        self._waiting_bytes = 0
-        self._fetches: dict[Fetch, tuple[str, list[str]]] = {}  # from whom, and who else holds the same
+        self._numbers = {rank: places.numbers(rank) for rank in places.holders}
+        self._wanted: set[int] = set()  # fetched, or to be
+        self._waiting: dict[Line, collections.deque[int]] = {}  # of these: to be fetched once there are cells
+        self._fetches: dict[Fetch, Line] = {}
         self._closed = False
 
     def can_have(self, frame: int) -> bool:
         """Whether another node says that it holds it."""
-        return bool(self._holders(int(self.places.ranks[frame])))
+        return bool(self._holders(int(self._places.ranks[frame])))
 
     def want(self, frames: Iterable[int]) -> None:
-        """Brings those that are not here, nor on their way."""
-        new = sorted(set(frames) - self.here - self._coming)
-        self._coming.update(new)
+        """Brings those that are not on their way."""
+        new = sorted(set(frames) - self._wanted)
+        self._wanted.update(new)
         for frame in new:
-            self._waiting.setdefault(int(self.places.ranks[frame]), []).append(frame)
-        self._waiting_bytes += int(self._lengths[new].sum())
-        self._go_on()
+            rank = int(self._places.ranks[frame])
+            self._wait((rank, self._holders(rank)), [frame], "nobody holds them")
+        self.pump()
 
-    def release(self, frames: Iterable[int]) -> None:
-        """Nobody here reads them any more: their memory is given back, and they are not `here`."""
-        for frame in self.here & set(frames):
-            self.here.discard(frame)
-            self._taken_bytes -= int(self._lengths[frame])
-            rank, offset = int(self.places.ranks[frame]), int(self.places.offsets[frame])
-            self.arenas[rank].give_back(offset, int(self._lengths[frame]))
-        self._go_on()
+    def pump(self) -> None:
+        """Fetches what waits, as far as the window has room, from each holder in turn."""
+        while sum(self._begin(line) for line in list(self._waiting)):
+            pass
 
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more: what another holds, too, is not waited for from there for as long as a
         transfer would. What nobody else holds is: it may only have been cut off."""
-        for fetch in [fetch for fetch, (source, others) in self._fetches.items() if source == name and others]:
+        for line in [line for line in self._waiting if line[1][0] == name and len(line[1]) > 1]:
+            self._elsewhere(line, list(self._waiting.pop(line)), f"agent {name} is gone")
+        for fetch in [fetch for fetch, (_, held) in self._fetches.items() if held[0] == name and len(held) > 1]:
             fetch.cancel()
+        self.pump()
 
     def close(self) -> None:
         self._closed = True
+        self._waiting.clear()
         for fetch in list(self._fetches):
             fetch.cancel()
-        for arena in self.arenas.values():
-            arena.close()  # what a transfer still writes to stays mapped until it ends
-        self.arenas.clear()
-        self.here.clear()
-        self._waiting.clear()
 
     # -- inside
 
-    def _go_on(self) -> None:
-        """Fetches of what waits as much as there is room for; one frame in any case."""
-        if not self._waiting:
-            return
-        self._room_bytes = self._room_bytes or max(self._least_bytes, self._room())
-        free = self._room_bytes - self._taken_bytes
-        if self._taken_bytes and free < min(self._waiting_bytes, self._room_bytes // AGAIN_PARTS):
-            return
-        begun: dict[int, list[int]] = {}
-        for rank, waiting in list(self._waiting.items()):
-            ends = np.cumsum(self._lengths[waiting])
-            count = int(np.searchsorted(ends, self._room_bytes - self._taken_bytes, "right"))
-            count = count or (0 if self._taken_bytes else 1)
-            if count:
-                begun[rank], self._waiting[rank] = waiting[:count], waiting[count:]
-                self._taken_bytes += int(ends[count - 1])
-                self._waiting_bytes -= int(ends[count - 1])
-            if not self._waiting[rank]:
-                del self._waiting[rank]
-        for rank, wanted in begun.items():
-            self._fetch(rank, wanted, self._holders(rank), "nobody holds them")
+    def _holders(self, rank: int) -> tuple[str, ...]:
+        return tuple(name for name in self._places.holders.get(rank, ()) if name in self._nodes)
 
-    def _holders(self, rank: int) -> list[str]:
-        return [name for name in self.places.holders.get(rank, []) if name in self._nodes]
+    def _busy(self) -> collections.Counter[str]:
+        """Transfers that are on their way, by holder."""
+        return collections.Counter(held[0] for _, held in self._fetches.values())
 
-    def _fetch(self, rank: int, wanted: list[int], holders: list[str], why: str) -> None:
-        if not holders:
-            self._coming.difference_update(wanted)
-            self._taken_bytes -= int(self._lengths[wanted].sum())
-            self.lacking(wanted, why)
-            self._go_on()
+    def _wait(self, line: Line, frames: list[int], why: str) -> None:
+        if line[1]:
+            self._waiting.setdefault(line, collections.deque()).extend(frames)
             return
-        name, others = holders[0], holders[1:]
-        numbers = self.places.numbers(rank)
+        self._wanted.difference_update(frames)
+        self.lacking(frames, why)
+
+    def _elsewhere(self, line: Line, frames: list[int], why: str) -> None:
+        self._wait((line[0], line[1][1:]), frames, why)
+
+    def _begin(self, line: Line) -> bool:
+        """One more transfer of what waits there; whether there is, or others are asked for it now."""
+        if self._closed or line not in self._waiting:
+            return False
+        (rank, holders), waiting, window = line, self._waiting[line], self.window()
+        busy = self._busy()
+        sources = len({held[0] for _, held in self._waiting} | busy.keys())
+        if busy[holders[0]] >= max(1, FETCHES // sources):
+            return False
+        most = max(1, min(FETCH_FRAMES, window.count // (IN_FLIGHT * max(FETCHES, sources))))
+        if not window.free or (self._fetches and window.free < min(most, len(waiting))):
+            return False  # until there is room for a transfer of some size
+        cells: dict[int, int] = {}
+        while waiting and len(cells) < most and (cell := window.free_cell()) is not None:
+            cells[waiting.popleft()] = cell
+        if not waiting:
+            del self._waiting[line]
+        node, name = self._nodes[holders[0]], name_of(self._places.identity, rank)
+        theirs = {frame: int(np.searchsorted(self._numbers[rank], frame)) for frame in cells}
         try:
-            if rank not in self.arenas:
-                self.arenas[rank] = Arena.create(self.places.sizes[rank])
-                self._frames[rank] = self.places.frames(rank, self._manifest)
-            fetch = self._network.transport.fetch(
-                name,
-                self._network.addresses(self._nodes[name]),
-                name_of(self.places.identity, rank),
-                self.arenas[rank].view,
-                self._frames[rank],
-                np.searchsorted(numbers, wanted).tolist(),
-                lambda number: self._post(lambda: self._landed(int(numbers[number]))),
-                urgent=True,
+            fetch = pull(
+                *(self._network, self._post, window, node, name, self._manifest, cells, theirs),
+                self._has_landed,
+                self._ended,
             )
         except (CkptError, OSError) as exc:
-            self._fetch(rank, wanted, others, str(exc))
-            return
-        self._fetches[fetch] = name, others
-        fetch.done.add_done_callback(lambda done: self._post(lambda: self._ended(rank, wanted, others, fetch, done)))
+            self._elsewhere(line, list(cells), str(exc))
+            return True
+        self._fetches[fetch] = line
+        return True
 
-    def _landed(self, frame: int) -> None:
-        if not self._closed and frame in self._coming:
-            self._coming.discard(frame)
-            self.here.add(frame)
-            self.arrived(frame)
+    def _has_landed(self, frame: int, cell: int) -> None:
+        if not self._closed:
+            self._wanted.discard(frame)
+            self.landed(frame, cell)
 
-    def _ended(self, rank: int, wanted: list[int], others: list[str], fetch: Fetch, done: Future[None]) -> None:
-        self._fetches.pop(fetch, None)
-        error = done.exception()
-        if error is None or self._closed:
+    def _ended(self, fetch: Fetch, left: list[int], error: str) -> None:
+        line = self._fetches.pop(fetch)
+        if self._closed:
             return
-        log.warning("frames of rank %d of %s: %s", rank, self.places.identity, error)
-        left = [frame for frame in wanted if frame in self._coming]
         if left:
-            self._fetch(rank, left, others, str(error))
+            log.warning("frames of rank %d of %s: %s", line[0], self._places.identity, error)
+            self._elsewhere(line, left, error)
+        self.pump()
+
+    def _post(self, what: Callable[[], None]) -> None:
+        self._run_soon(lambda: self.guard(what))
 
 
 def name_of(identity: Identity, rank: int) -> str:

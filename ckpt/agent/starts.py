@@ -320,7 +320,7 @@ class Starts(Keeper):
             self._bulk,
             self._server.later,
             self._server.post,
-            peers=self._serve_others(start, job, places, chosen.manifest, fan) if places is not None else None,
+            peers=self._serve_others(start, places, chosen.manifest) if places is not None else None,
             fan=fan,
         )
         job.restore.record = chosen.record
@@ -513,10 +513,8 @@ class Starts(Keeper):
         """What memory has of a candidate from the store, or can have of it soon, need not be read from there."""
         raise NotImplementedError
 
-    def _serve_others(
-        self, start: Start, job: Job, places: Places, manifest: Manifest, fan: FanOut | None
-    ) -> PeerFrames | None:
-        """The nodes give each other what they hold of it; what this one gets, beside what it reads for all."""
+    def _serve_others(self, start: Start, places: Places, manifest: Manifest) -> PeerFrames | None:
+        """The nodes give each other what they hold of it; and what this one gets of it."""
         raise NotImplementedError
 
     def _fan_out(self, start: Start, job: Job, chosen: Resolved, places: Places | None) -> FanOut | None:

@@ -13,13 +13,13 @@ CELL_ALIGN = 4096  # bytes
 
 
 class Window:
-    """Shared memory of a bounded size, cut into cells of the largest frame's. Thread-safe."""
+    """Shared memory of a bounded size, cut into `count` cells of the largest frame's. Thread-safe."""
 
     def __init__(self, frame_bytes_max: int, window_bytes: int = WINDOW_BYTES) -> None:
         self._cell_bytes = -(-max(1, frame_bytes_max) // CELL_ALIGN) * CELL_ALIGN
-        count = max(1, min(CELLS_MAX, window_bytes // self._cell_bytes))
-        self.arena = Arena.create(count * self._cell_bytes)
-        self._free = list(range(count))
+        self.count = max(1, min(CELLS_MAX, window_bytes // self._cell_bytes))
+        self.arena = Arena.create(self.count * self._cell_bytes)
+        self._free = list(range(self.count))
         self._changed = threading.Condition()
         self._closed = False
 
@@ -33,6 +33,12 @@ class Window:
                 raise AgentError("nobody waits for these frames any more")
             at = self._free.pop() * self._cell_bytes
             return at, self.arena.part((at, length))
+
+    @property
+    def free(self) -> int:
+        """How many cells are."""
+        with self._changed:
+            return 0 if self._closed else len(self._free)
 
     def free_cell(self) -> int | None:
         """The offset of a free cell; None where none is left."""

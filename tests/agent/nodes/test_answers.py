@@ -20,6 +20,7 @@ from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.remote import RemoteRanks, Wanted, encode_parts
 from ckpt.agent.replicating import Replication
+from ckpt.agent.window import Window
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME, PLACE
 from ckpt.store.keys import pack_key
@@ -298,7 +299,9 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     places = Places(STEP, made.ranks, made.offsets, sizes, {0: [], 1: holders})
     net, lacking = Net(transport=Slow()), []
     nodes = [NodeAt(name, (), ()) for name in ("b", "c")]
-    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what(), lambda: 1 << 30)
+    frames = PeerFrames(places, made.manifest, cast(Network, net), nodes, lambda what: what())
+    window = Window(int(made.manifest.frames["length"].max()))
+    frames.window = lambda: window
     frames.lacking = lambda which, why: lacking.extend(which)
     wanted = places.numbers(1).tolist()
     frames.want(wanted)
@@ -309,3 +312,4 @@ def test_what_a_lost_agent_was_to_give_is_asked_of_another_that_has_it_at_once(
     frames.source_gone("c")
     assert (net.transport.asked, lacking) == (holders, [])
     frames.close()
+    window.close()

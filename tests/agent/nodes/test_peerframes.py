@@ -1,14 +1,11 @@
-"""Frames that come from other nodes' memory take no more of this one's than there is room for, whatever is wanted."""
+"""Frames that come from other nodes' memory take no more of this one's than the window, whatever is wanted."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from ckpt.agent.arena import Arena
@@ -16,21 +13,20 @@ from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
-from ckpt.agent.peerframes import PeerFrames
+from ckpt.agent.peerframes import IN_FLIGHT, PeerFrames
 from ckpt.errors import AgentError
 from tests.agent.nodes.staged import FRAME_BYTES, Net, Turned, identity, staged
 from tests.agent.receiver import Rank
 
 STEP = identity(5)
-ROOM = 2 * FRAME_BYTES
-PAGES = 2 * mmap.PAGESIZE  # one in each arena, with frames that are smaller than it
+CELLS = 8
 
 
 class Coming:
     """One transfer, which the test lets come."""
 
-    def __init__(self, target: memoryview, frames: Any, only: list[int], landed: Callable[[int], None]) -> None:
-        self.target, self.frames, self.only, self.landed = target, frames, only, landed
+    def __init__(self, target: memoryview, frames: Any, numbers: list[int], landed: Callable[[int], None]) -> None:
+        self.target, self.frames, self.numbers, self.landed = target, frames, numbers, landed
         self.done: Future[None] = Future()
 
     def cancel(self) -> None:
@@ -39,50 +35,67 @@ class Coming:
 
 
 class Carrier:
-    """Between this node and one that has every rank's arena."""
+    """Between this node and others, which have every rank's arena."""
 
-    def __init__(self, arenas: dict[int, Arena]) -> None:
+    def __init__(self, arenas: dict[int, Arena], places: Places, manifest: Any) -> None:
         self.arenas = arenas
-        self.coming: list[tuple[int, Coming]] = []
+        self.offers = {rank: places.frames(rank, manifest).places() for rank in arenas}
+        self.coming: list[tuple[str, int, Coming]] = []
         self.fetched: list[int] = []  # bytes of each transfer
         self.broken: set[str] = set()  # of these agents nothing comes
 
     def fetch(
-        self, peer: str, _: Any, name: str, target: memoryview, frames: Any, only: list[int], landed: Any, **__: Any
+        self,
+        peer: str,
+        addresses: Any,
+        name: str,
+        target: memoryview,
+        frames: Any,
+        only: None,
+        landed: Callable[[int], None],
+        *,
+        urgent: bool,
+        numbers: list[int],
     ) -> Coming:
+        assert urgent
         if peer in self.broken:
             raise AgentError("it is gone")
-        made = Coming(target, frames, only, landed)
-        self.coming.append((int(name.rsplit("/", 1)[1]), made))
-        self.fetched.append(int(frames.lengths[only].sum()))
+        made = Coming(target, frames, numbers, landed)
+        self.coming.append((peer, int(name.rsplit("/", 1)[1]), made))
+        self.fetched.append(int(frames.lengths.sum()))
         return made
 
-    def come(self) -> None:
-        """The oldest transfer, whole."""
-        rank, each = self.coming.pop(0)
-        for number in each.only:
-            offset, length = each.frames.places()[number]
-            each.target[offset : offset + length] = self.arenas[rank].view[offset : offset + length]
-            each.landed(number)
-        each.done.set_result(None)
+    def come(self, count: int | None = None) -> None:
+        """The oldest transfer, whole; or so much of it, and then its end."""
+        _, rank, each = self.coming.pop(0)
+        for at, (offset, length) in enumerate(each.frames.places()[:count]):
+            there, theirs = self.offers[rank][each.numbers[at]]
+            assert theirs == length
+            each.target[offset : offset + length] = self.arenas[rank].view[there : there + length]
+            each.landed(at)
+        if count is None:
+            each.done.set_result(None)
+        else:
+            each.cancel()
 
 
 class Start:
-    """Of `count` ranks on a node that has nothing, from one that has a checkpoint of two."""
+    """Of `count` ranks on a node that has nothing. `holders`: who has which rank of the checkpoint, the first to be
+    asked first."""
 
-    def __init__(self, turned: Turned, count: int, holders: tuple[str, ...] = ("b",)) -> None:
-        self.turned, self.given = turned, staged(STEP, 2)
-        made = put_together(STEP, Reader().read(STEP, 2, self.given, keep_hashes=False), self.given)
+    def __init__(self, turned: Turned, count: int, *holders: tuple[str, ...], cells: int = CELLS) -> None:
+        self.turned, world = turned, len(holders)
+        self.given = staged(STEP, world)
+        made = put_together(STEP, Reader().read(STEP, world, self.given, keep_hashes=False), self.given)
         sizes = {rank: arena.bytes for rank, arena in self.given.items()}
-        places = Places(STEP, made.ranks, made.offsets, sizes, {rank: list(holders) for rank in (0, 1)})
-        self.carrier = Carrier(self.given)
+        places = Places(STEP, made.ranks, made.offsets, sizes, {rank: list(each) for rank, each in enumerate(holders)})
+        self.carrier = Carrier(self.given, places, made.manifest)
         network = cast(Network, Net(transport=self.carrier))
-        nodes = [NodeAt(name, (), ()) for name in holders]
-        self.peers = PeerFrames(places, made.manifest, network, nodes, turned.post, lambda: ROOM, FRAME_BYTES)
+        nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
+        self.peers = PeerFrames(places, made.manifest, network, nodes, turned.post)
         later = lambda delay_s, what: None  # noqa: E731
-        self.restore = Restore(
-            STEP, made.manifest, count, None, None, turned.bulk, later, turned.post, peers=self.peers
-        )
+        services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
+        self.restore = Restore(STEP, made.manifest, count, None, None, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
         self.ranks = [Rank(turned.post, self) for _ in range(count)]
@@ -91,8 +104,13 @@ class Start:
             for frame, length in enumerate(made.manifest.frames["length"].tolist())
         }
 
-    def taken(self) -> int:
-        return sum(512 * os.fstat(arena.fd).st_blocks for arena in self.peers.arenas.values())
+    def end(self) -> None:
+        """All comes that is asked for, until every rank has heard what has become of it."""
+        over = lambda: all(rank.outcome for rank in self.ranks)  # noqa: E731
+        while not over():
+            self.turned.until(lambda: bool(self.carrier.coming) or over())
+            if self.carrier.coming:
+                self.carrier.come()
 
     def close(self) -> None:
         self.restore.close()
@@ -107,92 +125,143 @@ def turned() -> Iterator[Turned]:
     made.close()
 
 
-def test_all_of_a_checkpoint_passes_through_the_room_there_is_and_comes_once_for_all_ranks(turned: Turned) -> None:
-    start = Start(turned, 2)
-    try:
-        for rank in start.ranks:
-            start.restore.request(rank, start.frames)
-        while not all(rank.outcome for rank in start.ranks):
-            turned.until(lambda: bool(start.carrier.coming) or all(rank.outcome for rank in start.ranks))
-            if start.carrier.coming:
-                start.carrier.come()
-                assert start.taken() <= ROOM + PAGES
-        assert start.total > 3 * ROOM
-        assert sum(start.carrier.fetched) == start.total
-        assert max(start.carrier.fetched) <= ROOM
-        for rank in start.ranks:
-            assert rank.got == start.bytes_of
-            assert rank.outcome is not None
-            assert rank.outcome["sources"] == {"peer": start.total}
-        assert start.taken() <= PAGES
-    finally:
-        start.close()
+@pytest.fixture
+def begin(turned: Turned) -> Iterator[Callable[..., Start]]:
+    made: list[Start] = []
+
+    def start(*given: Any, **more: Any) -> Start:
+        made.append(Start(turned, *given, **more))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
 
 
-def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_goes(turned: Turned) -> None:
-    start = Start(turned, 2)
+@pytest.mark.parametrize("cells", [1, 2, CELLS, 64])
+def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ranks(
+    cells: int, begin: Callable[..., Start]
+) -> None:
+    start = begin(2, ("b",), ("b",), cells=cells)
+    for rank in start.ranks:
+        start.restore.request(rank, start.frames)
+    start.end()
+    assert sum(start.carrier.fetched) == start.total
+    for rank in start.ranks:
+        assert rank.got == start.bytes_of
+        assert rank.outcome is not None
+        assert rank.outcome["sources"] == {"peer": start.total}
+        assert [arena.bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
+    window = start.restore._the_window()
+    assert window.free == window.count, "each cell was given back"
+
+
+def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_room(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(2, ("b",), ("b",), cells=2)
     slow, gone = start.ranks
     slow.deaf = gone.deaf = True
-    try:
-        start.restore.request(slow, start.frames[:1])
-        start.restore.request(gone, start.frames)
-        while start.carrier.coming:
-            start.carrier.come()
-        turned.until(lambda: len(start.peers.here) == 2)
-        start.restore.drop(gone)
-        assert start.peers.here == {0}
-        region = next(iter(slow.regions.values()))
-        rank = int(start.peers.places.ranks[0])
-        at = int(start.peers.places.offsets[0])
-        assert bytes(region.view[at : at + FRAME_BYTES]) == start.bytes_of[0], rank
-        start.restore.got(slow, [0], [])
-        assert slow.outcome is not None
-        while start.peers._coming:
-            if start.carrier.coming:
-                start.carrier.come()
-            turned.until(lambda: start.carrier.coming or not start.peers._coming)
-        assert not start.peers.here
-        assert start.taken() <= ROOM + PAGES
-    finally:
-        start.close()
+    start.restore.request(slow, start.frames[:1])
+    start.restore.request(gone, start.frames)
+    window = start.restore._the_window()
+    while start.carrier.coming:
+        start.carrier.come()
+        turned.until(lambda: start.carrier.coming or not window.free)
+    start.restore.drop(gone)
+    turned.until(lambda: start.carrier.coming)
+    start.carrier.come()
+    offset = start.restore._in_window[0]
+    (region,) = slow.regions.values()
+    assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
+    start.restore.got(slow, [0], [])
+    assert slow.outcome is not None
+    assert slow.outcome["ok"]
 
 
-def test_where_one_holder_gives_nothing_another_does_within_the_same_room(turned: Turned) -> None:
-    start = Start(turned, 1, ("a", "b"))
+def test_a_rank_that_asks_for_what_another_still_reads_is_given_the_same(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("b",), ("b",))
+    first, second = start.ranks[0], Rank(turned.post, start)
+    start.ranks.append(second)
+    first.deaf = True
+    start.restore.request(first, [0])
+    start.carrier.come()
+    turned.until(lambda: first.regions)
+    start.restore.request(second, [0])
+    turned.until(lambda: second.outcome)
+    assert second.got == {0: start.bytes_of[0]}
+    assert len(start.carrier.fetched) == 1
+    start.restore.got(first, [0], [])
+    assert first.outcome == second.outcome
+
+
+@pytest.mark.parametrize("how", ["broken", "cut", "gone"])
+def test_where_one_holder_gives_nothing_right_another_does(
+    how: str, begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("a", "b"), ("a", "b"))
+    (rank,) = start.ranks
+    if how == "broken":
+        start.carrier.broken = {"a"}
+    start.restore.request(rank, start.frames)
+    if how == "cut":
+        start.carrier.come(1)
+    if how == "gone":
+        start.restore.source_gone("a")
+        while start.carrier.coming and start.carrier.coming[0][0] == "a":
+            start.carrier.coming.pop(0)
+    start.end()
+    assert rank.got == start.bytes_of
+    assert rank.outcome is not None
+    assert rank.outcome["ok"]
+
+
+def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_and_ends_the_fetch(
+    begin: Callable[..., Start], turned: Turned
+) -> None:
+    start = begin(1, ("b",), ("b",))
+    (rank,) = start.ranks
+    rank.deaf = True
+    start.restore.request(rank, [0])
+    start.carrier.come()
+    turned.until(lambda: rank.regions)
+    start.restore.got(rank, [], [0])
+    assert rank.outcome is not None
+    assert not rank.outcome["ok"]
+    assert "frame 0" in rank.outcome["message"]
+    window = start.restore._the_window()
+    assert window.free == window.count
+
+
+def test_where_nobody_gives_any_of_it_that_is_said_and_nothing_is_waited_for(begin: Callable[..., Start]) -> None:
+    start = begin(1, ("a",), ("a",))
     start.carrier.broken = {"a"}
-    try:
-        start.restore.request(start.ranks[0], start.frames)
-        while start.ranks[0].outcome is None:
-            turned.until(lambda: bool(start.carrier.coming) or start.ranks[0].outcome is not None)
-            if start.carrier.coming:
-                start.carrier.come()
-                assert start.taken() <= ROOM + PAGES
-        assert start.ranks[0].got == start.bytes_of
-    finally:
-        start.close()
+    start.restore.request(start.ranks[0], start.frames)
+    start.end()
+    assert start.ranks[0].outcome is not None
+    assert start.ranks[0].outcome["ok"] is False
 
 
-def test_where_nobody_gives_any_of_it_that_is_said_and_nothing_is_waited_for(turned: Turned) -> None:
-    start = Start(turned, 1, ("a",))
-    start.carrier.broken = {"a"}
-    try:
-        start.restore.request(start.ranks[0], start.frames)
-        turned.until(lambda: start.ranks[0].outcome is not None)
-        assert start.ranks[0].outcome is not None
-        assert start.ranks[0].outcome["ok"] is False
-    finally:
-        start.close()
-
-
-def test_only_whole_pages_within_are_given_back() -> None:
-    arena = Arena.create(16 * 4096)
-    try:
-        arena.view[:] = b"x" * arena.bytes
-        arena.give_back(4000, 5000)
-        assert bytes(np.unique(np.frombuffer(arena.view[4096:8192], np.uint8))) == b"\0"
-        assert bytes(arena.view[:4096]) == b"x" * 4096
-        assert bytes(arena.view[8192:]) == b"x" * (arena.bytes - 8192)
-        arena.give_back(100, 200)
-        assert bytes(arena.view[:4096]) == b"x" * 4096
-    finally:
-        arena.close()
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
+def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
+    count: int, begin: Callable[..., Start], turned: Turned
+) -> None:
+    """And a half of the window is left for what ranks read."""
+    start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
+    (rank,) = start.ranks
+    start.restore.request(rank, start.frames)
+    window = start.restore._the_window()
+    assert {peer for peer, _, _ in start.carrier.coming} == {f"n{number}" for number in range(count)}
+    assert window.free >= window.count - window.count // IN_FLIGHT
+    stuck = [each for each in start.carrier.coming if each[0] == "n0"]
+    start.carrier.coming = [each for each in start.carrier.coming if each not in stuck]
+    while start.carrier.coming:
+        start.carrier.come()
+        turned.until(lambda: start.carrier.coming or not set(start.peers._fetches) - {each for *_, each in stuck})
+    lacks = set(start.frames) - rank.got.keys()
+    assert {start.peers._places.holders[int(start.peers._places.ranks[frame])][0] for frame in lacks} == {"n0"}
+    start.carrier.coming = stuck
+    start.end()
+    assert rank.got == start.bytes_of

@@ -151,7 +151,7 @@ def test_a_start_goes_on_from_other_nodes_memory_by_it(job: Job) -> None:
     for rank, arena in arenas.items():
         giver.network.transport.offer(name_of(STEP, rank), arena.view, places.frames(rank, made.manifest), urgent=True)
     node = NodeAt("agent-0", (giver.address,), ())
-    peers = PeerFrames(places, made.manifest, getter.network, [node], job.loop.post, lambda: 1 << 14, 1 << 14)
+    peers = PeerFrames(places, made.manifest, getter.network, [node], job.loop.post)
     services = getter.bulk, job.loop.later, job.loop.post
     restore = Restore(STEP, made.manifest, 1, None, None, *services, peers=peers)
     rank = Rank(job.loop.post, cast(Any, type("Owner", (), {"restore": restore})))

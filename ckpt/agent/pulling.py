@@ -1,0 +1,73 @@
+"""Frames in other agents' memory, fetched into cells of a start's window. Main thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.agent.bulk import failure
+from ckpt.agent.peers.transport import Fetch, Frames
+from ckpt.agent.window import Window
+from ckpt.errors import CkptError
+from ckpt.format.manifest import Manifest
+
+if TYPE_CHECKING:
+    from ckpt.agent.network import Network, NodeAt
+
+
+def pull(
+    network: Network,
+    post: Callable[[Callable[[], None]], None],
+    window: Window,
+    node: NodeAt,
+    name: str,
+    manifest: Manifest,
+    cells: Mapping[int, int],
+    theirs: Mapping[int, int],
+    landed: Callable[[int, int], None],
+    ended: Callable[[Fetch, list[int], str], None],
+) -> Fetch:
+    """Begins a transfer of frames that `node` offers as `name`. `cells`: by frame, the offset of the cell of `window`
+    that it comes to; `theirs`: and its number in the offer. `landed(frame, cell)`: it is there and right, and the cell
+    is the caller's again. `ended(fetch, frames, error)`: these have not come, and their cells are free.
+
+    Errors: CkptError, OSError; then all cells are free."""
+    frames, left = list(cells), dict(cells)
+
+    def has_landed(frame: int) -> None:
+        landed(frame, left.pop(frame))
+
+    def has_ended(done: Future[None]) -> None:
+        for cell in left.values():
+            window.release(cell)
+        ended(fetch, list(left), failure(done))
+
+    try:
+        fetch = network.transport.fetch(
+            node.name,
+            network.addresses(node),
+            name,
+            window.arena.view,
+            placed(manifest, frames, [cells[frame] for frame in frames], window.arena.bytes),
+            None,
+            lambda at: post(lambda: has_landed(frames[at])),
+            urgent=True,
+            numbers=[theirs[frame] for frame in frames],
+        )
+    except (CkptError, OSError):
+        for cell in cells.values():
+            window.release(cell)
+        raise
+    fetch.done.add_done_callback(lambda done: post(lambda: has_ended(done)))
+    return fetch
+
+
+def placed(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
+    """These frames of it, at these offsets of a memory of so many bytes. Errors: AgentError."""
+    columns = manifest.frames[np.asarray(frames)]
+    hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
+    return Frames.placed(np.asarray(offsets), columns["length"], hashes, room_bytes)
