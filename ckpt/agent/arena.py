@@ -31,6 +31,7 @@ from ckpt.types import Epoch, Identity, Tick
 PAGE = 4096
 DATA_AT = PAGE
 WARM_BYTES = 16 << 20  # some 5 ms of work where pages are fresh
+GIVE_WAY_S = 0.2  # at most, before each of these, while training stands still
 _MAGIC = b"CKPTARN1"
 STEP_MAX = 10**12 - 1  # what a tick's written form has room for
 _AGENT_AT = 2048

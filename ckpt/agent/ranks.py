@@ -13,15 +13,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from ckpt.agent import memory
-from ckpt.agent.arena import Arena
+from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
 from ckpt.agent.control import ControlPage, Word
 from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
 from ckpt.types import Identity
-
-GIVE_WAY_S = 0.2  # at most, for each piece of an arena that is made
 
 
 class Ranks:

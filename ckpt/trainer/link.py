@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent import client, replacing, wire
-from ckpt.agent.arena import Arena
+from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.control import ControlPage, Place, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
@@ -263,8 +263,8 @@ class Link:
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
-        """While training stands still for a copy threads that prepare other arenas wait, here and in the agent: they
-        would take half of the memory's bandwidth."""
+        """While training stands still for a copy, or waits for what is restored, threads that prepare other arenas give
+        way, here and in the agent: they would take half of the memory's bandwidth."""
         page, terms = self._page, self.terms
         self.calm.clear()
         try:
@@ -463,7 +463,7 @@ class Link:
             if not self._is_present(number, slot, plan):
                 return False
             slot.plan = None
-        slot.arena.warm(self.calm.wait)
+        slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
         self.bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))

@@ -42,7 +42,8 @@ def fill(link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targe
     """Fills the wanted tensors in place; what else the checkpoint holds is applied by `Targets.finish`, after all
     ranks agreed. Bytes by level. Errors: DamagedData, AgentError; StateMismatch of `Filler.check`."""
     filler = Filler(manifest, targets.wants, targets.tensors)
-    sources = fetch(link, tasks, identity, filler.frames, filler)
+    with link.standing_still():
+        sources = fetch(link, tasks, identity, filler.frames, filler)
     filler.check()
     return sources
 
