@@ -142,8 +142,11 @@ class Nodes:
         """The plan of the node where there is least room: all have as many slots."""
 
         def measured(plans: dict[str, MemoryPlan | None], error: str) -> None:
+            if error:  # what each said before stays: copies may be placed anew at any time
+                then(None, error)
+                return
             self.plans = {name: plan for name, plan in plans.items() if plan is not None}
-            then(None if error else min(self.plans.values(), key=lambda plan: plan.slots), error)
+            then(min(self.plans.values(), key=lambda plan: plan.slots), "")
 
         answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._parts(sizes)
         for name, share in self._shares.items():

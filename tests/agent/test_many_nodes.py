@@ -179,6 +179,20 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
     assert [each.given for each in (own, *shares)] == [[{rank: 100 + rank}] * 2 for rank in range(COUNT)]
 
 
+def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_not_answer() -> None:
+    """Copies may be placed anew at that time: a failure is predicted, or more memory is lent."""
+    own, other = Share(0), Share(1)
+    nodes = Nodes(cast(Ranks, SimpleNamespace(world=2, measure=own.measure)), cast(Any, [other]), "n0")
+    heard: list[Any] = []
+    nodes.measure({0: 1, 1: 1}, None, lambda *found: heard.append(found))
+    before = nodes.plans_by_name()
+    assert set(before) == {"n0", "n1"}
+    other.measure = lambda sizes, limit, then: then(None, "the agent of that node is gone")  # type: ignore[method-assign]
+    nodes.measure({0: 2, 1: 2}, None, lambda *found: heard.append(found))
+    assert heard[1] == (None, "the agent of that node is gone")
+    assert nodes.plans_by_name() == before
+
+
 def test_the_steps_of_all_ranks_are_those_that_each_node_has_told_and_those_of_ranks_here_on_the_page() -> None:
     world = COUNT
     page = ControlPage.create(world)

@@ -118,7 +118,8 @@ def test_nodes_that_are_said_to_fail_soon_keep_nothing_for_others_any_more(
     def keeping() -> set[int]:
         return {keeper for keepers in cluster.keepers().values() for keeper in keepers}
 
-    wait_for(lambda: len(standing(cluster)) == count and keeping().isdisjoint(failing))
+    wait_for(lambda: len(standing(cluster)) == count)
+    wait_for(lambda: keeping().isdisjoint(failing))
     keepers = cluster.keepers()
     assert [len(each) for each in keepers.values()] == [1] * 4
     step = cluster.checkpoint("peer")
