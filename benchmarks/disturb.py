@@ -38,7 +38,7 @@ def sends(there: Connection, nbytes: int) -> None:
 
 
 def receives(there: Connection, nbytes: int, address: Address, blob: bytes) -> None:
-    """Fetches again and again from "on" to "off", which it answers with how many bytes a second came."""
+    """Fetches again and again from a rate (bytes/s; 0: no limit) to "off", which it answers with that of what came."""
     os.setsid()
     loop = TurnedLoop()
     node = Node(loop, "receiver")

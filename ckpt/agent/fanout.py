@@ -396,11 +396,10 @@ class FanOut:
             cells[frame] = cell
         if not cells:
             return False
-        node, mine = self._nodes[home], self._homes.of(home)
-        theirs = {frame: int(np.searchsorted(mine, frame)) for frame in cells}
+        node, offered = self._nodes[home], self._homes.of(home)
         try:
             fetch = pull(
-                *(self._network, self._post, window, node, self._name, self._manifest, cells, theirs),
+                *(self._network, self._post, window, node, self._name, self._manifest, cells, offered),
                 functools.partial(self._has_landed, home),
                 functools.partial(self._ended, home),
             )

@@ -20,6 +20,7 @@ from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
 from ckpt.agent.holdings import spread
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.transport import Frames
+from ckpt.agent.pulling import placed
 from ckpt.agent.remote import decode_parts, encode_parts
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
@@ -57,10 +58,7 @@ class Places:
     def frames(self, rank: int, manifest: Manifest) -> Frames:
         """The same as a transfer has them, where they lie in the arena. Errors: AgentError."""
         numbers = self.numbers(rank)
-        columns = manifest.frames[numbers]
-        hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1).astype(np.uint64)
-        lengths = columns["length"].astype(np.uint64)
-        return Frames.placed(self.offsets[numbers].astype(np.uint64), lengths, hashes, self.sizes[rank])
+        return placed(manifest, numbers, self.offsets[numbers], self.sizes[rank])
 
     def seen_by(self, me: str, other: str) -> Places:
         """The same for another node, `me`, told by `other`. What all nodes want they ask of different ones first."""

@@ -10,8 +10,6 @@ import collections
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.transport import Fetch
@@ -126,10 +124,9 @@ class PeerFrames:
         if not waiting:
             del self._waiting[line]
         node, name = self._nodes[holders[0]], name_of(self._places.identity, rank)
-        theirs = {frame: int(np.searchsorted(self._numbers[rank], frame)) for frame in cells}
         try:
             fetch = pull(
-                *(self._network, self._post, window, node, name, self._manifest, cells, theirs),
+                *(self._network, self._post, window, node, name, self._manifest, cells, self._numbers[rank]),
                 self._has_landed,
                 self._ended,
             )

@@ -60,11 +60,6 @@ class Protection:
         return self.placement is not None and any(kept.losses for kept in self.placement.kept)
 
     @property
-    def unkept(self) -> tuple[str, ...]:
-        """The nodes whose state is kept by no other: what is lost with them, though others' is kept."""
-        return tuple(kept.node for kept in self.placement.kept if not kept.losses) if self.placement is not None else ()
-
-    @property
     def is_alone(self) -> bool:
         """Whether there is nobody who could keep anything."""
         return len(self._nodes) == 1 and not self._lenders()
@@ -232,7 +227,8 @@ class Protection:
         least = min(kept.losses for kept in placement.kept)
         text = f"any {least} of {len(placement.loads)} nodes may be lost"
         if not least:
-            text = f"nobody has memory for {', '.join(self.unkept[:HOLDERS_SHOWN])}, and no checkpoint outlives that"
+            unkept = [kept.node for kept in placement.kept if not kept.losses]
+            text = f"nobody has memory for {', '.join(unkept[:HOLDERS_SHOWN])}, and no checkpoint outlives that"
         notes = "".join(f"; {note}" for note in [*self._of_hosts(), *placement.notes][:3])
         how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
         return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"

@@ -27,13 +27,13 @@ def pull(
     name: str,
     manifest: Manifest,
     cells: Mapping[int, int],
-    theirs: Mapping[int, int],
+    offered: npt.NDArray[np.int64],
     landed: Callable[[int, int], None],
     ended: Callable[[Fetch, list[int], str], None],
 ) -> Fetch:
     """Begins a transfer of frames that `node` offers as `name`. `cells`: by frame, the offset of the cell of `window`
-    that it comes to; `theirs`: and its number in the offer. `landed(frame, cell)`: it is there and right, and the cell
-    is the caller's again. `ended(fetch, frames, error)`: these have not come, and their cells are free.
+    that it comes to. `offered`: all frames of the offer, ascending. `landed(frame, cell)`: it is there and right,
+    and the cell is the caller's again. `ended(fetch, frames, error)`: these have not come, and their cells are free.
 
     Errors: CkptError, OSError; then all cells are free."""
     frames, left = list(cells), dict(cells)
@@ -56,7 +56,7 @@ def pull(
             None,
             lambda at: post(lambda: has_landed(frames[at])),
             urgent=True,
-            numbers=[theirs[frame] for frame in frames],
+            numbers=np.searchsorted(offered, frames).tolist(),
         )
     except (CkptError, OSError):
         for cell in cells.values():

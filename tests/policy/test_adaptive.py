@@ -382,7 +382,7 @@ def turns_of(seed: int, limits: Adaptive | None) -> int:
     return max(seen.count.values())
 
 
-@pytest.mark.parametrize(("limits", "most"), [(None, 10), (Adaptive(overhead=0.5), 20)], ids=["limited", "not limited"])
+@pytest.mark.parametrize(("limits", "most"), [(None, 10), (Adaptive(overhead=0.5), 16)], ids=["limited", "not limited"])
 def test_intervals_do_not_go_to_and_fro_where_jobs_fail_and_costs_vary(limits, most):
     """Forty jobs. Failures do change what is best, and a rate that is known from the newest sixteen may turn: hence a
     turn now and then. More noise for the way back would make fewer, and miss rates that have changed by four."""
