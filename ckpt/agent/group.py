@@ -280,7 +280,11 @@ class Group(Verdicts):
         elif len(saves) < self.world:
             tick = next(iter(saves.values())).tick
             passed = [r for r in range(self.world) if r not in saves and steps[r] > tick.step + 1]
-            if passed:
+            astray = self._gone_on_from(tick)
+            if astray is not None:
+                gone_on = f"rank {astray} has gone on from {self._gave_up[astray]}, which failed, and not to {tick}"
+                self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; {gone_on}")
+            elif passed:
                 went, first = f"rank {passed[0]} went past", next(iter(saves))
                 ended = f"rank {first} ended the block after step {tick.step}, and {went} that"
                 self._refuse_saves("usage", ended if self._all_exit() else f"{went} {tick} without calling ck.save()")
@@ -288,6 +292,13 @@ class Group(Verdicts):
             self._refuse_saves("save-failed", self.refusal)
         else:
             self._grant(now_s)
+
+    def _gone_on_from(self, tick: Tick) -> int | None:
+        """A rank that has seen another save of that step fail and gone on, as it seems: those that wait may keep it in
+        the next step, where it never gets past them. At the end all ask again, however long that takes."""
+        told = self._awaited_s == math.inf and not self._all_exit()
+        gave_up = ((rank, at) for rank, at in self._gave_up.items() if told and rank not in self._saves)
+        return next((rank for rank, at in gave_up if at.step == tick.step and at < tick), None)
 
     def _is_exit_behind(self) -> bool:
         """Whether ranks that come to their end ask for different ticks of one step: some have seen an attempt fail that

@@ -354,6 +354,19 @@ def test_a_rank_that_cannot_save_ends_the_save_for_all_and_for_who_comes_later()
     assert all(type(answer) is dict for answer in driver.answers("save").values())
 
 
+@pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
+def test_who_waits_in_a_save_for_a_rank_that_has_gone_on_from_a_former_one_is_told_so(why: Why) -> None:
+    driver = Driver()
+    driver.group.unsavable(1, Tick(4, 1), "its agent died")
+    driver.save(Tick(4, 2), why, ranks=range(1))
+    for driver.now_s in (0.0, 9.0):
+        driver.decide()
+    assert driver.answers("save") == {}, "the other may ask for it, too"
+    for driver.now_s in (11.0, 12.0):
+        driver.decide()
+    assert driver.answers("save") == ({0: "usage"} if why is Why.SAVE else {}), "at the end the others come"
+
+
 def test_ranks_that_are_waited_for_in_a_save_are_named_once() -> None:
     driver = Driver(world=3)
     driver.save(Tick(4, 1), ranks=range(1))
