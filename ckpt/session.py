@@ -465,7 +465,7 @@ class Checkpointer:
             answer = saver.link.request("save", fields, limit_s).fields
         except Superseded as exc:
             self._leave_superseded(saver.link.superseded_by or str(exc))
-        except AgentError as exc:
+        except CkptError as exc:
             if why == "save":  # the others may come to it only now, and to another agent; at the end all ask again
                 saver.link.cannot_save(tick, str(exc))
             raise

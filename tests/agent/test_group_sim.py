@@ -576,11 +576,15 @@ class Sim:
         if what == "held":
             self.leave(rank) if body["leave"] else rank.then()
             return
+        at_end = rank.ended >= self.last_step and not self.faults
+        if body is None and not at_end:
+            rank.gave_up = Tick(rank.ended, rank.sub)
+            self.send(rank, self.group.unsavable, rank.number, rank.gave_up, "it was refused")
         if body and not body["saved"]:
             assert rank.layout == rank.division_layout or self.faults
             tick = Tick(rank.ended, rank.sub)
             self.granted_rank(rank, body, tick)
-        self.leave(rank) if rank.ended >= self.last_step and not self.faults else self.proceed(rank)
+        self.leave(rank) if at_end else self.proceed(rank)
 
     def granted_rank(self, rank: Rank, body: dict[str, Any], tick: Tick) -> None:
         if rank.warm.get(body["slot"]) == body["division"] == rank.division:

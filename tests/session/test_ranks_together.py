@@ -140,3 +140,10 @@ def test_no_step_of_any_rank_waits_for_an_agent_that_is_gone(saw: Saw) -> None:
             "same": True,
             "own": [float(rank)],
         }
+
+
+def test_what_was_refused_to_some_ranks_is_refused_to_the_others_by_the_next_agent_too(saw: Saw) -> None:
+    for rank, each in enumerate(saw(together.refused_before_the_agent_died)):
+        assert each["said"], f"rank {rank} saved what others were refused"
+        assert each["waited_s"] < 50.0, "it waited for ranks that had gone on"
+        assert each["committed"] == 2

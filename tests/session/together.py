@@ -311,7 +311,49 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
     }
 
 
-CHECKS = (groups_of_their_own, weights_to_begin_with, damage, change_on_one_rank, another_world, agent_that_dies)
+def refused_before_the_agent_died(job: Job) -> dict[str, Any]:
+    """Two ranks are refused a save, and go on; the agent dies; the others come to it."""
+    url, r, seen = job.folder / "refused", job.rank, Seen()
+    limits = ckpt.Limits(exit_s=100.0)
+    said = ""
+    with ckpt.Checkpointer(url, {"own": torch.ones(9)}, policy=LATER, limits=limits, sinks=(seen,)) as ck:
+        ck.step()
+        if r == 1:
+            ck.poll()  # so that it asks for another tick
+        if r < 2:
+            said = _refused(ck)
+        dist.barrier()
+        if r == 0:
+            kill_agent(url)
+        seen.wait("agent.restarted")
+        dist.barrier()
+        began_s = time.monotonic()
+        if r >= 2:
+            said = _refused(ck)
+        waited_s = time.monotonic() - began_s
+        dist.barrier()
+        ck.step()
+    job.ended(url)
+    return {"said": said, "waited_s": waited_s, "committed": ck.receipt["committed_step"]}
+
+
+def _refused(ck: ckpt.Checkpointer) -> str:
+    try:
+        ck.save().wait("local", timeout_s=60)
+    except ckpt.CkptError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+CHECKS = (
+    groups_of_their_own,
+    weights_to_begin_with,
+    damage,
+    change_on_one_rank,
+    another_world,
+    agent_that_dies,
+    refused_before_the_agent_died,
+)
 
 
 def main() -> None:
