@@ -2,9 +2,9 @@
 
 A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
 store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
-acknowledged it; it is brought once for all ranks. A job of several nodes reads a frame of the store once for all of
-them (`fanout`). The ranks verify what they copied: what they find bad comes from the next source, and a fetch whose
-frame no source has ends with an error.
+acknowledged it; it is brought once for all ranks. What one rank alone wants of another node goes past the window
+(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). The ranks verify what
+they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
 """
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +27,12 @@ import numpy.typing as npt
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.memory import WINDOW_BYTES
+from ckpt.agent.straight import Receiver
 from ckpt.agent.window import Window
+from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
-from ckpt.types import Identity
+from ckpt.types import FRAMES_MAX, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.fanout import FanOut
@@ -44,19 +48,14 @@ _WINDOW = 1 << 20  # the window's region number; the arenas' are their ranks
 _HOME = 1 << 18  # memory into which this node reads for all nodes
 
 
-class Receiver(Protocol):
-    """A rank's connection. Sending to one that is gone does nothing."""
-
-    def send(self, fields: dict[str, Any], fds: Iterable[int] = ...) -> None: ...
-
-
 @dataclass(slots=True)
 class Asked:
-    """One rank's request under way. `left`: frames it has not acknowledged as good. `home`: those that it was given
-    from what this node has read for all."""
+    """One rank's request under way. `left`: frames it has not acknowledged as good. `whole`: those that it takes as one
+    run. `home`: those that it was given from what this node has read for all."""
 
     receiver: Receiver
     left: set[int]
+    whole: set[int]
     regions: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
@@ -153,13 +152,14 @@ class Restore:
         self._reading = False
         self._closed = False
 
-    def request(self, receiver: Receiver, frames: Collection[int]) -> None:
-        """A rank asks for frames (numbers below the manifest's count). Errors: AgentError for others."""
+    def request(self, receiver: Receiver, frames: Collection[int], whole: Collection[int] = ()) -> None:
+        """A rank asks for frames (numbers below the manifest's count). `whole`: those of them whose bytes lie with it
+        as one run. Errors: AgentError for others."""
         wanted = set(frames)
         if wanted and not 0 <= min(wanted) <= max(wanted) < len(self._lengths):
             raise AgentError(f"a rank asked for a frame that {self.identity} does not have")
         self.drop(receiver)
-        self._waiting.append(Asked(receiver, wanted))
+        self._waiting.append(Asked(receiver, wanted, wanted & set(whole)))
         if len(self._waiting) == self._count:
             self._begin()
         elif len(self._waiting) == 1:
@@ -174,7 +174,7 @@ class Restore:
         for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
             if frame not in asked.left:
                 continue
-            source = self._release(frame, id(receiver))
+            source = self._release(frame, receiver)
             read_here = source is From.STORE or (source is None and frame in asked.home)
             if good:
                 asked.left.discard(frame)
@@ -191,13 +191,20 @@ class Restore:
         self._send(asked, again)
         self._finish(asked)
 
+    def streamed(self, receiver: Receiver, stream: int) -> None:
+        """A rank reads no more from that stream."""
+        if self._peers is not None:
+            self._peers.straight.ended(receiver, stream)
+
     def drop(self, receiver: Receiver) -> None:
         """It is gone, or asks anew."""
         self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
         if self._asked.pop(id(receiver), None) is None:
             return
         for frame in [frame for frame, who in self._given if who == id(receiver)]:
-            self._release(frame, id(receiver))
+            self._release(frame, receiver)
+        if self._peers is not None:
+            self._peers.straight.drop(receiver)
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
         for receivers in [*self._coming.values(), *self._shared.values()]:
@@ -248,7 +255,9 @@ class Restore:
             return
         for asked in batch:
             self._asked[id(asked.receiver)] = asked
+        wanted = Counter(itertools.chain.from_iterable(asked.left for asked in self._asked.values()))
         for asked in batch:
+            asked.whole = {frame for frame in asked.whole if wanted[frame] == 1}
             self._send(asked, set(asked.left))
             self._finish(asked)
 
@@ -262,9 +271,11 @@ class Restore:
         far = {frame for frame in rest - bad[From.PEER] if self._peers is not None and self._peers.can_have(frame)}
         rest -= far
         shared = self.fan.has_homes(rest - bad[From.HOME]) if self.fan is not None else set()
+        straight, asked.whole = far & asked.whole, set()
         self._from_window(asked, ready)
         self._from_store(asked, rest - shared)
-        self._from_peers(asked, far)
+        self._straight(asked, straight)
+        self._from_peers(asked, far - straight)
         self._from_homes(asked, shared)
 
     def _is_near(self, frame: int) -> bool:
@@ -289,6 +300,16 @@ class Restore:
             at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
         for first in range(0, len(at), AT_ONCE):
             asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
+
+    def _straight(self, asked: Asked, frames: set[int]) -> None:
+        """What nobody else here wants goes past the window, the first time."""
+
+        def left(these: list[int]) -> None:
+            if self._asked.get(id(asked.receiver)) is asked:
+                self._from_peers(asked, set(these))
+
+        if self._peers is not None and frames:
+            self._peers.stream(asked.receiver, frames, left)
 
     def _from_peers(self, asked: Asked, frames: set[int]) -> None:
         peers = self._peers
@@ -467,13 +488,15 @@ class Restore:
             asked.receiver.send({"t": "region", "region": _WINDOW, "bytes": arena.bytes}, [arena.fd])
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
-    def _release(self, frame: int, who: int) -> From | None:
-        """`who` is done with a frame of the window. Whence that came; None: it was not there."""
-        offset = self._given.pop((frame, who), None)
+    def _release(self, frame: int, receiver: Receiver) -> From | None:
+        """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
+        if self._peers is not None and self._peers.straight.has_come(frame, receiver):
+            return From.PEER
+        offset = self._given.pop((frame, id(receiver)), None)
         if offset is None:
             return None
         source = self._cells[offset].source
-        self._cells[offset].waiting.discard((frame, who))
+        self._cells[offset].waiting.discard((frame, id(receiver)))
         self._let_go(offset)
         return source
 
@@ -522,6 +545,15 @@ def _kind(error: object) -> str:
     if isinstance(error, NewerFormat):
         return NewerFormat.kind
     return "agent" if isinstance(error, AgentError | OSError | MemoryError) else "damaged"
+
+
+def frames_asked(message: Message) -> tuple[list[int], list[int]]:
+    """Of a rank's word `fetch`: the frames that it wants, and those that it takes whole. Errors: AgentError."""
+    blobs = message.blobs
+    if not 1 <= len(blobs) <= 2 or any(len(blob) % 4 or len(blob) > 4 * FRAMES_MAX for blob in blobs):
+        raise AgentError("fetch comes with the numbers of frames")
+    wanted, whole = (np.frombuffer(blob, dtype="<u4").tolist() for blob in (blobs[0], b"".join(blobs[1:])))
+    return wanted, whole
 
 
 def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:

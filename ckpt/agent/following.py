@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpt.agent.arena import Arena
 from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
@@ -26,7 +24,7 @@ from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Word
 from ckpt.agent.fanout import FanOut
-from ckpt.agent.fetch import Near, Restore
+from ckpt.agent.fetch import Near, Restore, frames_asked
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
 from ckpt.agent.moving import Moving
@@ -47,7 +45,7 @@ from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, NotLed
 from ckpt.events import Event
 from ckpt.notices.notice import Notice, Withdrawn
-from ckpt.types import FRAMES_MAX, Epoch, Identity
+from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.store.lineage import Claim
@@ -105,7 +103,8 @@ class Following:
         for notice, when in standing:
             self._standing.hear(notice, when)
         self._restore: Restore | None = None
-        self._fetching: list[tuple[Peer, Identity, list[int]]] = []  # until the coordinator has said where frames are
+        # Until the coordinator has said where frames are; see frames_asked.
+        self._fetching: list[tuple[Peer, Identity, tuple[list[int], list[int]]]] = []
         self._asking = False  # that
         self._limit_bytes: int | None = None  # of memory, the user's
         self._tell_steps()
@@ -202,6 +201,9 @@ class Following:
             if self._restore is not None:
                 ok, bad = ([int(n) for n in message.fields[name]] for name in ("ok", "bad"))
                 self._restore.got(peer, ok, bad)
+        elif message.kind == "streamed":
+            if self._restore is not None:
+                self._restore.streamed(peer, int(message.fields["stream"]))
         else:
             here = self._here[rank]
             if message.kind == "leave":
@@ -358,14 +360,12 @@ class Following:
 
     def _fetch(self, peer: Peer, message: Message) -> None:
         identity = Identity.parse(str(message.fields["identity"]))
-        if len(message.blobs) != 1 or len(message.blobs[0]) % 4 or len(message.blobs[0]) > 4 * FRAMES_MAX:
-            raise AgentError("fetch comes with the numbers of frames")
-        frames = np.frombuffer(message.blobs[0], dtype="<u4").tolist()
+        asked = frames_asked(message)
         peer.reply(int(message.fields["id"]), {})
         if self._restore is not None and self._restore.identity == identity:
-            self._restore.request(peer, frames)
+            self._restore.request(peer, *asked)
             return
-        self._fetching.append((peer, identity, frames))
+        self._fetching.append((peer, identity, asked))
         if not self._asking:
             self._ask_where(identity)
 
@@ -385,11 +385,11 @@ class Following:
                 self._restore = self._restore_from(identity, answer)
             except Exception as exc:  # whatever it may have sent: ranks wait for this
                 error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
-        for peer, wanted, frames in waiting:
+        for peer, wanted, asked in waiting:
             if wanted != identity:
-                self._fetching.append((peer, wanted, frames))
+                self._fetching.append((peer, wanted, asked))
             elif self._restore is not None:
-                self._restore.request(peer, frames)
+                self._restore.request(peer, *asked)
             else:
                 text = f"where {identity} is to be had is not known: {error}"
                 peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": "damaged"})

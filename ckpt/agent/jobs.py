@@ -300,7 +300,9 @@ class Job(TakenOver):
                 peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:
                 self.restore.got(peer, _numbers(fields["ok"]), _numbers(fields["bad"]))
-            case "got":
+            case "streamed" if self.restore is not None:
+                self.restore.streamed(peer, int(fields["stream"]))
+            case "got" | "streamed":
                 pass  # of a fetch that is over
             case _:
                 raise AgentError(f"the agent does not know the message {message.kind!r} from a rank")

@@ -1,19 +1,26 @@
 """Frames of a checkpoint that other nodes hold, on their way through a start's window to its ranks.
 
 They pass through the window's cells, whose pages are warm: memory of their own would cost more than all the rest, for
-its fresh pages. Frames that one holder does not give are asked of the next. Main thread only.
+its fresh pages. What one rank alone wants, and takes as it is, goes past it (`straight`). Frames that one holder does
+not give are asked of the next. Main thread only.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import logging
+import socket
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+
+import numpy as np
 
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.pulling import pull
+from ckpt.agent.straight import Receiver, Straight
 from ckpt.agent.window import Window
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
@@ -53,6 +60,7 @@ class PeerFrames:
         self._waiting: dict[Line, collections.deque[int]] = {}  # of these: to be fetched once there are cells
         self._fetches: dict[Fetch, Line] = {}
         self._closed = False
+        self.straight = Straight(self._post)
 
     def can_have(self, frame: int) -> bool:
         """Whether another node says that it holds it."""
@@ -67,6 +75,16 @@ class PeerFrames:
             self._wait((rank, self._holders(rank)), [frame], "nobody holds them")
         self.pump()
 
+    def stream(self, receiver: Receiver, frames: Iterable[int], left: Callable[[list[int]], None]) -> None:
+        """Gives them to that rank past the window. `left`: told of those that do not come so, in parts."""
+        lines: dict[Line, list[int]] = {}
+        for frame in sorted(frames):
+            rank = int(self._places.ranks[frame])
+            lines.setdefault((rank, self._holders(rank)), []).append(frame)
+        for (rank, holders), mine in lines.items():
+            self.straight.add(receiver, holders[0], mine, functools.partial(self._open, rank, holders[0]), left)
+        self.straight.pump()
+
     def pump(self) -> None:
         """Fetches what waits, as far as the window has room, from each holder in turn."""
         while sum(self._begin(line) for line in list(self._waiting)):
@@ -75,6 +93,7 @@ class PeerFrames:
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more: what another holds, too, is not waited for from there for as long as a
         transfer would. What nobody else holds is: it may only have been cut off."""
+        self.straight.source_gone(name)
         for line in [line for line in self._waiting if line[1][0] == name and len(line[1]) > 1]:
             self._elsewhere(line, list(self._waiting.pop(line)), f"agent {name} is gone")
         for fetch in [fetch for fetch, (_, held) in self._fetches.items() if held[0] == name and len(held) > 1]:
@@ -83,11 +102,17 @@ class PeerFrames:
 
     def close(self) -> None:
         self._closed = True
+        self.straight.close()
         self._waiting.clear()
         for fetch in list(self._fetches):
             fetch.cancel()
 
     # -- inside
+
+    def _open(self, rank: int, holder: str, frames: list[int]) -> Future[socket.socket]:
+        node, name = self._nodes[holder], name_of(self._places.identity, rank)
+        numbers = np.searchsorted(self._numbers[rank], frames).tolist()
+        return self._network.transport.stream(node.name, self._network.addresses(node), name, numbers)
 
     def _holders(self, rank: int) -> tuple[str, ...]:
         return tuple(name for name in self._places.holders.get(rank, ()) if name in self._nodes)

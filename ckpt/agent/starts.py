@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from ckpt.agent import candidates
 from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Lane
@@ -23,7 +21,7 @@ from ckpt.agent.candidates import Candidate
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
-from ckpt.agent.fetch import Memory, Near, Restore
+from ckpt.agent.fetch import Memory, Near, Restore, frames_asked
 from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
@@ -46,7 +44,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event
 from ckpt.settings import Settings, adopt_store_environment
-from ckpt.types import FRAMES_MAX, HERE, Epoch, Identity
+from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.fanout import FanOut
@@ -482,11 +480,9 @@ class Starts(Keeper):
         identity = Identity.parse(str(message.fields["identity"]))
         if job.restore is None or job.restore.identity != identity:
             raise AgentError(f"{identity} is not being restored now")
-        if len(message.blobs) != 1 or len(message.blobs[0]) % 4 or len(message.blobs[0]) > 4 * FRAMES_MAX:
-            raise AgentError("fetch comes with the numbers of frames")
-        frames = np.frombuffer(message.blobs[0], dtype="<u4").tolist()
+        frames, whole = frames_asked(message)
         peer.reply(int(message.fields["id"]), {})
-        job.restore.request(peer, frames)
+        job.restore.request(peer, frames, whole)
 
     def _member(self, peer: AnyPeer) -> tuple[Job, int]:
         for job in self._jobs():

@@ -2,31 +2,68 @@
 
 A frame counts as fetched only when its hash was right at, or after, the copy; a wrong one is reported and comes again
 from the agent's next source. The agent's windows are reused only after they were acknowledged.
+
+Of what this rank takes as one run, and no other rank of this node wants, the agent may hand over a connection to the
+node that has it: the bytes are received where they belong. What does not come, or not right, comes as the rest does.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
+import socket
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.peers.limit import PIECE_BYTES
+from ckpt.agent.peers.sockets import Receiver, cut
 from ckpt.errors import AgentError, from_kind
+from ckpt.format.frames import FrameHasher
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import Link
 from ckpt.types import Identity
 
+log = logging.getLogger("ckpt")
+
 SILENCE_S = 600.0  # how long the agent may deliver nothing; its own store operations give up long before
 BATCH_BYTES = 16 << 20  # per job of a copying thread: each ends with a message to the agent
+
+STALL_S = 30.0  # in which a connection moves something, or is given up
 
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
 
 
-def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int], deliver: Deliver) -> dict[str, int]:
-    """Calls `deliver` for each frame, on several threads at once; bytes by level they came from.
+class Rooms(Protocol):
+    """Where frames that are taken as one run lie."""
+
+    @property
+    def whole(self) -> Collection[int]:
+        """Which these are."""
+        ...
+
+    def room(self, frame: int) -> memoryview:
+        """To be filled with its bytes."""
+        ...
+
+    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+        """Whether that is the hash of its bytes."""
+        ...
+
+
+def fetch(
+    link: Link,
+    tasks: Tasks,
+    identity: Identity,
+    frames: Collection[int],
+    deliver: Deliver,
+    rooms: Rooms | None = None,
+) -> dict[str, int]:
+    """Calls `deliver` for each frame, on several threads at once, or fills its room; bytes by level they came from.
 
     Errors: DamagedData when a frame cannot be had from any source; AgentError when the agent goes away.
     """
@@ -34,37 +71,97 @@ def fetch(link: Link, tasks: Tasks, identity: Identity, frames: Collection[int],
     link.fetching = inbox
     regions: dict[int, Arena] = {}
     jobs: list[Future[None]] = []
+
+    def begin(work: Callable[..., None], *args: Any) -> None:
+        job = tasks.submit(work, link, *args)
+        jobs.append(job)
+        job.add_done_callback(lambda done: inbox.put(done) if done.exception() is not None else None)
+
+    received = _Received()
+    streams: list[socket.socket] = []
     try:
-        wanted = np.array(sorted(frames), dtype="<u4")
-        link.connection.request("fetch", {"identity": str(identity)}, blobs=[wanted.tobytes()])
+        blobs = [np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole if rooms else ())]
+        link.connection.request("fetch", {"identity": str(identity)}, blobs=blobs)
         while True:
             try:
                 message = inbox.get(timeout=SILENCE_S)
             except queue.Empty:
+                if received.is_news():
+                    continue
                 raise AgentError(f"the agent delivered nothing for {SILENCE_S:g} s while restoring") from None
             if message is None:
                 raise AgentError("the agent went away while restoring")
+            if isinstance(message, Future):
+                message.result()  # raises: what it was to acknowledge is not waited for
             if message.kind == "region":
                 regions[int(message.fields["region"])] = Arena.adopt(message.fds.pop())
             elif message.kind == "frames":
                 for batch in _batches(message.fields["at"]):
-                    jobs.append(tasks.submit(_copy, link, regions, batch, deliver))
+                    begin(_copy, regions, batch, deliver)
+            elif message.kind == "stream" and rooms is not None:
+                sock = socket.socket(fileno=message.fds.pop())
+                number, coming = int(message.fields["stream"]), list(message.fields["frames"])
+                streams.append(sock)
+                begin(_receive, sock, number, coming, rooms, received)
             else:
                 for job in jobs:
                     job.result()
                 if not message.fields["ok"]:
                     raise from_kind(str(message.fields["kind"]), str(message.fields["message"]))
                 return {str(k): int(v) for k, v in dict(message.fields.get("sources") or {}).items()}
-            done = [job for job in jobs if job.done()]
-            for job in done:
-                job.result()
-            jobs = [job for job in jobs if job not in done] if done else jobs
+            jobs[:] = [job for job in jobs if not job.done()]
     finally:
         link.fetching = None
+        for sock in streams:  # where all is well they have come to their end
+            cut(sock)
         for job in jobs:
             job.exception()
         # The kernel takes the pages out of our address space one by one: nobody has to wait for that.
         tasks.start("unmap", lambda: _close(regions))
+
+
+@dataclass(slots=True)
+class _Received:
+    """What has come by streams, of which the agent says nothing. `bytes`: some of it may not be counted, where two
+    streams count at once."""
+
+    bytes: int = 0
+    seen: int = 0
+
+    def is_news(self) -> bool:
+        news, self.seen = self.bytes != self.seen, self.bytes
+        return news
+
+
+def _receive(
+    link: Link, sock: socket.socket, number: int, frames: list[int], rooms: Rooms, received: _Received
+) -> None:
+    """Frames from a connection that gives nothing else, in that order. One that comes wrong, or not, ends it."""
+    good: list[int] = []
+    pending = 0
+    with sock:
+        receiver = Receiver(sock, STALL_S)
+        for frame in frames:
+            room, hasher = rooms.room(frame), FrameHasher()
+            try:
+                for first in range(0, len(room), PIECE_BYTES):
+                    piece = room[first : first + PIECE_BYTES]
+                    receiver.fill(piece)
+                    hasher.update(piece)
+                    received.bytes += len(piece)
+            except (OSError, EOFError) as exc:
+                log.info("a stream of %d frames ended at frame %d: %s", len(frames), frame, exc)
+                break
+            if not rooms.is_right(frame, hasher.result()):
+                log.warning("frame %d came damaged by a stream", frame)
+                break
+            good.append(frame)
+            pending += len(room)
+            if pending >= BATCH_BYTES:
+                link.connection.notify("got", {"ok": good, "bad": []})
+                good, pending = [], 0
+    link.connection.notify("got", {"ok": good, "bad": []})
+    link.connection.notify("streamed", {"stream": number})
 
 
 def _close(regions: dict[int, Arena]) -> None:

@@ -26,6 +26,8 @@ class Filler:
     any strides; gradients do not notice. Frames may be given in any order, by several threads at once, then `check` is
     due.
 
+    Those of `whole` may be put into their `room` by the caller, who checks their hash; see fetch.Rooms.
+
     Errors: those of `cuts`.
     """
 
@@ -69,6 +71,16 @@ class Filler:
                 pairs = _pairs(cut, data, self._tensors[cut.want])
                 self._landed += [(cut.want, part, _hash(source)) for source, part in pairs]
         return True
+
+    @property
+    def whole(self) -> Collection[int]:
+        return self._runs.keys()
+
+    def room(self, frame: int) -> memoryview:
+        return self._runs[frame].data
+
+    def is_right(self, frame: int, value: tuple[int, int]) -> bool:
+        return value == (self._hi[frame], self._lo[frame])
 
     def check(self) -> None:
         """Whether all tensors still hold what they were filled with.

@@ -43,7 +43,7 @@ def fill(link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targe
     ranks agreed. Bytes by level. Errors: DamagedData, AgentError; StateMismatch of `Filler.check`."""
     filler = Filler(manifest, targets.wants, targets.tensors)
     with link.standing_still():
-        sources = fetch(link, tasks, identity, filler.frames, filler)
+        sources = fetch(link, tasks, identity, filler.frames, filler, filler)
     filler.check()
     return sources
 

@@ -600,6 +600,9 @@ class SimTransport:
         wanted = list(range(len(frames)) if only is None else only)
         return SimFetch(self._fabric, peer, name, target, frames, wanted, landed, numbers)
 
+    def stream(self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]) -> Any:
+        raise AgentError("there are no connections here")
+
     def accept(self, sock: Any, session: Any) -> None:
         raise AssertionError("nobody connects here")
 

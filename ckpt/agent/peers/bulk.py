@@ -27,8 +27,10 @@ from ckpt.agent.peers.pull import (
     GO,
     NUMBER,
     WANT,
+    Dial,
     TcpFetch,
     Terms,
+    ask_for,
     be_nice,
     settled_by_us,
 )
@@ -81,6 +83,7 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._offers: dict[str, _Offer] = {}
         self._fetches: set[TcpFetch] = set()
+        self._dialling: set[socket.socket] | None = set()  # of streams that are not there yet; None: closed
         self._served, self._served_max = 0, served_max
         self._given = 0  # pieces, to anybody. Two at once may count as one
 
@@ -127,6 +130,44 @@ class TcpTransport:
         fetch.start(self._tasks)
         return fetch
 
+    def stream(
+        self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
+    ) -> Future[socket.socket]:
+        opened: Future[socket.socket] = settled_by_us()
+        dial = Dial(self._urgent, peer, name, list(addresses), self._dials, self._dialled)
+
+        def work() -> None:
+            sock: socket.socket | None = None
+            try:
+                sock, session = dial.connect()
+                ask_for(sock, session, numbers)
+                with self._lock:
+                    if self._dialling is None:
+                        raise AgentError("the transport is closed")
+                    self._dialling.discard(sock)
+            except Exception as exc:
+                if sock is not None:
+                    self._dialled(sock)
+                known = isinstance(exc, OSError | AgentError)
+                opened.set_exception(exc if known else AgentError(f"{name} of agent {peer}: {exc}"))
+            else:
+                opened.set_result(sock)
+
+        self._tasks.start("stream", work)
+        return opened
+
+    def _dials(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._dialling is None:
+                raise OSError("the transport is closed")
+            self._dialling.add(sock)
+
+    def _dialled(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self._dialling is not None:
+                self._dialling.discard(sock)
+            sock.close()
+
     def set_rate(self, bytes_per_s: float | None) -> None:
         self._outward.set_rate(bytes_per_s)
         self._inward.set_rate(bytes_per_s)
@@ -134,6 +175,9 @@ class TcpTransport:
     def close(self) -> None:
         with self._lock:
             names, fetches = list(self._offers), list(self._fetches)
+            for sock in self._dialling or ():
+                cut(sock)
+            self._dialling = None
         for name in names:
             self.withdraw(name)
         for fetch in fetches:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.agent.bulk import NICE
 from ckpt.agent.peers import auth
@@ -63,6 +64,62 @@ class Terms:
     nice: bool = True
 
 
+@dataclass(slots=True)
+class Dial:
+    """Makes connections that give frames of the offer `name` of the agent `peer`. `addresses`: where that listens; the
+    one that led there last, first. `keep`: given each socket before it is waited for; may refuse it by OSError. `drop`:
+    given it back, to close it, where it came to nothing."""
+
+    terms: Terms
+    peer: str
+    name: str
+    addresses: list[Address]
+    keep: Callable[[socket.socket], None]
+    drop: Callable[[socket.socket], None]
+
+    def connect(self) -> tuple[socket.socket, Session]:
+        """Errors: _TurnedAway where it serves as many as it can; OSError, EOFError, AgentError."""
+        error: Exception | None = None
+        for address in self.addresses:
+            try:
+                made = self._connect_to(address)
+            except (OSError, EOFError, AgentError) as exc:
+                error = exc
+            else:
+                self.addresses = [address, *(each for each in self.addresses if each != address)]
+                return made
+        raise error or OSError("no address")
+
+    def _connect_to(self, address: Address) -> tuple[socket.socket, Session]:
+        error: OSError | None = None
+        for place in resolve(address):
+            sock = socket.socket(place.family, socket.SOCK_STREAM)
+            try:
+                self.keep(sock)
+                tune(sock)
+                sock.settimeout(CONNECT_S)
+                sock.connect(place.sockaddr)
+                session = self._greet(sock)
+                _await_turn(sock, session)
+                wait_at_most(sock, self.terms.stall_s)
+                return sock, session
+            except BaseException as exc:
+                self.drop(sock)
+                if not isinstance(exc, OSError):
+                    raise
+                error = exc
+        raise error or OSError("no address")
+
+    def _greet(self, sock: socket.socket) -> Session:
+        wait_at_most(sock, HANDSHAKE_S)
+        handshake = self.terms.greet(self.name, self.peer)
+        sock.sendall(handshake.first)
+        while handshake.session is None:
+            header = receive_exactly(sock, auth.HEADER_BYTES)
+            sock.sendall(handshake.step(bytes(header + receive_exactly(sock, auth.body_bytes(header)))))
+        return handshake.session
+
+
 class TcpFetch:
     """See Fetch. Its threads share the ledger: each connects, asks, receives, and connects again when it was cut."""
 
@@ -83,7 +140,7 @@ class TcpFetch:
         self.done = settled_by_us()
         self._numbers = numbers if numbers is not None else range(len(frames))
         self._terms, self._peer, self._name = terms, peer, name
-        self._addresses = list(addresses)  # the one that led there last, first
+        self._dial = Dial(terms, peer, name, list(addresses), self._keep, self._drop)
         self._target, self._landed = target.cast("B"), landed
         self._places = frames.places()
         self._ledger = ledger
@@ -178,7 +235,7 @@ class TcpFetch:
                 # Not all at once, where a sender has turned away many at once.
                 self._changed.wait_for(lambda: self._over, pause_s * random.uniform(0.5, 1.5))
                 return
-        what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._addresses))}"
+        what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._dial.addresses))}"
         how = f"{self._cuts} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
         self._fail(AgentError(f"{what}: {how}; the last: {error}"))
 
@@ -202,62 +259,25 @@ class TcpFetch:
 
     def _use_connection(self, asked: collections.deque[int]) -> None:
         """Connects and receives until nothing is left to ask for. `asked`: asked for and not here, oldest first."""
-        sock, session = self._connect()
+        sock, session = self._dial.connect()
         try:
             receiver = Receiver(sock, self._terms.stall_s)
             while self._ask(sock, session, asked):
                 self._receive(receiver, asked[0])
                 asked.popleft()
         finally:
-            with self._changed:
-                self._socks.discard(sock)
-                sock.close()
+            self._drop(sock)
 
-    def _connect(self) -> tuple[socket.socket, Session]:
-        error: Exception | None = None
-        for address in self._addresses:
-            try:
-                made = self._connect_to(address)
-            except (OSError, EOFError, AgentError) as exc:
-                error = exc
-            else:
-                self._addresses = [address, *(each for each in self._addresses if each != address)]
-                return made
-        raise error or OSError("no address")
+    def _keep(self, sock: socket.socket) -> None:
+        with self._changed:
+            if self._over:
+                raise OSError("it is over")
+            self._socks.add(sock)
 
-    def _connect_to(self, address: Address) -> tuple[socket.socket, Session]:
-        error: OSError | None = None
-        for place in resolve(address):
-            sock = socket.socket(place.family, socket.SOCK_STREAM)
-            try:
-                with self._changed:
-                    if self._over:
-                        raise OSError("it is over")
-                    self._socks.add(sock)
-                tune(sock)
-                sock.settimeout(CONNECT_S)
-                sock.connect(place.sockaddr)
-                session = self._greet(sock)
-                _await_turn(sock, session)
-                wait_at_most(sock, self._terms.stall_s)
-                return sock, session
-            except BaseException as exc:
-                with self._changed:
-                    self._socks.discard(sock)
-                    sock.close()
-                if not isinstance(exc, OSError):
-                    raise
-                error = exc
-        raise error or OSError("no address")
-
-    def _greet(self, sock: socket.socket) -> Session:
-        wait_at_most(sock, HANDSHAKE_S)
-        handshake = self._terms.greet(self._name, self._peer)
-        sock.sendall(handshake.first)
-        while handshake.session is None:
-            header = receive_exactly(sock, auth.HEADER_BYTES)
-            sock.sendall(handshake.step(bytes(header + receive_exactly(sock, auth.body_bytes(header)))))
-        return handshake.session
+    def _drop(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._socks.discard(sock)
+            sock.close()
 
     def _ask(self, sock: socket.socket, session: Session, asked: collections.deque[int]) -> bool:
         """Asks for more where too little is on its way; whether anything is."""
@@ -268,7 +288,7 @@ class TcpFetch:
             more = [] if self._error is not None else self._ledger.take(ASK_FRAMES - len(asked), room)
         asked.extend(more)
         if more:
-            send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(NUMBER.pack(self._numbers[n]) for n in more))))
+            ask_for(sock, session, [self._numbers[n] for n in more])
         return bool(asked)
 
     def _receive(self, receiver: Receiver, number: int) -> None:
@@ -303,6 +323,11 @@ class TcpFetch:
                 self._fail(exc)
 
 
+def ask_for(sock: socket.socket, session: Session, numbers: Sequence[int]) -> None:
+    """At most ASK_FRAMES, by the numbers of the offer. Errors: OSError."""
+    send_all(sock, memoryview(session.sealer.seal(WANT, b"".join(map(NUMBER.pack, numbers)))))
+
+
 def _await_turn(sock: socket.socket, session: Session) -> None:
     """The sender's first word. Errors: _TurnedAway; OSError, EOFError, AgentError."""
     header = receive_exactly(sock, auth.RECORD_HEADER_BYTES)
@@ -325,8 +350,8 @@ class _Wrong(Exception):
     """A frame that has another hash than was announced; it is asked for again on a new connection."""
 
 
-def settled_by_us() -> Future[None]:
-    future: Future[None] = Future()
+def settled_by_us() -> Future[Any]:
+    future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # nobody else can cancel it
     return future
 

@@ -26,6 +26,7 @@ from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX
 if TYPE_CHECKING:
     from ckpt.agent.peers.auth import Dialler, Session
 
+STREAM_FRAMES = 512  # of one stream
 WRONG_MAX = 3  # how often one frame may arrive with another hash
 
 U64 = npt.NDArray[np.uint64]
@@ -188,6 +189,16 @@ class Transport(Protocol):
         that listens, best first. `landed`: told of each that is in place and checked, on a thread of the transport.
         `urgent`: as of an offer. `numbers`: what the offer calls each of `frames`, where these are not all that it
         has. Cut connections are made anew as long as frames keep arriving. Errors: AgentError."""
+        ...
+
+    def stream(
+        self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
+    ) -> Future[socket.socket]:
+        """A connection from which come the bytes of these frames of the offer `name` of the agent `peer`, in this
+        order, and nothing else: for who reads them into memory of his own, and checks them. A start waits for them. It
+        may end before they are all there; then the rest is fetched. At most STREAM_FRAMES. Whoever waits owns the
+        socket; a call on it waits no longer than the transport's own. AgentError or OSError in the future where there
+        is none to be had; a transport that moves bytes by other ways has none. Errors: CkptError once it is closed."""
         ...
 
     def accept(self, sock: socket.socket, session: Session) -> None:

@@ -534,3 +534,42 @@ def test_lists_of_frames_survive_the_wire_and_hostile_ones_are_refused() -> None
 
 def _columns(offsets: list[int], lengths: list[int]) -> tuple[np.ndarray, ...]:
     return np.array(offsets, np.uint64), np.array(lengths, np.uint64), np.zeros((len(offsets), 2), np.uint64)
+
+
+@pytest.mark.parametrize("numbers", [[3, 0, 5], list(range(len(LENGTHS)))])
+def test_a_stream_gives_the_bytes_of_the_frames_asked_for_in_that_order_and_nothing_else(
+    numbers: list[int], node: Made, loop: TurnedLoop
+) -> None:
+    sender, receiver = node("a", stall_s=1.0), node("b")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames, urgent=True)
+    opened = receiver.transport.stream("a", [sender.address], NAME, numbers)
+    loop.until(opened.done)
+    parts = [source[at : at + length] for at, length in (frames.places()[number] for number in numbers)]
+    with opened.result() as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert bytes(receive_exactly(sock, sum(map(len, parts)))) == b"".join(parts)
+        assert sock.recv(1) == b""
+
+
+def test_a_stream_that_nobody_gives_is_an_error_and_none_is_left_by_who_closes(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a", served_max=1, stall_s=1000.0), node("b")
+    source, frames = content()
+    unknown = receiver.transport.stream("a", [sender.address], NAME, [0])
+    loop.until(unknown.done)
+    assert isinstance(unknown.exception(), AgentError | OSError)
+    sender.transport.offer(NAME, memoryview(source), frames)
+    first = receiver.transport.stream("a", [sender.address], NAME, [0])
+    loop.until(first.done)
+    second = receiver.transport.stream("a", [sender.address], NAME, [0])
+    loop.until(second.done)
+    assert isinstance(second.exception(), AgentError), "it serves as many as it can"
+    first.result().close()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        third = receiver.transport.stream("a", [Address("127.0.0.1", silent.getsockname()[1])], NAME, [0])
+        receiver.transport.close()
+        assert third.exception(BOUND_S) is not None
+    with pytest.raises(CkptError):
+        receiver.transport.stream("a", [sender.address], NAME, [0])

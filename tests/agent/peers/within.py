@@ -114,6 +114,11 @@ class Within:
             if fetch.landed(ours, frame_hash(target[offset : offset + length])):
                 return
 
+    def stream(
+        self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]
+    ) -> Future[socket.socket]:
+        raise AgentError("there are no connections here")
+
     def accept(self, sock: socket.socket, session: Session) -> None:
         sock.close()
 
