@@ -77,12 +77,9 @@ class Straight:
 
     def pump(self) -> None:
         """Begins what waits, as far as its holder has not enough to give."""
-        busy = collections.Counter(stream.holder for stream in self._open.values())
-        for stream in list(self._waiting):
-            if busy[stream.holder] < STREAMS:
-                busy[stream.holder] += 1
-                self._waiting.remove(stream)
-                self._begin(stream)
+        while (stream := self._next()) is not None:
+            self._waiting.remove(stream)
+            self._begin(stream)
 
     def has_come(self, frame: int, receiver: Receiver) -> bool:
         """That rank has it, and it came by a stream; False where it did not."""
@@ -109,7 +106,7 @@ class Straight:
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more: what it was to give comes from elsewhere, or by the window once it is
         back. Ranks find a connection at its end, and say so."""
-        for stream in [each for each in self._waiting if each.holder == name]:
+        while (stream := next((each for each in self._waiting if each.holder == name), None)) is not None:
             self._waiting.remove(stream)
             self._give_up(stream)
         for stream in self._open.values():
@@ -123,6 +120,10 @@ class Straight:
         self._open.clear()
 
     # -- inside
+
+    def _next(self) -> Stream | None:
+        busy = collections.Counter(stream.holder for stream in self._open.values())
+        return next((stream for stream in self._waiting if busy[stream.holder] < STREAMS), None)
 
     def _begin(self, stream: Stream) -> None:
         number = next(self._numbers)

@@ -256,6 +256,21 @@ def test_a_holder_gives_a_few_streams_at_a_time_and_each_is_of_bounded_length() 
     assert sorted(each.left) == list(range(count)), "each frame is given back once"
 
 
+def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_the_rest() -> None:
+    straight, each, other = Straight(lambda what: what()), Opened(), Opened()
+    count = STREAMS * STREAM_FRAMES * 2
+
+    def left(frames: list[int]) -> None:
+        each.left += frames
+        straight.drop(other)
+
+    for who in (each, other):
+        straight.add(who, "b", list(range(count)), who.open, left)
+    straight.source_gone("b")
+    assert sorted(each.left) == list(range(count)), "of the other, which was dropped, nothing is given back"
+    assert not straight._waiting
+
+
 def test_few_frames_are_not_divided_among_connections() -> None:
     straight, each = Straight(lambda what: what()), Opened()
     straight.add(each, "b", list(range(SHARE_MIN)), each.open, each.left.extend)
