@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-BASE = {"errors", "types", "clock", "collector", "tasks", "events", "settings"}
+BASE = {"errors", "types", "clock", "cgroups", "collector", "tasks", "events", "settings"}
 LEAVES = {"format", "plan", "policy", "storage", "notices", "predict"}
 BELOW_STORE = BASE | LEAVES
 BELOW_AGENT = BELOW_STORE | {"store"}

@@ -7,11 +7,11 @@ one before it), one (each snapshot waits until the one before it is in the store
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.cgroups import CGROUPS, groups
 from ckpt.errors import AgentError
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
@@ -19,7 +19,6 @@ WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _NUMBERS = ("slots", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes")
 
 
@@ -104,49 +103,27 @@ def plan_told(told: Any) -> MemoryPlan:
     return MemoryPlan(**numbers, bound=str(told.get("bound", ""))[:100])
 
 
-def free_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS, own: str | None = None) -> int:
+def free_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None = None) -> int:
     """What may still be taken: what the kernel has available, and what our control group, and those that it is in, have
-    left of their limits. `own`: /proc/self/cgroup."""
+    left of their limits. Caches that the kernel takes back at once are not in use, for either. `at`, `own`: see
+    cgroups.groups."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     free = int(fields["MemAvailable"].split()[0]) << 10
-    for limit, used in _limits(cgroups, own):
+    for group in groups(at, own):
         with contextlib.suppress(OSError, ValueError):  # another version of control groups, or "max": no limit
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
+            free = min(free, group.limit_bytes() - group.used_bytes())
     return max(0, free)
 
 
-def total_bytes(meminfo: str | None = None, cgroups: Path = _CGROUPS, own: str | None = None) -> int:
+def total_bytes(meminfo: str | None = None, at: Path = CGROUPS, own: str | None = None) -> int:
     """What there is at all: of the machine, or within our control groups' limits."""
     text = meminfo if meminfo is not None else Path("/proc/meminfo").read_text()
     found = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    for limit, _ in _limits(cgroups, own):
+    for group in groups(at, own):
         with contextlib.suppress(OSError, ValueError):
-            found = min(found, int(limit.read_text()))
+            found = min(found, group.limit_bytes())
     return found
-
-
-def _limits(cgroups: Path, own: str | None) -> Iterator[tuple[Path, Path]]:
-    """The files that say how much a group may have and has: of our own group (a service's, or a batch job's) and of all
-    that it is in. In a container ours is at the root. cgroups(7)."""
-    text = own if own is not None else _own_groups()
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            for group in (Path(path), *Path(path).parents):
-                at = cgroups / controllers / str(group).lstrip("/")
-                if controllers:
-                    yield at / "memory.limit_in_bytes", at / "memory.usage_in_bytes"
-                else:
-                    yield at / "memory.max", at / "memory.current"
-    yield cgroups / "memory.max", cgroups / "memory.current"
-    yield cgroups / "memory/memory.limit_in_bytes", cgroups / "memory/memory.usage_in_bytes"
-
-
-def _own_groups() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/self/cgroup").read_text()
-    return ""
 
 
 def _mib(count: int) -> str:

@@ -19,13 +19,13 @@ Nothing here raises for what a file holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.cgroups import groups, text
 from ckpt.predict.gpus import Gpus
 
-FILE_BYTES_MAX = 1 << 16
 DEVICES_MAX = 32  # disks, interfaces, memory controllers: of more the first by name
 VIRTUAL = ("loop", "ram", "zram", "dm-", "md", "sr", "fd")  # they have their requests from a disk that is counted
 
@@ -38,16 +38,6 @@ class Roots:
     sys: Path = Path("/sys")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A control group with a limit."""
-
-    limit: Path
-    used: Path
-    stat: Path
-    cache: str  # its name in stat for what is given back first
-
-
 class Sampler:
     """Reads them. One thread at a time. What is there is found out once: a disk that comes later is not seen."""
 
@@ -55,7 +45,7 @@ class Sampler:
         roots = Roots() if roots is None else roots
         self._gpus = gpus
         self._meminfo = roots.proc / "meminfo"
-        self._groups = list(_groups(roots))
+        self._groups = [group for group in groups(roots.sys / "fs/cgroup", _own(roots)) if group.folder.is_dir()]
         self._pressure = {name: roots.proc / "pressure" / name for name in ("memory", "io", "cpu")}
         self._ecc = {
             f"ecc.{what}": _some(roots.sys / "devices/system/edac/mc", f"mc*/{file}")
@@ -81,7 +71,7 @@ class Sampler:
         self._stalls(counters)
         for name, paths in self._ecc.items():
             _count(counters, name, paths, int)
-        _count(counters, "disk.errors", self._disk_errors, lambda text: int(text, 16))
+        _count(counters, "disk.errors", self._disk_errors, lambda told: int(told, 16))
         for name, paths in self._net.items():
             _count(counters, name, paths, int)
         if step_ratio is not None:
@@ -102,19 +92,17 @@ class Sampler:
 
     def _memory(self, found: dict[str, float]) -> None:
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError, ArithmeticError):
-            info = {line.split()[0]: int(line.split()[1]) for line in _text(self._meminfo).splitlines()[:3]}
+            info = {line.split()[0]: int(line.split()[1]) for line in text(self._meminfo).splitlines()[:3]}
             found["memory.used"] = 1 - info["MemAvailable:"] / info["MemTotal:"]
         for group in self._groups:
             with contextlib.suppress(OSError, ValueError, ArithmeticError):
-                limit = int(_text(group.limit))
-                cache = int(_text(group.stat).partition(f"\n{group.cache} ")[2].split("\n", 1)[0] or 0)
-                part = (int(_text(group.used)) - cache) / limit  # next to 0 where version 1 has no limit
+                part = group.used_bytes() / group.limit_bytes()  # next to 0 where version 1 has no limit
                 found["memory.used"] = max(found.get("memory.used", 0.0), part)
 
     def _stalls(self, counters: dict[str, float]) -> None:
         for name, path in self._pressure.items():
             with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
-                for line in _text(path).splitlines():
+                for line in text(path).splitlines():
                     kind, total = line.split()[0], line.rpartition("total=")[2]
                     if kind == "some" or (kind == "full" and name != "cpu"):  # a whole machine never waits for its cpu
                         counters[f"{name}.{kind}"] = int(total) / 1e6
@@ -124,7 +112,7 @@ class Sampler:
         found: dict[str, float] = {}
         for path in self._disks:
             with contextlib.suppress(OSError, ValueError, IndexError, ArithmeticError):
-                fields = [int(each) for each in _text(path).split()]
+                fields = [int(each) for each in text(path).split()]
                 found[f"{path}:ended"] = fields[0] + fields[4]
                 found[f"{path}:took"] = (fields[3] + fields[7]) / 1e3
         return found
@@ -138,22 +126,10 @@ class Sampler:
                 found["disk.wait_s"] = max(found.get("disk.wait_s", 0.0), each_s)
 
 
-def _groups(roots: Roots) -> Iterator[_Group]:
-    """Those that this process is in, version 2 and 1, from the innermost to the root."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in _text(roots.proc / "self/cgroup").splitlines():
-            _, controllers, inner = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root = roots.sys / "fs/cgroup" / ("memory" if controllers else "")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            limit, used, cache = names if controllers else ("memory.max", "memory.current", "inactive_file")
-            inside = root / inner.lstrip("/")
-            for folder in (inside, *inside.parents):
-                if not folder.is_relative_to(root):
-                    break
-                if (folder / limit).exists() and (folder / used).exists():
-                    yield _Group(folder / limit, folder / used, folder / "memory.stat", cache)
+def _own(roots: Roots) -> str:
+    with contextlib.suppress(OSError):
+        return text(roots.proc / "self/cgroup")
+    return ""
 
 
 def _some(folder: Path, pattern: str) -> list[Path]:
@@ -167,9 +143,4 @@ def _count(counters: dict[str, float], name: str, paths: list[Path], number: Cal
     """The sum over these files, where one of them can be read."""
     for path in paths:
         with contextlib.suppress(OSError, ValueError, ArithmeticError):
-            counters[name] = counters.get(name, 0.0) + number(_text(path))
-
-
-def _text(path: Path) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return file.read(FILE_BYTES_MAX).decode("ascii", "replace")
+            counters[name] = counters.get(name, 0.0) + number(text(path))

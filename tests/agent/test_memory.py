@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from ckpt.agent import memory
+from ckpt.agent import memory, relief
+from ckpt.agent.arena import Arena
+from ckpt.cgroups import Group, groups
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       65536000 kB\nMemFree:  1000 kB\nMemAvailable:   33554432 kB\n"
@@ -68,6 +71,93 @@ def test_the_limit_of_any_control_group_that_we_are_in_counts(
     assert memory.free_bytes(MEMINFO, tmp_path, own) == 2 * GIB
     assert memory.total_bytes(MEMINFO, tmp_path, own) == 3 * GIB
     assert memory.free_bytes(MEMINFO, tmp_path, "0::/elsewhere\n") == (2 if not limited else 32) * GIB
+
+
+V2 = {
+    "limit": "memory.max",
+    "used": "memory.current",
+    "shared": "shmem",
+    "cache": "file",
+    "inactive": "inactive_file",
+    "active": "active_file",
+    "dirty": "file_dirty",
+    "writeback": "file_writeback",
+}
+V1 = {
+    "limit": "memory/memory.limit_in_bytes",
+    "used": "memory/memory.usage_in_bytes",
+    **{name: f"total_{name}" for name in ("cache", "dirty", "writeback")},
+    "shared": "total_shmem",
+    "inactive": "total_inactive_file",
+    "active": "total_active_file",
+}
+
+
+def group(at: Path, names: dict[str, str], limit_gib: float, used_gib: float, **stat_gib: float) -> None:
+    """Makes it: a limit, what is charged to it, and what of that is said in its statistics."""
+    (at / names["limit"]).parent.mkdir(parents=True, exist_ok=True)
+    (at / names["limit"]).write_text(f"{int(limit_gib * GIB)}\n")
+    (at / names["used"]).write_text(f"{int(used_gib * GIB)}\n")
+    rows = "".join(f"{names[name]} {int(gib * GIB)}\n" for name, gib in stat_gib.items())
+    (at / names["limit"]).with_name("memory.stat").write_text(f"anon 5\n{rows}slab 7\n")
+
+
+@pytest.mark.parametrize("names", [V2, V1])
+@pytest.mark.parametrize("active_gib", [0, 5, 55])
+def test_a_container_that_streams_files_has_what_their_cache_takes(
+    tmp_path: Path, names: dict[str, str], active_gib: int
+) -> None:
+    """Or all saves would be refused, and memory be given back for ever, beside 55 GiB that the kernel holds ready."""
+    group(tmp_path, names, 64, 63.9, cache=55, inactive=55 - active_gib, active=active_gib)
+    meminfo = f"MemTotal: {512 << 20} kB\nMemAvailable: {400 << 20} kB\n"
+    free = memory.free_bytes(meminfo, tmp_path, "")
+    assert free == pytest.approx(55.1 * GIB)
+    assert memory.plan(4 * GIB, 0, 0, None, free).slots == memory.SLOTS
+    assert not relief.missing_bytes(free, memory.total_bytes(meminfo, tmp_path, ""))
+
+
+@pytest.mark.parametrize("names", [V2, V1])
+def test_shared_memory_and_what_is_to_be_written_first_are_in_use(tmp_path: Path, names: dict[str, str]) -> None:
+    group(tmp_path, names, 20, 19, cache=18, shared=10, inactive=5, active=3, dirty=2, writeback=1)
+    assert memory.free_bytes(MEMINFO, tmp_path, "") == 6 * GIB
+    group(tmp_path, names, 20, 19, cache=10, shared=10, dirty=2)
+    assert memory.free_bytes(MEMINFO, tmp_path, "") == GIB
+    group(tmp_path, names, 20, 3, cache=5, inactive=5)  # the numbers are not of one moment
+    assert memory.free_bytes(MEMINFO, tmp_path, "") == 20 * GIB
+
+
+def test_a_group_without_statistics_has_what_is_charged_to_it_in_use(tmp_path: Path) -> None:
+    group(tmp_path, V2, 20, 19, inactive=5)
+    for text in (None, "", "inactive_file", "inactive_file x", "active_file 1\ninactive_file \n"):
+        (tmp_path / "memory.stat").unlink(missing_ok=True)
+        if text is not None:
+            (tmp_path / "memory.stat").write_text(text)
+        assert memory.free_bytes(MEMINFO, tmp_path, "") == pytest.approx(GIB, abs=1)
+
+
+def test_each_group_that_we_are_in_gives_back_what_is_charged_to_it(tmp_path: Path) -> None:
+    """The outer one has files of others', too, and less left all the same."""
+    group(tmp_path / "batch/job7", V2, 8, 8, inactive=6)
+    group(tmp_path / "batch", V2, 30, 30, inactive=9)
+    assert memory.free_bytes(MEMINFO, tmp_path, "0::/batch/job7\n") == 6 * GIB
+    group(tmp_path / "batch", V2, 30, 30, inactive=4)
+    assert memory.free_bytes(MEMINFO, tmp_path, "0::/batch/job7\n") == 4 * GIB
+    group(tmp_path / "batch", V2, 30, 30, inactive=9, shared=20)
+    assert memory.free_bytes(MEMINFO, tmp_path, "0::/batch/job7\n") == 6 * GIB
+
+
+def test_a_memfd_is_on_no_list_of_file_pages() -> None:
+    """On this machine's kernel, where it tells. Other processes' memory goes meanwhile, too: once is enough."""
+    told = [group for group in groups() if (group.folder / "memory.stat").exists()]
+    assert not told or any(grows(told[0]) > 32 << 20 for _ in range(5))
+
+
+def grows(group: Group) -> int:
+    """By how much with an arena of 64 MiB."""
+    before = group.used_bytes()
+    with contextlib.closing(Arena.create(64 << 20)) as arena:
+        arena.warm()
+        return group.used_bytes() - before
 
 
 @pytest.mark.parametrize(

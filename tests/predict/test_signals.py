@@ -100,7 +100,8 @@ def test_memory_is_counted_against_the_control_groups_limit(
     """The group of this process has none; the one around it has."""
     machine(tmp_path)
     put(tmp_path, "proc/self/cgroup", f"9:cpuset:/x\n{group}")
-    values = ("1000", "950", f"cache 5\nfile 3\n{cache} 50\nslab 1")
+    active = cache.replace("inactive", "active")
+    values = ("1000", "950", f"cache 5\nfile 3\n{cache} 30\n{active} 20\nslab 1")
     for name, value in zip(names, values, strict=True):
         put(tmp_path, f"sys/fs/cgroup/{name}", value)
     inner = "/".join(names[0].split("/")[:-1]) + "/b/" + names[0].split("/")[-1]
