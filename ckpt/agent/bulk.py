@@ -31,7 +31,15 @@ class Lane(enum.Enum):
     PARITY = "parity"  # waits for other nodes' bytes
 
 
-_THREADS = {Lane.FRONT: 4, Lane.MEMORY: 2, Lane.COMMIT: 1, Lane.PART: 1, Lane.STORE: 2, Lane.PARITY: 4}
+PARITY_THREADS = 4  # each works in memory of its own
+_THREADS = {
+    Lane.FRONT: 4,
+    Lane.MEMORY: 2,
+    Lane.COMMIT: 1,
+    Lane.PART: 1,
+    Lane.STORE: 2,
+    Lane.PARITY: PARITY_THREADS,
+}
 
 
 class Bulk:

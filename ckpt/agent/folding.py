@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.bulk import PARITY_THREADS
 from ckpt.agent.copies import PIECE_BYTES, Described
 from ckpt.agent.holdings import sealed
 from ckpt.agent.peers.sockets import Address
@@ -30,6 +31,7 @@ from ckpt.types import Identity
 BATCH_BYTES = 16 << 20  # of frames that are fetched at once; while one is added the next is on its way
 WINDOW_BYTES = 32 << 20  # of a stripe that is solved at once
 SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # what a thread needs, where no frame is larger than a batch
+WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all of them need, beside training
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,12 @@ def chunk_frames(data: memoryview, length: int) -> Frames:
 
 class Folding:
     """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
-    be what they are said to be, if it failed by that."""
+    be what they are said to be, if it failed by that. `filled_bytes`: of what is made again, so far; any thread."""
 
     def __init__(self, transport: Transport | None, moved: Callable[[], None] = lambda: None) -> None:
         """`transport`: None where everything is here. `moved`: told of each frame that is done with."""
         self.spoiled = ""
+        self.filled_bytes = 0
         self._moved = moved
         self._transport = transport
         self._scratch = Scratch()
@@ -165,6 +168,7 @@ class Folding:
                 for piece in pieces(described.frames.lengths, run.start, run.stop):
                     at = int(described.frames.offsets[piece.frame]) + piece.offset
                     arena.view[at : at + piece.length] = memoryview(data)[piece.at : piece.at + piece.length]
+                    self.filled_bytes += piece.length
 
     def _add_source(
         self, targets: Mapping[Row, bytearray], place: int, source: Sequence[Run], origins: Mapping[int, Origin]

@@ -206,9 +206,7 @@ class Others(Leading):
                 self._asked_of_parity(channel, message)
                 return
             case "withdraw":
-                if self.network is not None:
-                    identity = Identity.parse(str(fields["identity"]))
-                    self.copies.withdraw(self.network.transport, identity, _reader(channel, fields))
+                self.parities.withdraw(Identity.parse(str(fields["identity"])), _reader(channel, fields))
                 return
             case "borrow":
                 raise AgentError("this agent lends no memory; it is that of a job's node")

@@ -22,14 +22,8 @@ import msgpack
 from ckpt.agent import memory
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described, transfer_of
-from ckpt.agent.folding import (
-    SCRATCH_BYTES,
-    Chunk,
-    ChunkName,
-    Folding,
-    Origin,
-    row_from,
-)
+from ckpt.agent.folding import Chunk, ChunkName, Folding, Origin, row_from
+from ckpt.agent.making import Making, Work
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames
@@ -108,10 +102,11 @@ class Parities:
         copies: Copies,
         arenas_of: Callable[[Identity], dict[int, Arena]],
         network: Callable[[], Network | None],
+        free_bytes: Callable[[], int] = memory.free_bytes,
     ) -> None:
         self._bulk, self._post, self._copies = bulk, post, copies
-        self._arenas_of, self._network = arenas_of, network
-        self._making_bytes = 0  # of what is made again, until it is a copy
+        self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
+        self._making = Making(copies, free_bytes)
 
     def have(self, node: str, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         """That node does it: `then` hears the blobs of its answer and "", or what went wrong; later than this call.
@@ -131,9 +126,16 @@ class Parities:
             return
         for node in nodes:
             if not node or node == network.me:
-                self._copies.withdraw(network.transport, identity, reader)
+                self.withdraw(identity, reader)
             else:
                 network.tell(node, {"t": "withdraw", "identity": str(identity), "reader": reader})
+
+    def withdraw(self, identity: Identity, reader: str) -> None:
+        """That reader has done with what there is of it here, and waits for nothing that would still be made of it."""
+        network = self._network()
+        if network is not None:
+            self._copies.withdraw(network.transport, identity, reader)
+        self._making.unwanted(reader, f"nobody waits for {identity} any more")
 
     def _here(self, fields: dict[str, Any], blobs: Sequence[bytes], then: Then) -> None:
         try:
@@ -161,7 +163,7 @@ class Parities:
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 order = [row_from(row) for row in fields["order"]]
-                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, int(fields["leave"]), then)
+                self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields, then)
             case "publish":
                 self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields.get("reader", "")), then)
 
@@ -180,7 +182,7 @@ class Parities:
             raise AgentError(
                 f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node has for others"
             )
-        short = sum(lengths) - memory.free_bytes()
+        short = sum(lengths) + self._making.to_take_bytes - self._free_bytes()
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
@@ -236,10 +238,9 @@ class Parities:
         where: Where,
         snapshots: Mapping[int, Described],
         order: Sequence[Row],
-        leave: int,
+        fields: Mapping[str, Any],
         then: Then,
     ) -> None:
-        """`leave`: bytes that it has to leave; 0: it is needed more than anything."""
         if rank in self._arenas_of(identity):
             then([], "")
             return
@@ -249,26 +250,25 @@ class Parities:
         sizes = {each: found.staged_bytes for each, found in snapshots.items()}
         if rank not in rebuildable(missing, sizes, parities):
             raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
-        size = snapshots[rank].size
-        if size + SCRATCH_BYTES > memory.free_bytes():
-            raise AgentError(f"there is no memory for {size >> 20} MiB and the way to them")
-        if leave and not self._copies.fits([self._making_bytes, size, leave]):
-            raise AgentError(f"{size >> 20} MiB would not leave the {leave >> 20} MiB that the job needs")
         key, folding = (identity, rank), self._folding()
-        self._making_bytes += size
+
+        def begin() -> None:
+            remake = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
+            self._bulk.run(Lane.PARITY, remake, made)
 
         def made(done: Future[Arena]) -> None:
-            self._making_bytes -= size
             error = failure(done)
             if not error:
                 self._copies.add(key, done.result())
+            self._making.ended(work)
             if folding.spoiled:
                 then([folding.spoiled.encode()], "")
             else:
                 then([], error)
 
-        work = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
-        self._bulk.run(Lane.PARITY, work, made)
+        size, leave, reader = snapshots[rank].size, int(fields["leave"]), str(fields.get("reader", ""))
+        work = Work(size, leave, False, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
+        self._making.want(work)
 
     # -- small steps
 

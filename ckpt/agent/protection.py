@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
 from ckpt.agent.finding import Keeps, Safe, find_safe
-from ckpt.agent.folding import SCRATCH_BYTES
+from ckpt.agent.folding import SCRATCH_BYTES, WORK_BYTES
 from ckpt.agent.hosts import lost_with_hosts, told_apart
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.parities import Parities
@@ -108,7 +108,7 @@ class Protection:
             self.placement, self.with_hosts = None, {}
             return slots
         before, self._anew = None if self._anew else self.placement, False
-        scratch_bytes = SCRATCH_BYTES if isinstance(self.option, Parity) else 0
+        scratch_bytes = WORK_BYTES if isinstance(self.option, Parity) else 0
         names = {node.name for node in self._nodes}
         lent = [each for each in self._lenders() if each.node.name not in names]
         told = {node.name: node.domains for node in (*self._nodes, *(each.node for each in lent))}
@@ -202,7 +202,7 @@ class Protection:
                 for load in placement.loads
             ],
             "generations": GENERATIONS,
-            "scratch_bytes": SCRATCH_BYTES if parity else 0,
+            "scratch_bytes": WORK_BYTES if parity else 0,
             "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
             "exposed": list(placement.exposed),
             "notes": [*self._of_hosts(), *placement.notes],

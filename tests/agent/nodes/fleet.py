@@ -116,7 +116,7 @@ class Link:
         if fields["t"] == "kept":
             self._fleet.copies[name].before(identity)
         else:
-            self._fleet.copies[name].withdraw(cast(Any, self._fleet.links[name]), identity, fields.get("reader", ""))
+            self._fleet.parities[name].withdraw(identity, fields.get("reader", ""))
 
     def channel(self, name: str) -> object:
         return None if name in self._fleet.gone else object()
@@ -143,6 +143,7 @@ class Fleet:
         self.gone: set[str] = set()
         self.deaf: set[str] = set()
         self.stuck: set[str] = set()
+        self.free_bytes: Callable[[str], int] = lambda name: 1 << 40  # what that node's machine has left
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
         self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
@@ -150,7 +151,8 @@ class Fleet:
 
     def _parities(self, name: str) -> Parities:
         network, held = cast(Network, self.links[name]), lambda identity: self.held(name, identity)
-        return Parities(self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network)
+        services = self.turned.bulk, self.turned.post, self.copies[name], held, lambda: network
+        return Parities(*services, lambda: self.free_bytes(name))
 
     def held(self, name: str, identity: Identity) -> dict[int, Arena]:
         """What that node has of it, by rank."""

@@ -20,7 +20,7 @@ from ckpt.agent.candidates import candidates
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
-from ckpt.agent.folding import SCRATCH_BYTES
+from ckpt.agent.folding import WORK_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
 from ckpt.agent.hosts import HOST
@@ -307,7 +307,7 @@ def test_parity_and_what_making_it_takes_fit_beside_the_slots_and_a_third_slot_g
         return
     assert made.placement is not None
     for load in made.placement.loads:
-        assert load.keeps_all_bytes + SCRATCH_BYTES <= plan.left_bytes(slots)
+        assert load.keeps_all_bytes + WORK_BYTES <= plan.left_bytes(slots)
     table = made.table()
     assert (table["copies"], table["parity"]) == (None, {"data": option.data, "parity": option.parity})
     for node, names in made._kept_by(made.placement).items():
