@@ -1,7 +1,7 @@
 """The agent's threads: what takes long is done here, its outcome comes back to the main thread.
 
 Lanes are separate so that nothing waits for what it does not depend on: a heartbeat not for a commit, a restore not
-for either. All but FRONT run at the lowest priority, since the training on this machine comes first.
+for either. All but what a start waits for run at the lowest priority, since the training on this machine comes first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Lane(enum.Enum):
     PART = "part"  # this node's part of a commit of its own, which waits for it, or for who writes it sooner
     STORE = "store"  # small objects: claim, heartbeat, end
     PARITY = "parity"  # waits for other nodes' bytes
+    REBUILD = "rebuild"  # the same, where a start waits for what comes of it
 
 
 PARITY_THREADS = 4  # each works in memory of its own
@@ -39,7 +40,9 @@ _THREADS = {
     Lane.PART: 1,
     Lane.STORE: 2,
     Lane.PARITY: PARITY_THREADS,
+    Lane.REBUILD: PARITY_THREADS,
 }
+_NOT_NICE = (Lane.FRONT, Lane.REBUILD)
 
 
 class Bulk:
@@ -60,7 +63,7 @@ class Bulk:
             tasks.close()
 
     def _nicely(self, lane: Lane, work: Callable[[], T]) -> T:
-        if lane is not Lane.FRONT and not getattr(self._local, "nice", False):
+        if lane not in _NOT_NICE and not getattr(self._local, "nice", False):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # threads that it starts inherit it
             self._local.nice = True
         return work()

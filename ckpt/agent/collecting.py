@@ -40,13 +40,14 @@ class Collecting:
         nodes: Sequence[NodeAt],
         others: Sequence[NodeAt],
         guard: Callable[[Callable[[], None]], None],
+        urgent: bool = False,
     ) -> None:
         """`inventory`: what all of them hold; it is kept true. `nodes`: which may make something again, this one first;
         () where it is the only one. `others`: which only hold something. `guard`: runs what follows as long as somebody
-        waits for it."""
+        waits for it. `urgent`: a start does."""
         self._network, self._bulk, self._parities, self._arenas_of = network, bulk, parities, arenas_of
         self._inventory, self._nodes, self._others = inventory, list(nodes), list(others)
-        self._guard = guard
+        self._guard, self._urgent = guard, urgent
         self._me = network.me if network is not None else ""
 
     def whole(self, identity: Identity, then: Callable[[Gathered | None, str], None]) -> None:
@@ -123,7 +124,8 @@ class Collecting:
         at = {rank: [name for name in names if name not in unfit[rank]] for rank in ranks}
         ended = lambda found, error: self._guard(lambda: made(found, error))  # noqa: E731
         givers = [*self._nodes, *self._others] if self._nodes else []
-        rebuilding = Rebuilding(self._parities, givers, identity, holders, at, ended, me, leave)
+        what = self._parities, givers, identity, holders, at, ended, me, leave
+        rebuilding = Rebuilding(*what, urgent=self._urgent)
         rebuilding.begin()
         return rebuilding
 

@@ -119,6 +119,7 @@ class Copies:
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
         self._offered: dict[str, set[str]] = {}  # by name of a transfer: for whom
+        self._urgent: set[str] = set()  # of these
         self._transport: Transport | None = None  # over which
         self._coming: dict[Key, tuple[Fetch, Arena]] = {}
         self._sources: dict[Key, str] = {}  # of these
@@ -180,9 +181,11 @@ class Copies:
         arenas: Mapping[int, Arena],
         then: Callable[[list[Described], str], None],
         reader: str = "",
+        urgent: bool = False,
     ) -> None:
         """Lets other nodes fetch these ranks' snapshots. Whoever calls this keeps the arenas as they are until
-        `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them."""
+        `withdraw`. `then` hears what they are to be told. `reader`: for whom, where several may read them. `urgent`: a
+        start waits for them."""
 
         def found(done: Future[list[Described]]) -> None:
             error = failure(done)
@@ -192,18 +195,26 @@ class Copies:
             try:
                 for each in done.result():
                     name = transfer_of(identity, each.rank)
-                    self.offer(transport, name, arenas[each.rank].view, each.frames, reader)
+                    self.offer(transport, name, arenas[each.rank].view, each.frames, reader, urgent)
             except (CkptError, ValueError) as exc:  # ValueError: the arena was closed meanwhile
                 then([], str(exc))
                 return
             then(done.result(), "")
 
-        self._bulk.run(Lane.MEMORY, lambda: described(identity, arenas), found)
+        self._bulk.run(Lane.FRONT if urgent else Lane.MEMORY, lambda: described(identity, arenas), found)
 
-    def offer(self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str) -> None:
-        """Lets other nodes fetch it, until `withdraw`. Errors: AgentError; ValueError where the memory was closed."""
-        if name not in self._offered:
-            transport.offer(name, source, frames)
+    def offer(
+        self, transport: Transport, name: str, source: memoryview, frames: Frames, reader: str, urgent: bool = False
+    ) -> None:
+        """Lets other nodes fetch it, until `withdraw`. `urgent`: as of a transport; what others read already becomes
+        it, and they connect anew. Errors: AgentError; ValueError where the memory was closed."""
+        if name in self._offered and urgent and name not in self._urgent:
+            transport.withdraw(name)
+            transport.offer(name, source, frames, urgent)
+        elif name not in self._offered:
+            transport.offer(name, source, frames, urgent)
+        if urgent:
+            self._urgent.add(name)
         self._transport = transport
         self._offered.setdefault(name, set()).add(reader)
 
@@ -215,6 +226,7 @@ class Copies:
             if not self._offered[name]:
                 transport.withdraw(name)
                 del self._offered[name]
+                self._urgent.discard(name)
 
     # -- as the node that keeps it
 
@@ -351,6 +363,7 @@ class Copies:
         if self._transport is not None and name in self._offered:
             self._transport.withdraw(name)
             del self._offered[name]
+            self._urgent.discard(name)
 
     def lease(self, identity: Identity) -> None:
         """What is kept of that checkpoint stays as it is until `release`."""

@@ -31,7 +31,7 @@ from ckpt.types import Identity
 BATCH_BYTES = 16 << 20  # of frames that are fetched at once; while one is added the next is on its way
 WINDOW_BYTES = 32 << 20  # of a stripe that is solved at once
 SCRATCH_BYTES = 2 * BATCH_BYTES + 2 * WINDOW_BYTES  # what a thread needs, where no frame is larger than a batch
-WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all of them need, beside training
+WORK_BYTES = PARITY_THREADS * SCRATCH_BYTES  # what all need that work beside training; a start has no slots yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,14 @@ class Folding:
     """One piece of work on the thread that it runs on. `spoiled`: the name of a transfer whose bytes turned out not to
     be what they are said to be, if it failed by that. `filled_bytes`: of what is made again, so far; any thread."""
 
-    def __init__(self, transport: Transport | None, moved: Callable[[], None] = lambda: None) -> None:
-        """`transport`: None where everything is here. `moved`: told of each frame that is done with."""
+    def __init__(
+        self, transport: Transport | None, moved: Callable[[], None] = lambda: None, urgent: bool = False
+    ) -> None:
+        """`transport`: None where everything is here. `moved`: told of each frame that is done with. `urgent`: as of a
+        transport."""
         self.spoiled = ""
         self.filled_bytes = 0
-        self._moved = moved
+        self._moved, self._urgent = moved, urgent
         self._transport = transport
         self._scratch = Scratch()
 
@@ -230,7 +233,8 @@ class Folding:
         lengths = origin.frames.lengths[numbers]
         offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths)[:-1].astype(np.uint64)])
         frames = Frames.placed(offsets, lengths, origin.frames.hashes[numbers], buffer.nbytes)
-        return self._transport.fetch(origin.node, origin.addresses, origin.name, buffer, frames, numbers=numbers)
+        at, urgent = (origin.node, origin.addresses), self._urgent
+        return self._transport.fetch(*at, origin.name, buffer, frames, urgent=urgent, numbers=numbers)
 
 
 def _check(key: tuple[Identity, int], described: Described, arena: Arena) -> None:

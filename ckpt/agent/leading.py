@@ -198,7 +198,7 @@ class Leading(Starts):
     def _collecting(self, start: Start) -> Collecting:
         services = self.network, self._bulk, self.parities, self._arenas_of, start.inventory
         guard = lambda what: self._guard_start(start, what)  # noqa: E731
-        return Collecting(*services, start.nodes, self._others_that_hold(start), guard)
+        return Collecting(*services, start.nodes, self._others_that_hold(start), guard, urgent=True)
 
     def _others_that_hold(self, start: Start | None) -> list[NodeAt]:
         """Nodes without ranks of this job: memory-only ones, and those of earlier starts."""

@@ -7,7 +7,8 @@
               as many bytes as it says are left beside it. The answer names the transfer that it failed by, where some
               bytes are not what they are said to be
 
-The coordinator asks its own node the same, in the same words.
+The coordinator asks its own node the same, in the same words. What a start waits for is `urgent`, the last three: at
+normal priority, and outside the limit of what copies may take of the network.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Parities:
         copies: Copies,
         arenas_of: Callable[[Identity], dict[int, Arena]],
         network: Callable[[], Network | None],
-        free_bytes: Callable[[], int] = memory.free_bytes,
+        free_bytes: Callable[[], int] = lambda: memory.free_bytes(),
     ) -> None:
         self._bulk, self._post, self._copies = bulk, post, copies
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes
@@ -159,13 +160,13 @@ class Parities:
                 self._copies.attempted(identity, PARITY, False)  # until it has succeeded
                 self._keep(identity, world, where, snapshots, then)
             case "lend":
-                then([*self._lend(identity, str(fields["reader"]))], "")
+                then([*self._lend(identity, str(fields["reader"]), bool(fields.get("urgent")))], "")
             case "rebuild":
                 where, snapshots = Where.decode(identity, blobs[0]), _by_rank(blobs[1])
                 order = [row_from(row) for row in fields["order"]]
                 self._rebuild(identity, int(fields["rank"]), where, snapshots, order, fields, then)
             case "publish":
-                self._publish(identity, [int(rank) for rank in fields["ranks"]], str(fields.get("reader", "")), then)
+                self._publish(identity, [int(rank) for rank in fields["ranks"]], fields, then)
 
     # -- keeping
 
@@ -205,16 +206,17 @@ class Parities:
 
     # -- lending
 
-    def _lend(self, identity: Identity, reader: str) -> tuple[bytes, bytes]:
+    def _lend(self, identity: Identity, reader: str, urgent: bool) -> tuple[bytes, bytes]:
         lent, network = self._copies.chunks.of(identity), self._network()
         if network is not None:
             for chunk in lent:
-                self._copies.offer(network.transport, chunk.name.transfer, memoryview(chunk.data), chunk.frames, reader)
+                name, data = chunk.name.transfer, memoryview(chunk.data)
+                self._copies.offer(network.transport, name, data, chunk.frames, reader, urgent)
         snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
         where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
         return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
 
-    def _publish(self, identity: Identity, ranks: Sequence[int], reader: str, then: Then) -> None:
+    def _publish(self, identity: Identity, ranks: Sequence[int], fields: Mapping[str, Any], then: Then) -> None:
         """What this node's ranks staged, and copies: to be read by others."""
         network, arenas = self._network(), self._arenas_of(identity)
         if not set(ranks) <= arenas.keys():
@@ -227,7 +229,8 @@ class Parities:
             then([] if error else [encode_described(found)], error)
 
         given = {rank: arenas[rank] for rank in ranks}
-        self._copies.publish(network.transport, identity, given, published, reader)
+        reader, urgent = str(fields.get("reader", "")), bool(fields.get("urgent"))
+        self._copies.publish(network.transport, identity, given, published, reader, urgent)
 
     # -- making again
 
@@ -250,11 +253,12 @@ class Parities:
         sizes = {each: found.staged_bytes for each, found in snapshots.items()}
         if rank not in rebuildable(missing, sizes, parities):
             raise AgentError(f"rank {rank} of {identity} cannot be made again from what is told to be left of it")
-        key, folding = (identity, rank), self._folding()
+        urgent = bool(fields.get("urgent"))
+        key, folding = (identity, rank), self._folding(urgent)
 
         def begin() -> None:
             remake = lambda: folding.remake(key, snapshots[rank], missing, parities, origins, order)  # noqa: E731
-            self._bulk.run(Lane.PARITY, remake, made)
+            self._bulk.run(Lane.REBUILD if urgent else Lane.PARITY, remake, made)
 
         def made(done: Future[Arena]) -> None:
             error = failure(done)
@@ -267,14 +271,14 @@ class Parities:
                 then([], error)
 
         size, leave, reader = snapshots[rank].size, int(fields["leave"]), str(fields.get("reader", ""))
-        work = Work(size, leave, False, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
+        work = Work(size, leave, urgent, reader, lambda: folding.filled_bytes, begin, lambda why: then([], why))
         self._making.want(work)
 
     # -- small steps
 
-    def _folding(self) -> Folding:
+    def _folding(self, urgent: bool = False) -> Folding:
         network = self._network()
-        return Folding(network.transport if network is not None else None, self._copies.progress.moved)
+        return Folding(network.transport if network is not None else None, self._copies.progress.moved, urgent)
 
     def _origins(self, identity: Identity, where: Where, snapshots: Mapping[int, Described]) -> dict[int, Origin]:
         """Of what the ranks staged that are somewhere. Errors: AgentError."""

@@ -50,17 +50,18 @@ class Rebuilding:
         me: str = "",
         leave: Mapping[str, int] | None = None,
         unwanted: Callable[[], bool] = lambda: False,
+        urgent: bool = False,
     ) -> None:
         """`me`: the name of this node where it is the only one. `leave`: by node, the bytes that what it makes has to
         leave to others, or it makes nothing; a node that is not named need leave none. `unwanted`: whether nobody waits
-        for it any more."""
+        for it any more. `urgent`: a start waits for it."""
         self._parities, self._identity, self._then = parities, identity, then
         self._reader = secrets.token_hex(8)  # another rebuilding may read the same, and end at another time
         self._nodes = {node.name: node.addresses for node in nodes}
         self._names = list(self._nodes) or [me]
         self._holders = {rank: [name for name in names if name in self._names] for rank, names in holders.items()}
         self._at = {rank: list(names) for rank, names in sorted(at.items())}
-        self._leave = leave or {}
+        self._leave, self._urgent = leave or {}, urgent
         self._left: set[str] = set()  # who has not answered yet
         self._chunks: list[tuple[str, ChunkName, Frames | None]] = []
         self._described: dict[int, bytes] = {}
@@ -249,7 +250,8 @@ class Rebuilding:
             self._then(self._made, self._failed[min(self._failed)] if self._failed else "")
 
     def _ask(self, name: str, fields: dict[str, object], blobs: Sequence[bytes], then: Callable[..., None]) -> None:
-        self._parities.have(name, {**fields, "identity": str(self._identity), "reader": self._reader}, blobs, then)
+        more = {"identity": str(self._identity), "reader": self._reader, "urgent": self._urgent}
+        self._parities.have(name, {**fields, **more}, blobs, then)
 
 
 def _part_of(where: Where, rank: int) -> Where:

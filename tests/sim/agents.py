@@ -62,6 +62,7 @@ class Fabric:
         self.ever: list[Agent] = []
         self.listening: dict[Address, tuple[SimNetwork, int]] = {}
         self.offers: dict[tuple[str, str], tuple[memoryview, Frames]] = {}
+        self.moved: list[tuple[str, bool]] = []  # what was offered and fetched, and whether a start waits for it
         self.channels: list[SimChannel] = []
         self.local_delay_s, self.link_delay_s = 0.0002, 0.001
         self.frame_s = 0.01  # that a frame takes from one node to another
@@ -578,6 +579,7 @@ class SimTransport:
         if (self._me, name) in self._fabric.offers:
             raise AgentError(f"{name} is offered already")
         self._fabric.offers[self._me, name] = source, frames
+        self._fabric.moved.append((name, urgent))
 
     def withdraw(self, name: str) -> Future[None]:
         self._fabric.offers.pop((self._me, name), None)
@@ -598,6 +600,7 @@ class SimTransport:
         numbers: Sequence[int] | None = None,
     ) -> SimFetch:
         wanted = list(range(len(frames)) if only is None else only)
+        self._fabric.moved.append((name, urgent))
         return SimFetch(self._fabric, peer, name, target, frames, wanted, landed, numbers)
 
     def stream(self, peer: str, addresses: Sequence[Address], name: str, numbers: Sequence[int]) -> Any:

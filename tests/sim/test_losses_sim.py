@@ -262,6 +262,36 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
         del memory._STORES[life.url]
 
 
+def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_training_keeps_does_not() -> None:
+    for seed in range(5):
+        with living(seed) as world:
+            life = Life(world, seed, replace(read(), notices="off"))
+            life.nodes, life.refuses, life.lender, life.put_s = [0, 1, 2], False, None, 1e-4
+            life.options |= {"peers": {"data": 2, "parity": 1}, "policy": {"steps": 20, "seconds": None}}
+
+            def run(life: Life = life, world: World = world) -> Counter[str]:
+                job, moved = SimJob(life.fabric, (0, 1, 2), life.key, life.options), life.fabric.moved
+                job.start(1000, lambda rank: 0.1)
+                # In the store, too: a commit under way would have the lost part made again for itself.
+                world.run(lambda: min(life.told(job, "peer"), life.told(job, "store")) > 0, LONG_S)
+                life.safe = life.told(job)
+                life.take_away(job, 2)
+                job.die(0.1)
+                assert moved
+                assert not any(urgent for _, urgent in moved)
+                moved.clear()
+                again = SimJob(life.fabric, (0, 1), life.key, life.options)
+                again.start(1000, lambda rank: 0.1)
+                world.run(lambda: again.trains, LONG_S)
+                assert again.restored_step >= life.safe
+                assert {urgent for name, urgent in moved if name.startswith("parity/")} == {True}
+                again.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]
+
+
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
     each_life(live, SCHEDULES, part)

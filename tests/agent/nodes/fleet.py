@@ -40,10 +40,11 @@ class Link:
 
     # -- as a transport
 
-    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool) -> None:
         if name in self.offers:
             raise AgentError(f"{name} is offered already")
         self.offers[name] = source, frames
+        self._fleet.moved.append((name, urgent))
 
     def withdraw(self, name: str) -> None:
         del self.offers[name]
@@ -55,8 +56,10 @@ class Link:
         name: str,
         target: memoryview,
         frames: Frames,
+        urgent: bool,
         numbers: Sequence[int],
     ) -> Any:
+        self._fleet.moved.append((name, urgent))
         done: Future[None] = Future()
         self._fleet.wanted.add(peer)
         given = self._fleet.links[peer].offers.get(name) if peer not in self._fleet.gone else None
@@ -136,6 +139,7 @@ class Fleet:
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
         self.said: list[tuple[dict[str, Any], Sequence[bytes]]] = []  # by nodes to others
+        self.moved: list[tuple[str, bool]] = []  # what was offered and fetched, and whether a start waits for it
         self.wanted: set[str] = set()  # nodes that were asked for something, or read from
         self.ranks, self.option = ranks, option
         self.world = sum(map(len, ranks.values()))
@@ -213,23 +217,30 @@ class Fleet:
         made._used[identity] = self.placed(identity)
         return made
 
-    def rebuild(self, identity: Identity, missing: Sequence[int] | None = None) -> tuple[dict[int, str], str]:
-        """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`."""
+    def rebuild(
+        self, identity: Identity, missing: Sequence[int] | None = None, urgent: bool = False
+    ) -> tuple[dict[int, str], str]:
+        """Who made which rank again, of what is lost with the nodes that are gone, and what else is `missing`.
+        `urgent`: for a start."""
         heard: list[tuple[dict[int, str], str]] = []
-        self.begin_rebuild(identity, missing, lambda made, error: heard.append((made, error)))
+        self.begin_rebuild(identity, missing, lambda made, error: heard.append((made, error)), urgent)
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
 
     def begin_rebuild(
-        self, identity: Identity, missing: Sequence[int] | None, then: Callable[[dict[int, str], str], None]
+        self,
+        identity: Identity,
+        missing: Sequence[int] | None,
+        then: Callable[[dict[int, str], str], None],
+        urgent: bool = False,
     ) -> Rebuilding:
         """The same, until `then` hears it."""
         left = [node for node in self.nodes if node.name not in self.gone]
         held = {rank: [node.name] for node in left for rank in node.ranks if rank not in (missing or ())}
         lost = sorted(set(range(self.world)) - held.keys()) if missing is None else missing
         at = {rank: [node.name for node in left if rank not in node.ranks] for rank in lost}
-        made = Rebuilding(self.parities[self.me], left, identity, held, at, then)
+        made = Rebuilding(self.parities[self.me], left, identity, held, at, then, urgent=urgent)
         made.begin()
         return made
 

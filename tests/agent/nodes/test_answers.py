@@ -236,7 +236,7 @@ class Offers:
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def offer(self, name: str, source: memoryview, frames: Any) -> None:
+    def offer(self, name: str, source: memoryview, frames: Any, urgent: bool) -> None:
         self.names.add(name)
 
     def withdraw(self, name: str) -> None:

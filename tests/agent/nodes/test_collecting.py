@@ -44,14 +44,14 @@ class Part:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.heard: list[tuple[Places | None, str]] = []
 
-    def begin(self) -> None:
+    def begin(self, urgent: bool = False) -> None:
         fleet, me = self.fleet, self.fleet.me
         left = [node for node in fleet.nodes if node.name not in fleet.gone]
         arenas = fleet.arenas[STEP]
         manifest = put_together(STEP, Reader().sealed(STEP, fleet.world, arenas), arenas).manifest
         services = cast(Network, fleet.links[me]), fleet.turned.bulk, fleet.parities[me]
         held = lambda which: fleet.held(me, which)  # noqa: E731
-        made = Collecting(*services, held, self.inventory, left, (), lambda what: what())
+        made = Collecting(*services, held, self.inventory, left, (), lambda what: what(), urgent)
         moves, then = lambda: self.moved, lambda *found: self.heard.append(found)
         later: Callable[..., Any] = lambda delay_s, what: self.timers.append((delay_s, what))  # noqa: E731
         made.part(STEP, manifest, self.leave, later, moves, then)
@@ -94,6 +94,14 @@ class Part:
 @pytest.fixture
 def part(make: Make) -> Part:
     return Part(make(NODES, Parity(1, 1)))
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_what_a_start_has_made_again_is_not_held_back_and_what_nobody_starts_with_is(part: Part, urgent: bool) -> None:
+    part.fleet.moved.clear()
+    part.begin(urgent)
+    assert part.makeable in part.came()
+    assert {each for _, each in part.fleet.moved} == {urgent}
 
 
 def test_what_can_be_made_is_made_and_what_cannot_is_left_to_the_store(

@@ -44,7 +44,7 @@ class Carried:
         self.stuck: set[str] = set()  # these come never, until they are called off
         self.waiting: list[Callable[[], None]] = []
 
-    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool) -> None:
         if name in self.offers:
             raise AgentError(f"{name} is offered already")
         self.offers[name] = source, frames

@@ -4,6 +4,8 @@ damaged or wrong."""
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from ckpt.agent.bulk import NICE
 from ckpt.agent.copies import decode_described
 from ckpt.agent.folding import SCRATCH_BYTES, Chunk, chunk_frames
 from ckpt.agent.holdings import Inventory
@@ -119,6 +122,32 @@ def test_who_makes_a_rank_again_is_told_of_the_stripes_that_it_is_in_and_not_of_
         assert set(where.ranks) == ranks - {fields["rank"]}
         assert {each.rank for each in decode_described(blobs[1])} == ranks
         assert len(where.nodes) <= 4
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_what_a_start_waits_for_is_lent_given_fetched_and_computed_at_normal_priority_and_outside_the_limit(
+    make: Make, urgent: bool
+) -> None:
+    fleet, nice = make(FOUR, Parity(2, 2)), set[int]()
+    assert fleet.protect(STEP) == ""
+    assert {each for _, each in fleet.moved} == {False}, "parity that is kept"
+    fleet.moved.clear()
+    run = fleet.turned.bulk.run
+
+    def noted(lane: Any, work: Callable[[], Any], then: Any) -> None:
+        def do() -> Any:
+            nice.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return work()
+
+        run(lane, do, then)
+
+    fleet.turned.bulk.run = noted  # type: ignore[method-assign]
+    fleet.gone = {"b", "c"}
+    made, error = fleet.rebuild(STEP, urgent=urgent)
+    assert (sorted(made), error) == ([1, 2], "")
+    fleet.check(STEP, made)
+    assert {(name.split("/")[0], each) for name, each in fleet.moved} == {("copy", urgent), ("parity", urgent)}
+    assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else NICE}
 
 
 def test_the_parity_of_a_generation_goes_only_when_a_newer_one_is_whole_at_all(make: Make) -> None:

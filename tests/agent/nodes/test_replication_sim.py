@@ -148,7 +148,7 @@ class Holder:
     def transport(self) -> Any:
         return self
 
-    def offer(self, name: str, source: memoryview, frames: Frames) -> None:
+    def offer(self, name: str, source: memoryview, frames: Frames, urgent: bool) -> None:
         if name in self.offers:
             raise AgentError(f"{name} is offered already")
         self.offers[name] = source

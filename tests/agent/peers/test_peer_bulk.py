@@ -10,22 +10,26 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from ckpt.agent.copies import Copies, transfer_of
 from ckpt.agent.peers import pull
 from ckpt.agent.peers.auth import Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.pull import NUMBER, WANT
 from ckpt.agent.peers.sockets import SILENT_S, Address, receive_exactly, wait_at_most
-from ckpt.agent.peers.transport import WRONG_MAX, Frames
+from ckpt.agent.peers.transport import WRONG_MAX, Fetch, Frames
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
+from ckpt.types import Epoch, Identity, Tick
 from tests.agent.peers.loop import BOUND_S, RUN, SECRET, Node, TurnedLoop
 from tests.agent.peers.proxy import Fault, Proxy
 
+STEP = Identity(Epoch(7, "0123456789abcdef"), Tick(12))
 NAME = "00000007-0123456789abcdef-000000000012.0000/rank0"
 LENGTHS = (100, 1, 70_000, 3_000_000, 5, 65_536)  # small ones, odd ones, and one of more than a piece
 ROOM = sum(LENGTHS) + 64 * len(LENGTHS)
@@ -475,6 +479,31 @@ def test_what_a_start_waits_for_is_at_normal_priority_and_outside_the_limit(
     finished(loop, fetch.done)
     assert nice == {os.getpriority(os.PRIO_PROCESS, 0) if urgent else 19}
     assert (clock.now_s() > 0.1) != urgent
+
+
+def test_what_others_read_already_is_given_to_a_start_outside_the_limit_and_to_them_too(
+    node: Made, loop: TurnedLoop
+) -> None:
+    """Of one snapshot there is one offer, whoever reads it."""
+    sender, name = node("a", bytes_per_s=1000.0), transfer_of(STEP, 0)
+    source, frames = content()
+    copies = Copies(cast(Any, None), lambda what: what())
+    offer = partial(copies.offer, sender.transport, name, memoryview(source), frames)
+    offer("training")
+    targets, landed = [bytearray(ROOM) for _ in range(2)], list[int]()
+
+    def fetch(number: int, urgent: bool) -> Fetch:
+        receiver, target = node(f"b{number}").transport, memoryview(targets[number])
+        return receiver.fetch("a", [sender.address], name, target, frames, landed=landed.append, urgent=urgent)
+
+    slow = fetch(0, urgent=False)
+    loop.until(lambda: landed)
+    assert not slow.done.done()
+    offer("start", urgent=True)
+    finished(loop, fetch(1, urgent=True).done)
+    finished(loop, slow.done)
+    for at, length in frames.places():
+        assert all(target[at : at + length] == source[at : at + length] for target in targets)
 
 
 def test_a_limit_counts_for_transfers_under_way(node: Made, loop: TurnedLoop) -> None:
