@@ -8,6 +8,7 @@
   one has asked it is refused, and once one does nothing waits for its outcome any more.
 - A start that comes to nothing says so. One whose coordinator has not been connected for BOUND_S is taken for over:
   then the words of the epochs before it count again. Nothing is freed by that.
+- What has begun, be it nowhere in the store, is an epoch that is known here: the next start takes a larger one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt.errors import AgentError
-from ckpt.types import Epoch
+from ckpt.types import HERE, Epoch
 
 BOUND_S = 60.0  # its connection is known to be gone up to 25 s late, and from then on it fetches nothing from here
 
@@ -95,9 +96,29 @@ class Fence:
         last, each = next(reversed(self._asked.items()))
         if by == last and epoch > each.newest:
             return ""  # what it begins
-        return f"nothing is dropped for {epoch} now: a start has asked what lies here, and its outcome is not known"
+        who = f"of agent {last}" if last != HERE else "on this node"
+        what = f"a start {who} has asked what lies here, and its outcome is not known"
+        return f"nothing is dropped for {epoch} now: {what}"
 
     def check(self, by: str, epoch: Epoch, now_s: float) -> None:
         """Errors: AgentError, see `refusal`."""
         if why := self.refusal(by, epoch, now_s):
             raise AgentError(why)
+
+
+class Frozen:
+    """How long the job that is under way has been refused everything. `due_s`: when that is to be told; None: not as
+    things are."""
+
+    def __init__(self) -> None:
+        self.due_s: float | None = None
+        self._epoch: Epoch | None = None
+
+    def is_late(self, epoch: Epoch | None, now_s: float) -> bool:
+        """Whether it is to be told now: BOUND_S have passed. `epoch`: of the job that is refused; None: none is."""
+        if epoch != self._epoch:
+            self._epoch, self.due_s = epoch, now_s + BOUND_S if epoch is not None else None
+        if self.due_s is None or now_s < self.due_s:
+            return False
+        self.due_s = None
+        return True

@@ -116,7 +116,8 @@ class Keeper:
         found.add_chunks(self.copies.chunks.kept.values())
         for identity in self.copies.identities:
             found.add_epoch(None, identity.epoch, identity.tick.step)
-        for epoch in self._store.begun:
+        elsewhere = (each for each in (self.fence.floor, self.newest_elsewhere) if each.number)
+        for epoch in (*self._store.begun, *elsewhere):  # the store may never have heard of them: a start outdoes all
             found.add_epoch(None, epoch, 0)
         return found
 
@@ -157,7 +158,7 @@ class Keeper:
 
     def _newest_epoch(self) -> Epoch:
         """Of all that are known here."""
-        known = [*self._store.begun, *self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
+        known = [*self._inventory(whole=True).steps, *(job.epoch for job in self._jobs())]
         return max(known, default=self.fence.floor)
 
     def _drop_former(self) -> None:

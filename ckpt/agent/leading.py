@@ -14,6 +14,7 @@ import msgpack
 from ckpt.agent.collecting import Collecting
 from ckpt.agent.facts import Store
 from ckpt.agent.fanout import FanOut
+from ckpt.agent.fence import BOUND_S, Frozen
 from ckpt.agent.finding import Keeps, ask_keeps
 from ckpt.agent.former import ask_former
 from ckpt.agent.gathering import Gathered, Places
@@ -54,6 +55,7 @@ class Leading(Starts):
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
         self._offered: dict[str, set[str]] = {}  # transfers that others may make from here, by name: on whose word
+        self._frozen = Frozen()
         self._asking: Start | None = None  # that has asked nodes what they hold: its outcome is owed to them
         self.lenders = Lenders(url, lambda: self.network, server.later, self._event, self._lenders_changed)
         self._services.lenders = self.lenders.there
@@ -93,7 +95,22 @@ class Leading(Starts):
             self._end_what_starts_left(now_s)
         for job in self._jobs():
             job.group.frozen = bool(job.nodes and self.fence.refusal(HERE, job.epoch, now_s))
-        return self.fence.until_s()
+        times = self.fence.until_s(), self._tell_if_frozen(now_s)
+        return min((each for each in times if each is not None), default=None)
+
+    def _tell_if_frozen(self, now_s: float) -> float | None:
+        """Who trains and has no snapshot taken hears it. When to look again."""
+        job = self.current
+        if job is None or not job.group.frozen or job.group.all_gone or job.group.superseded_by:
+            self._frozen.is_late(None, now_s)
+        elif self._frozen.is_late(job.epoch, now_s):
+            why = self.fence.refusal(HERE, job.epoch, now_s)
+            then = f"it goes on once that start has restored or failed, or its agent was gone for {BOUND_S:.0f} s"
+            if job.epoch < self.fence.floor:
+                then = "start it again, and it takes a larger number"
+            text = f"no snapshot of this job has been taken for {BOUND_S:.0f} s, and what it keeps in memory stays"
+            job.emit("job.frozen", f"{text}: {why}; {then}", True, {"reason": why})
+        return self._frozen.due_s
 
     def _tell_outcome(self, start: Start, epoch: Epoch | None) -> None:
         if epoch is not None:

@@ -269,7 +269,7 @@ class Starts(Keeper):
         self._find_part(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
 
     def _new_job(self, start: Start) -> Job:
-        begun = {*self._store.begun, *start.inventory.steps}
+        begun = {*self._store.begun, *start.inventory.steps, self._newest_epoch()}  # the latter: since it was asked
         epoch = candidates.begin(start.view, self._remembered(start), begun)
         self._store.begun.add(epoch)
         others = self._remote_ranks(epoch, start.world, start.nodes)

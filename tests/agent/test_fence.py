@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from ckpt.agent.authority import Who, epoch_of, who_says
-from ckpt.agent.fence import BOUND_S, Fence
+from ckpt.agent.fence import BOUND_S, Fence, Frozen
+from ckpt.agent.leading import Leading
 from ckpt.errors import AgentError
 from ckpt.types import HERE, Epoch
 
@@ -136,3 +140,71 @@ def test_a_start_waits_for_no_outcome_of_what_was_to_be_done_with_what_is_left()
     assert not fence.has_asked("x")
     assert fence.begun("y", TWO)
     assert fence.refusal("y", TWO, 0.0) == ""
+
+
+class Node:
+    """Its job of several nodes, as far as the fence says what becomes of it; and what that is told."""
+
+    def __init__(self) -> None:
+        self.fence, self._frozen = asked(), Frozen()
+        self._asking = self._start = None
+        self._offered = self.followings = ()
+        self.told: list[tuple[Any, ...]] = []
+        self.begin(ONE)
+
+    def begin(self, epoch: Epoch) -> None:
+        group = SimpleNamespace(frozen=False, all_gone=False, superseded_by="")
+        emit = lambda *event: self.told.append(event)  # noqa: E731
+        self.current = SimpleNamespace(nodes=("here", "there"), epoch=epoch, group=group, emit=emit)
+
+    def _jobs(self) -> list[Any]:
+        return [self.current]
+
+    def _tell_if_frozen(self, now_s: float) -> float | None:
+        return Leading._tell_if_frozen(cast(Leading, self), now_s)
+
+    def tend(self, now_s: float) -> tuple[float | None, bool, int]:
+        """When it looks again, whether its job is frozen, and how often it was told so."""
+        again_s = Leading._tend_fence(cast(Leading, self), now_s)
+        return again_s, self.current.group.frozen, len(self.told)
+
+
+def test_a_job_that_stays_frozen_longer_than_a_bound_is_told_so_loudly_and_once() -> None:
+    node = Node()
+    assert node.tend(5.0) == (5.0 + BOUND_S, True, 0)
+    assert node.tend(4.9 + BOUND_S) == (5.0 + BOUND_S, True, 0)
+    assert node.tend(5.0 + BOUND_S) == (None, True, 1)
+    name, message, loud, facts = node.told[0]
+    assert (name, loud) == ("job.frozen", True)
+    assert "agent y" in message
+    assert facts["reason"] in message
+    assert node.tend(1e9) == (None, True, 1)
+
+
+def test_a_job_that_older_epochs_words_are_refused_for_good_hears_to_be_started_again() -> None:
+    node = Node()
+    node.fence.begun("y", TWO)
+    node.tend(0.0)
+    assert node.tend(BOUND_S) == (None, True, 1)
+    assert f"{TWO} has begun" in node.told[0][1]
+    assert "start it again" in node.told[0][1]
+
+
+def test_what_froze_it_only_for_a_while_and_again_is_not_told() -> None:
+    node = Node()
+    node.tend(0.0)
+    node.fence.over("y")
+    assert node.tend(BOUND_S - 1) == (None, False, 0)
+    node.fence.asked("y", ONE)
+    assert node.tend(BOUND_S) == (2 * BOUND_S, True, 0)
+    node.begin(Epoch(1, "f" * 16))  # and that of a job before it does not count
+    node.fence.asked("z", TWO)
+    assert node.tend(2 * BOUND_S) == (3 * BOUND_S, True, 0)
+
+
+@pytest.mark.parametrize("gone", [{"all_gone": True}, {"superseded_by": "another"}])
+def test_a_job_that_nobody_trains_or_that_hears_to_leave_is_told_nothing_more(gone: dict[str, Any]) -> None:
+    node = Node()
+    vars(node.current.group).update(gone)
+    node.tend(0.0)
+    assert node.tend(1e9) == (None, True, 0)

@@ -13,10 +13,13 @@ from ckpt.agent.network import NodeAt
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
 from ckpt.errors import CkptError
+from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster, train
 from tests.agent.nodes.test_hostile_peers import OTHER, Liar, liar, node_of
 
 __all__ = ["liar"]
+
+NOWHERE = "00000002-ffffffffffffffff"  # what follows the first start, with the largest nonce
 
 
 @pytest.fixture
@@ -95,6 +98,25 @@ def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_s
     starting.say(nodes[0], {"t": "outcome", "epoch": OTHER}, [])
     starting.alive(nodes[0])
     assert OTHER in at_work.status(0)["job"]["superseded_by"]
+
+
+@pytest.mark.parametrize("heard", [(0,), (1,), (0, 1)])
+def test_a_start_elsewhere_that_no_store_has_heard_of_is_outdone_by_the_next_and_freezes_nothing(
+    heard: tuple[int, ...], at_work: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """It began and its nodes were lost before it was claimed; these nodes know of it by its outcome."""
+    nodes = [node_of(at_work, rank) for rank in heard]
+    at_work.hang_up()
+    elsewhere = liar("elsewhere")
+    for node in nodes:
+        held(elsewhere, node)
+        elsewhere.say(node, {"t": "outcome", "epoch": NOWHERE}, [])
+        elsewhere.alive(node)
+    elsewhere.network.close()
+    at_work.start(0, 1)
+    assert Epoch.parse(at_work.job[0].epoch) > Epoch.parse(NOWHERE)
+    assert not at_work.status(0)["job"]["frozen"]
+    assert at_work.checkpoint("peer")
 
 
 def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_then_the_job_before_it_again(
