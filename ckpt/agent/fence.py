@@ -19,6 +19,7 @@ from ckpt.errors import AgentError
 from ckpt.types import HERE, Epoch
 
 BOUND_S = 60.0  # its connection is known to be gone up to 25 s late, and from then on it fetches nothing from here
+UNHEARD_MAX = 10_000  # starts of the run, one after the other, that a node may have heard nothing of
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.choosing import When
 from ckpt.agent.copies import decode_described
 from ckpt.agent.fanout import FanOut
+from ckpt.agent.fence import UNHEARD_MAX
 from ckpt.agent.finding import Keeps
 from ckpt.agent.following import Following, answer
 from ckpt.agent.gathering import encoded_parts
@@ -289,11 +290,14 @@ class Others(Leading):
             each.ranks.announce(None)
 
     def _outcome(self, name: str, fields: dict[str, Any]) -> None:
-        """Of a start that has asked: the epoch that has begun, or none has."""
+        """Of a start that has asked: the epoch that has begun, or none has. Errors: AgentError for one that no start
+        can have come to: nothing would be left for those after it. Ranks here would know of the epoch by now."""
         if fields["epoch"] is None:
             self.fence.over(name)
             return
-        epoch = Epoch.parse(str(fields["epoch"]))
+        epoch, known = Epoch.parse(str(fields["epoch"])), self._newest_epoch()
+        if epoch.number > known.number + UNHEARD_MAX:
+            raise AgentError(f"it is not believed that {epoch} has begun: the newest that is known here is {known}")
         if self.fence.begun(name, epoch) and self.current is not None and self.current.epoch < epoch:
             self.current.supersede(f"{epoch}, begun on other nodes")
 

@@ -8,11 +8,13 @@ from typing import Any
 import msgpack
 import pytest
 
+from ckpt.agent.fence import UNHEARD_MAX
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.network import NodeAt
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
 from ckpt.errors import CkptError
+from ckpt.store.lineage import NUMBER_MAX
 from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster, train
 from tests.agent.nodes.test_hostile_peers import OTHER, Liar, liar, node_of
@@ -98,6 +100,23 @@ def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_s
     starting.say(nodes[0], {"t": "outcome", "epoch": OTHER}, [])
     starting.alive(nodes[0])
     assert OTHER in at_work.status(0)["job"]["superseded_by"]
+
+
+def test_an_epoch_that_no_start_can_have_come_to_is_not_believed_to_have_begun_and_the_job_goes_on(
+    at_work: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """Nothing would be left for the starts after it: they take a larger number."""
+    hostile, number = liar(), Epoch.parse(at_work.job[0].epoch).number
+    for node in (node_of(at_work, rank) for rank in range(2)):
+        for wrong in (number + UNHEARD_MAX + 1, NUMBER_MAX):
+            held(hostile, node)
+            hostile.say(node, {"t": "outcome", "epoch": str(Epoch(wrong, "f" * 16))}, [])
+            hostile.alive(node)
+        hostile.say(node, {"t": "outcome", "epoch": None}, [])
+        hostile.alive(node)
+    assert not at_work.status(0)["job"]["superseded_by"]
+    train(at_work.job, at_work.job[0].step + 1)
+    assert at_work.save("peer")
 
 
 @pytest.mark.parametrize("heard", [(0,), (1,), (0, 1)])
