@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +25,10 @@ def agent(
         str | None,
         typer.Option("--domain", metavar="ZONE/RACK", help="Its failure domains, widest first [CKPT_DOMAIN]."),
     ] = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option("--secret-file", metavar="FILE", help="The run's secret; -: standard input [CKPT_SECRET_FILE]."),
+    ] = None,
     commit_after_s: Annotated[
         float,
         typer.Option(
@@ -33,23 +39,18 @@ def agent(
 ) -> None:
     """Lend this machine's memory to the run's jobs: a node that trains nothing. Ctrl-C or SIGTERM ends it.
 
-    It needs CKPT_SECRET_FILE, and a job names it with CKPT_PEERS=HOST:PORT."""
+    It needs the run's secret, and a job names it with CKPT_PEERS=HOST:PORT."""
     from ckpt.agent.hosts import domains_here
     from ckpt.agent.lending import Lend
     from ckpt.agent.main import lend
-    from ckpt.agent.peers.secret import read_file
     from ckpt.settings import read
     from ckpt.storage import canonical
 
     settings, url = read(), canonical(url)
-    if settings.secret_file is None:
-        raise UsageError(
-            "a memory-only node knows the run by its secret: set CKPT_SECRET_FILE, here and on the job's nodes, to a "
-            "file that holds the same; make one with: (umask 077; openssl rand -hex 32 > FILE)"
-        )
+    known = _secret(secret_file, settings.secret_file)
     named = settings.domain if domain is None else domain
     domains = tuple(domains_here(named))
-    terms = Lend(read_file(settings.secret_file), listen, parse_size(memory), domains, commit_after_s)
+    terms = Lend(known, listen, parse_size(memory), domains, commit_after_s)
 
     def listening(addresses: list[str]) -> None:
         if json:
@@ -58,6 +59,21 @@ def agent(
             out.say(f"lending up to {out.size(terms.memory_bytes)} to {url} at {', '.join(addresses)}")
 
     lend(url, settings, terms, listening)
+
+
+def _secret(named: str | None, usual: Path | None) -> bytes:
+    """`named`: by the command line, `usual`: by the environment. Errors: UsageError."""
+    from ckpt.agent.peers.secret import read_file, read_stream
+
+    if named == "-":
+        return read_stream(sys.stdin.buffer)
+    path = usual if named is None else Path(named)
+    if path is None:
+        raise UsageError(
+            "a memory-only node knows the run by its secret: name a file that holds that of the job's nodes with "
+            "--secret-file or CKPT_SECRET_FILE; make one with: (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    return read_file(path)
 
 
 def parse_size(text: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.agent.network import run_of
+from ckpt.agent.peers.auth import Dialler, Role, Session
+from ckpt.agent.peers.greeting import dial
+from ckpt.agent.peers.secret import make
+from ckpt.agent.peers.sockets import Address, resolve
 from ckpt.cli.agent import parse_size
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
+from tests.agent.peers.loop import TurnedLoop
 from tests.cli.stores import ckpt
 
 HERE = ["--listen", "127.0.0.1:0", "--memory", "1MiB"]
@@ -27,14 +34,36 @@ def secret(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return secret_file
 
 
+def greets(address: str, known: bytes) -> bool:
+    """Whether the agent there lets in who knows that secret."""
+    loop = TurnedLoop()
+    said: list[bool] = []
+
+    def done(sock: socket.socket, session: Session) -> None:
+        sock.close()
+        said.append(True)
+
+    try:
+        handshake = Dialler(known, run_of(known), Role.CONTROL, "test")
+        dial(loop, resolve(Address.parse(address))[0], handshake, done, lambda error: said.append(False))
+        loop.until(lambda: said)
+    finally:
+        loop.close()
+    return said[0]
+
+
 @contextlib.contextmanager
-def running(url: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the line that it says."""
+def running(url: Path, *words: str, given: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the line that it says. `given`: what stands in its standard input, which stays open."""
     command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(url), *HERE, *words]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env) as process:
         try:
+            assert process.stdin is not None
             assert process.stdout is not None
+            process.stdin.write(given)
+            process.stdin.flush()
             yield process, process.stdout.readline()
         finally:
             process.kill()
@@ -71,6 +100,39 @@ def test_without_a_secret_it_says_how_to_make_one(tmp_path: Path, monkeypatch: p
     assert said.code == Exit.USAGE
     assert "CKPT_SECRET_FILE" in said.err
     assert "openssl rand -hex 32" in said.err
+
+
+def test_the_secret_may_come_by_standard_input_and_whoever_knows_it_is_let_in(
+    tmp_path: Path, secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in no file of that machine then."""
+    monkeypatch.delenv("CKPT_SECRET_FILE", raising=False)
+    told = secret_file.read_text().strip()
+    with running(tmp_path / "run", "--json", "--secret-file", "-", given=f"{told}\n") as (_, line):
+        (address,) = json.loads(line)["listen"]
+        assert greets(address, bytes.fromhex(told))
+        assert not greets(address, make())
+
+
+def test_a_file_that_the_command_line_names_counts_before_that_of_the_environment(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.touch(mode=0o600)
+    other.write_text(make().hex())
+    with running(tmp_path / "run", "--json", "--secret-file", str(other)) as (_, line):
+        (address,) = json.loads(line)["listen"]
+        assert greets(address, bytes.fromhex(other.read_text()))
+        assert not greets(address, bytes.fromhex(secret.read_text().strip()))
+
+
+def test_what_comes_by_standard_input_and_is_no_secret_is_refused_and_not_shown(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "--secret-file", "-", given="hunter2\n") as (process, _):
+        assert process.wait(60) == Exit.USAGE
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "standard input holds no secret" in said
+    assert "hunter2" not in said
 
 
 def test_a_secret_that_others_can_read_is_refused(
