@@ -132,24 +132,25 @@ class Basis:
     def supersede(self, by: str) -> None:
         self.group.supersede(by)
 
-    def guard(self, what: Callable[[], None]) -> None:
+    def guard(self, what: Callable[[], T]) -> T | None:
         """A mistake in what is done for this job ends it in this agent, and no other job. That is told, and its ranks
-        are let go: as after the death of an agent, they bring their arenas to the next one."""
+        are let go: as after the death of an agent, they bring their arenas to the next one. Returns None then."""
         try:
-            what()
+            return what()
         except Exception as exc:
             if self.failed:
-                return
+                return None
             self.failed = f"{type(exc).__name__}: {exc}"[:MESSAGE_MAX]
             log.exception("epoch %s failed in the agent", self.epoch)
             self.emit("job.failed", f"the agent made a mistake and cannot go on with this job: {self.failed}", True)
             for member in self._members.values():
                 member.peer.lose()
+            return None
 
     def _run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         self._services.bulk.run(lane, work, lambda done: self.guard(lambda: then(done)))
 
-    def _guarded(self, then: Callable[P, None]) -> Callable[P, None]:
+    def _guarded(self, then: Callable[P, T]) -> Callable[P, T | None]:
         return lambda *given, **named: self.guard(lambda: then(*given, **named))
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:

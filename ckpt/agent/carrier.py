@@ -188,14 +188,15 @@ class Carrier(Committing):
         assert protection is not None  # else nothing is replicated
         began_s = time.monotonic()
 
-        def ended(error: str) -> None:
+        def ended(error: str) -> bool:
+            """Whether older ones may go for it."""
             now_s = time.monotonic()
             why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not != UNKEPT  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
-                return
+                return why_not == UNKEPT  # all that is to be had is there: see Group._undoes_safe
             if self.learning is not None:
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)
@@ -205,6 +206,7 @@ class Carrier(Committing):
             self.emit(
                 "peers.done", f"step {identity.tick.step} is in other nodes' memory after {seconds:.2f} s", data=facts
             )
+            return True
 
         def found_safe(found: Safe | None) -> None:
             if found is None:

@@ -382,6 +382,15 @@ class Facts:
             if not error:
                 self.committed_tick = entry.round.tick
 
+    def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
+        """What that slot holds is on its way to other nodes from here on, until `replicated`."""
+        self._copies_lost = self._copies_lost_of_it = False
+        if round_.peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
+            round_.peer = Store.RUNNING
+        round_.copy_began_s, round_.kept = now_s, self.kept
+        slot.leases += 1
+        self.replicating = slot.number
+
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
         Returns why it is not safe in other nodes' memory; "": it is."""

@@ -171,12 +171,7 @@ class Group(Verdicts):
             if peer is Store.NEW:
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)
             return
-        self._copies_lost = self._copies_lost_of_it = False
-        if peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
-            newest.round.peer = Store.RUNNING
-        newest.round.copy_began_s, newest.round.kept = now_s, self.kept
-        newest.leases += 1
-        self.replicating = newest.number
+        self.begin_copies(newest, newest.round, now_s)
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
     def _commit_next(self, now_s: float) -> None:

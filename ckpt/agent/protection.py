@@ -242,10 +242,10 @@ class Protection:
         ]
 
     def replicate(
-        self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], None]
+        self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], bool | None]
     ) -> None:
         """`safe`: the newest that is safe until now. `then` hears "" once every copy is where it should be, and right;
-        or what went wrong."""
+        or what went wrong. It answers whether that makes it safe: see Replication."""
         assert self.placement is not None
         self._used[identity] = self.placement
         while len(self._used) > USED_MAX:

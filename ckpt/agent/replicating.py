@@ -1,8 +1,9 @@
 """One checkpoint on its way into the memory of other nodes, as its coordinator arranges it.
 
 Each node that has ranks describes what they have staged; each node that is to keep a copy fetches it from there and
-checks it; and it is safe when all of them have said so. Where one has not, the whole of it has failed, and what did
-arrive goes when a later one is safe. Main thread only.
+checks it; and once all of them have said so, whoever asked for it says whether it is safe: one of them may have been
+lost since it had its part. Only then do nodes hear that older ones may go. Where it is not, the whole of it has failed,
+and what did arrive goes when a later one is on its way. Main thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class Replication:
     """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
     `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
-    them as they are until `then` has heard "" or what went wrong."""
+    them as they are until `then` has heard "" or what went wrong. It is called once, and answers whether the checkpoint
+    is safe now: where it does not say so nothing older goes anywhere."""
 
     what = "a copy"
 
@@ -36,7 +38,7 @@ class Replication:
         identity: Identity,
         safe: Identity | None,
         own: Mapping[int, Arena],
-        then: Callable[[str], None],
+        then: Callable[[str], bool | None],
     ) -> None:
         self._safe = safe
         self._network, self._copies, self._then = network, copies, then
@@ -122,11 +124,12 @@ class Replication:
                 self._network.tell(source, {"t": "withdraw", "identity": identity})
         try:
             if not error:
-                self._copies.before(self._identity)
+                self._copies.check(self._identity.epoch)
         except AgentError as exc:  # a start asks what lies here: it stays, and this is tried again later
             error = str(exc)
-        if not error:
-            for name in self._nodes:
-                if name != self._network.me:
-                    self._network.tell(name, {"t": "kept", "identity": identity})
-        self._then(error)
+        if not self._then(error) or error:
+            return
+        self._copies.before(self._identity)
+        for name in self._nodes:
+            if name != self._network.me:
+                self._network.tell(name, {"t": "kept", "identity": identity})

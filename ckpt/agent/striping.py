@@ -39,7 +39,7 @@ class Striping(Replication):
         identity: Identity,
         safe: Identity | None,
         own: Mapping[int, Arena],
-        then: Callable[[str], None],
+        then: Callable[[str], bool | None],
     ) -> None:
         ranks = {node.name: node.ranks for node in nodes}
         self._groups = [group for group in groups if group.stripes]

@@ -24,6 +24,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Parity, Placement, place
 from ckpt.types import Epoch, Identity
+from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import Turned, staged
 
 
@@ -91,6 +92,8 @@ class Link:
                 then(None, f"there is no connection to agent {name}")
                 return
             self._fleet.said.append((fields, blobs))
+            if fields["t"] == "stripe" and self._fleet.midst:
+                self._fleet.midst.pop(0)()
             self._fleet.wanted.add(name)
             if name in self._fleet.stuck and fields["t"] == "rebuild":
                 return
@@ -134,10 +137,12 @@ class Fetched:
 
 class Fleet:
     """`ranks`: of each node, by its name, the coordinator's first. `gone`: nodes that are lost. `deaf`: nodes that do
-    not hear what is safe. `stuck`: nodes that make nothing again, and do not say so."""
+    not hear what is safe. `stuck`: nodes that make nothing again, and do not say so. `midst`: what happens each time
+    that another node is asked to keep parity."""
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], option: Parity) -> None:
         self.turned = Turned()
+        self.copying = Copying()  # the coordinator's word on what is made
         self.said: list[tuple[dict[str, Any], Sequence[bytes]]] = []  # by nodes to others
         self.moved: list[tuple[str, bool]] = []  # what was offered and fetched, and whether a start waits for it
         self.wanted: set[str] = set()  # nodes that were asked for something, or read from
@@ -148,6 +153,7 @@ class Fleet:
         self.deaf: set[str] = set()
         self.stuck: set[str] = set()
         self.free_bytes: Callable[[str], int] = lambda name: 1 << 40  # what that node's machine has left
+        self.midst: list[Callable[[], None]] = []
         self.arenas: dict[Identity, dict[int, Arena]] = {}  # all originals
         self.links = {name: Link(self, name) for name in ranks}
         self.copies = {name: Copies(self.turned.bulk, self.turned.post) for name in ranks}
@@ -169,16 +175,22 @@ class Fleet:
         return next(name for name in self.ranks if name not in self.gone)
 
     def protect(self, identity: Identity, safe: Identity | None = None, spoil: Callable[[], None] | None = None) -> str:
-        """What is heard of making its parity. `spoil`: what goes wrong once all is staged."""
+        """Why it is not safe by parity that is made of it; "": it is. `spoil`: what goes wrong once all is staged."""
         if identity not in self.arenas:
             self.arenas[identity] = staged(identity, self.world)
         groups = self.placed(identity).groups
+        self.copying.begin(identity)
         if spoil is not None:
             spoil()
         own = {rank: self.arenas[identity][rank] for rank in self.ranks[self.me]}
         heard: list[str] = []
+
+        def then(error: str) -> bool:
+            heard.append(self.copying.ended(error))
+            return not heard[0]
+
         services = cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        Striping(*services, groups, identity, safe, own, heard.append).begin()
+        Striping(*services, groups, identity, safe, own, then).begin()
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]
@@ -190,6 +202,7 @@ class Fleet:
     def restart(self, name: str) -> None:
         """Its agent died, and is there again: it has what its ranks staged, and nothing of what it kept for others."""
         self.copies[name].close()
+        self.links[name] = Link(self, name)
         self.copies[name] = Copies(self.turned.bulk, self.turned.post)
         self.parities[name] = self._parities(name)
 

@@ -12,6 +12,7 @@ import pytest
 from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
 from ckpt.agent.carrier import Carrier
+from ckpt.agent.facts import UNKEPT
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.network import NodeAt
@@ -108,13 +109,19 @@ class Pair:
         self.nodes = [NodeAt(self.lead.me, ADDRESS, (0,)), NodeAt(self.lender.me, ADDRESS, ())]
         self.wanted = {self.lead.me: ((0,), (self.lender.me,))}
 
-    def copy(self, step: int, safe: Identity | None) -> str:
+    def copy(self, step: int, safe: Identity | None, is_safe: bool | None = True) -> str:
+        """What is heard of it; to that it is said whether it `is_safe`."""
         cell = Cell()
         cell.fill(at(step), 0, 1)
         self.lead.own[at(step), 0] = cell
         said: list[str] = []
         services = cast(Any, self.lead), self.lead.copies, self.nodes, self.wanted
-        Replication(*services, at(step), safe, cast(Any, {0: cell}), said.append).begin()
+
+        def then(error: str) -> bool | None:
+            said.append(error)
+            return is_safe
+
+        Replication(*services, at(step), safe, cast(Any, {0: cell}), then).begin()
         while not said:
             self.sim.turn()
         return said[0]
@@ -147,6 +154,28 @@ def test_a_node_that_lends_twice_the_state_takes_new_copies_of_a_coordinator_tha
     assert set(pair.lender.copies.identities) == {at(2), at(3)}
 
 
+@pytest.mark.parametrize("is_safe", [False, None])
+def test_nothing_goes_anywhere_for_copies_that_all_came_before_whoever_asked_says_that_they_are_safe(
+    is_safe: bool | None,
+) -> None:
+    """None: he made a mistake."""
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    assert pair.copy(2, at(1), is_safe) == ""
+    while pair.sim.turn():
+        pass
+    assert set(pair.lender.copies.identities) == {at(1), at(2)}
+    assert pair.lead.copies.told_safe == pair.lender.copies.told_safe == at(1)
+
+
+def test_nothing_goes_for_copies_that_did_not_come_whatever_is_said_of_them() -> None:
+    pair = Pair()
+    assert pair.copy(1, None) == ""
+    pair.sim.break_rate = 1.0
+    assert pair.copy(2, at(1)) != ""
+    assert pair.lead.copies.told_safe == at(1)
+
+
 def test_while_a_node_does_not_answer_nothing_is_known() -> None:
     pair = Pair()
     assert pair.copy(1, None) == ""
@@ -174,6 +203,7 @@ class Carried:
     def __init__(self, awaits: bool = False) -> None:
         self.now_s, self.awaits = 0.0, awaits
         self.heard: list[str] = []
+        self.judge: Callable[[str], str] = lambda error: error
         self.later: list[Callable[[], None]] = []
         self.finding: list[Callable[[Safe | None], None]] = []
         self.account = Account()
@@ -183,7 +213,7 @@ class Carried:
         )
         protection = SimpleNamespace(
             find_safe=lambda epoch, held, world, then: self.finding.append(then),
-            replicate=lambda identity, safe, own, then: self.heard.append(f"{identity}, safe: {safe}"),
+            replicate=self.protect,
         )
         self.carrier = SimpleNamespace(
             protection=protection,
@@ -191,6 +221,7 @@ class Carried:
             epoch=EPOCH,
             world=1,
             checkpoints={},
+            learning=None,
             own=SimpleNamespace(arenas={}),
             asks_for_safe=True,
             emit=lambda *said, **data: None,
@@ -200,12 +231,16 @@ class Carried:
             _replicate=self.replicate,
         )
 
+    def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool]) -> None:
+        self.heard.append(f"{identity}, safe: {safe}")
+        self.ended = then
+
     def found_safe(self, tick: Tick | None) -> None:
         self.group.safe_tick = tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
-        return error
+        return self.judge(error)
 
     def replicate(self, slot: int = 0, which: Identity | None = None) -> None:
         Carrier._replicate(cast(Carrier, self.carrier), slot, which or at(7))
@@ -243,6 +278,15 @@ def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked
     carried.later.pop()()
     carried.finding.pop()(Safe(None, None))
     assert len(carried.heard) == 1
+
+
+@pytest.mark.parametrize(("why_not", "goes"), [("", True), (UNKEPT, True), ("an agent was lost meanwhile", False)])
+def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(why_not: str, goes: bool) -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.finding.pop()(Safe(None, None))
+    carried.judge = lambda error: why_not
+    assert carried.ended("") is goes
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:

@@ -9,11 +9,12 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from ckpt.agent.peers.sockets import Address
-from ckpt.types import FRAME_BYTES, Tick
+from ckpt.types import FRAME_BYTES, Identity, Tick
 from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
 from tests.agent.peers.proxy import Fault, Proxy
 
@@ -28,6 +29,10 @@ class Link(Proxy):
     def flip(self, after: int | None) -> None:
         """On whatever connects from now on one byte is changed after so many; None: none is any more."""
         self._every = Fault(after=after, flip=True) if after is not None else None
+
+    def mend(self) -> None:
+        """All of what connects from now on passes."""
+        self._every = None
 
     def cut(self) -> None:
         """All that is connected now."""
@@ -107,6 +112,86 @@ def test_a_link_that_is_cut_while_copies_are_made_costs_that_checkpoint_at_most(
     cluster.hang_up()
     decision = cluster.start(0, 2)
     assert decision.fields["candidate"]["step"] in (safe, step)
+
+
+def await_kept(cluster: Cluster, step: int, *nodes: int) -> None:
+    """Until each of these has all of that step that it is to keep."""
+    for node in nodes:
+        cluster.await_status(node, lambda status: step in steps_of(status))
+
+
+def steps_of(status: dict[str, Any]) -> set[int]:
+    """Of which that agent keeps something for others."""
+    return {Identity.parse(text).tick.step for text in status["copies"]}
+
+
+def cut_off(cluster: Cluster, links: Links, node: int) -> None:
+    """That node is not to be reached for a moment: its agent, its ranks and all that they hold live on."""
+    away = [rank for rank in cluster.job if cluster.at[rank.rank] == node]
+    links.of[node].cut()
+    for rank in away:
+        assert rank.lost.wait(60)
+    together(away, come_back)
+    together(away, lambda rank: rank.wait_warm())
+
+
+def lose_the_coordinator_on_the_way(cluster: Cluster, failed: int) -> None:
+    """While a newer one than that, of which all had come that was to come, is on its way. What was safe comes back."""
+    rank = cluster.job[0]
+    cluster.checkpoint("local")
+    for node in range(3):  # it gives way to the newer one, unless it has become safe meanwhile
+        cluster.await_status(
+            node, lambda status: failed not in steps_of(status) or rank.levels[str(Tick(failed)), "peer"][0]
+        )
+    safe = [Tick.parse(tick).step for (tick, level), (ok, _) in list(rank.levels.items()) if level == "peer" and ok]
+    cluster.kill(0)
+    cluster.hang_up()
+    cluster.route = lambda node, address: address
+    candidate = cluster.start(1, 2).fields["candidate"]
+    assert candidate is not None
+    assert candidate["step"] >= max(safe)
+
+
+def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_though_all_copies_have_come(
+    cluster: Cluster, links: Links
+) -> None:
+    """Who had its copies already may have lost them: they are not safe, and what is stays, also for the next ones."""
+    cluster.forbid_commits()
+    cluster.start(0, 1, 2)
+    cluster.checkpoint("peer")
+    (slow,) = cluster.keepers()[0]
+    (quick,) = {1, 2} - {slow}
+    links.of[0].hang()
+    step = cluster.checkpoint("local")
+    await_kept(cluster, step, 0, quick)
+    cut_off(cluster, links, quick)
+    links.of[0].mend()
+    links.of[0].cut()
+    assert not cluster.job[0].wait_level(Tick(step), "peer")
+    links.of[0].hang()
+    links.of[0].cut()
+    lose_the_coordinator_on_the_way(cluster, step)
+
+
+def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_by_parity_either(
+    cluster: Cluster, links: Links
+) -> None:
+    cluster.forbid_commits()
+    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 1}}
+    cluster.start(0, 1, 2)
+    step = cluster.checkpoint("peer")
+    (slow,) = (node for node in (1, 2) if step in steps_of(cluster.status(node)))
+    (gives,) = {1, 2} - {slow}  # and keeps nothing: of so little state there is no parity for each to have
+    links.of[0].hang()
+    step = cluster.checkpoint("local")
+    await_kept(cluster, step, 0)
+    cut_off(cluster, links, gives)
+    links.of[0].mend()
+    links.of[0].cut()
+    assert not cluster.job[0].wait_level(Tick(step), "peer")
+    links.of[0].hang()
+    links.of[0].cut()
+    lose_the_coordinator_on_the_way(cluster, step)
 
 
 def test_what_a_node_staged_is_written_by_who_has_its_copy_though_other_copies_are_still_on_their_way(

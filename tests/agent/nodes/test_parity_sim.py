@@ -1,7 +1,7 @@
 """Parity under random schedules: nodes are lost, or agents are started again empty, between checkpoints and while one's
-parity is made, what is safe is made anew for others, and coordinators that are started again find out what is safe. As
-long as no more is lost than the parity that was said to be safe can bear, that checkpoint, or a newer one, comes back
-bit for bit.
+parity is made, connections end that are there again at once, what is safe is made anew for others, and coordinators
+that are started again find out what is safe. As long as no more is lost than the parity that was said to be safe can
+bear, that checkpoint, or a newer one, comes back bit for bit.
 
 The agents' own code decides, and real parity is made (see fleet.py); one seed decides what happens when."""
 
@@ -39,24 +39,33 @@ class Schedule:
         self.safe: Identity | None = None
         self.bears = 0
         self.hit: set[str] = set()
-        self.failed = self.emptied = self.found = 0
+        self.failed = self.emptied = self.found = self.unsafe = 0
         self.came_back = self.made_again = 0
 
     def left(self) -> list[str]:
         return [name for name in self.fleet.ranks if name not in self.fleet.gone]
 
-    def strike(self) -> None:
+    def strike(self, spared: str = "") -> None:
         """A node is lost, or its agent is started again and has nothing of what it kept for others."""
-        name = self.random.choice(self.left())
+        name = self.random.choice([name for name in self.left() if name != spared])
         self.hit.add(name)
+        self.fleet.copying.lost()
         if self.random.random() < 0.5:
             self.fleet.restart(name)
             self.emptied += 1
         else:
             self.fleet.gone.add(name)
 
+    def cut(self) -> None:
+        """One that loses nothing is not connected for a moment."""
+        self.fleet.copying.lost()
+
     def checkpoint(self, step: int) -> None:
-        which, spoils = identity(step), self.random.random() < 0.3
+        which, spoils = identity(step), self.random.choice((self.strike, self.cut, None, None, None))
+        lead = self.fleet.me
+        self.fleet.midst = [lambda: None] * self.random.randint(0, 2)
+        if spoils is None:
+            self.fleet.midst += self.random.choice(([lambda: self.strike(lead)], [], []))
         known = self.safe
         if known is not None and self.random.random() < 0.2:  # a coordinator that was started again
             found = self.fleet.find(known)
@@ -64,9 +73,10 @@ class Schedule:
             known = found.newest
             self.found += 1
         before = set(self.hit)
-        error = self.fleet.protect(which, known, self.strike if spoils else None)
+        error = self.fleet.protect(which, known, spoils)
         if error:
             self.failed += 1
+            self.unsafe += "meanwhile" in error
         else:
             self.safe, self.hit = which, self.hit - before  # what was struck meanwhile may have had it
             self.bears = min(kept.losses for kept in self.fleet.placed(which).kept)
@@ -101,7 +111,7 @@ class Schedule:
 
 @pytest.fixture
 def totals() -> Iterator[dict[str, int]]:
-    found = dict.fromkeys(("came_back", "made_again", "failed", "emptied", "found"), 0)
+    found = dict.fromkeys(("came_back", "made_again", "failed", "emptied", "found", "unsafe"), 0)
     yield found
     print(found)
 

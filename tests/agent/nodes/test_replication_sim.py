@@ -1,11 +1,12 @@
 """Copies of snapshots under random schedules: nodes are lost at any moment of a save, one after the other or several at
 once, messages are late, connections end before or after what they were for is done, jobs are started again on whoever
-is left and on new nodes, placements change, and agents are started again empty. A start asks one node after the other
-what it holds, while a coordinator that lives on ends what it has begun. Whatever was said to be safe, and has not lost
-more nodes since than the placement says it may, is there at each start, whole: it, or something newer.
+is left and on new nodes, placements change, agents are started again empty, and the coordinator loses its connection to
+others that live on. A start asks one node after the other what it holds, while a coordinator that lives on ends what it
+has begun. Whatever was said to be safe, and has not lost more nodes since than the placement says it may, is there at
+each start, whole: it, or something newer.
 
-The agents' own code decides: Replication, Copies, the placement, the inventories. Around it one seed decides what
-happens when; `run(seed)` replays a schedule. Memory is a few bytes that say whose they are.
+The agents' own code decides: Replication, Copies, Facts, the placement, the inventories. Around it one seed decides
+what happens when; `run(seed)` replays a schedule. Memory is a few bytes that say whose they are.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ckpt.errors import AgentError, DamagedData
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Placement, Replicas, place
 from ckpt.types import HERE, Epoch, Identity, Tick
+from tests.agent.nodes.copying import Copying
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
 GENERATIONS = 12  # that a schedule stages, over all its starts
@@ -281,6 +283,8 @@ class Job:
         self.safe: Identity | None = None
         self.under_way: Identity | None = None
         self.unsure = False  # what is safe is being found out: no slot is used again
+        self.copying = Copying()
+        self.failed: Identity | None = None
         self.emptied: set[str] = set()  # agents that were started again since what is under way began
         self.step = sim.step
         self.placement = self.placed(None)
@@ -313,26 +317,40 @@ class Job:
         cell.fill(identity, rank, self.world)
         holder.own[identity, rank] = cell
 
-    def restarted(self, name: str) -> None:
-        """What it kept is gone: the newest, where it was safe, is copied again, now or when what is under way ends."""
-        self.emptied.add(name)
+    def disconnected(self, name: str, emptied: bool) -> None:
+        """What it kept may be gone, and is where it is `emptied`; the coordinator hears of the first only, and late.
+        The newest, where it was safe or has failed, is copied again, then or when what is under way ends."""
+        self.emptied |= {name} if emptied else set()
+
+        def heard() -> None:
+            self.copying.lost()
+            self.copy_again()
+
+        self.sim.later(self.sim.nodes[self.names[0]], heard)
+
+    def copy_again(self) -> None:
         newest = Identity(self.epoch, Tick(self.step))
-        if self.under_way is None and self.safe == newest:
+        if self.under_way is None and newest in (self.safe, self.failed):
             self.sim.again += 1
             self.replicate(newest)
 
     def replicate(self, identity: Identity) -> None:
         self.under_way, placement = identity, self.placement
         self.emptied.clear()
+        self.copying.begin(identity)
         lead = self.sim.nodes[self.names[0]]
         wanted = {kept.node: (list(self.ranks[kept.node]), kept.holders) for kept in placement.kept}
         own = {rank: lead.own[identity, rank] for rank in self.ranks[lead.me]}
 
-        def then(error: str) -> None:
-            self.under_way = None
-            if error:
+        def then(error: str) -> bool:
+            self.under_way, why_not = None, self.copying.ended(error)
+            if why_not:
+                self.failed = identity
                 self.sim.failed += 1
-                return
+                if not error:
+                    self.sim.unsafe += 1
+                    self.sim.later(lead, self.copy_again)
+                return False
             self.safe = identity
             self.sim.safe(identity, placement, self.emptied)
             lead.told(lead.me, {"t": "forget", "epoch": str(self.epoch)})
@@ -340,8 +358,7 @@ class Job:
                 lead.tell(name, {"t": "forget", "epoch": str(self.epoch)})
             if self.sim.random.random() < 0.1:
                 self.placement = self.placed(placement)
-            for each in list(self.emptied)[:1]:
-                self.restarted(each)
+            return True
 
         network, arenas = cast(Network, lead), cast(Mapping[int, Arena], own)
         forgot = self.sim.random.random() < self.sim.forgets  # as a coordinator that was started again
@@ -387,7 +404,9 @@ class Sim:
         self.epochs = itertools.count(1)
         self.step = 0  # that the line has come to
         self.restart_rate = rng.choice((0.0, 0.0, 0.002, 0.01))
+        self.cut_rate = rng.choice((0.0, 0.0, 0.005, 0.02))
         self.failed = self.starts = self.kept = self.losses = self.refused = self.restarts = self.again = 0
+        self.unsafe = 0  # copies that all came, while an agent that had some was not connected for a while
 
     # -- what happens when
 
@@ -445,7 +464,15 @@ class Sim:
         self.gone.add(name)
         self.end_watched(old)
         assert self.job is not None
-        self.job.restarted(name)
+        self.job.disconnected(name, emptied=True)
+
+    def cut(self, name: str) -> None:
+        """The coordinator has no connection to it for a while: what it waits for from there it does not hear."""
+        assert self.job is not None
+        lead, other = self.nodes[self.job.names[0]], self.nodes[name]
+        for who, _, what in [each for each in self.watched if each[:2] == (lead, other)]:
+            self.later(who, what)
+        self.job.disconnected(name, emptied=False)
 
     def safe(self, identity: Identity, placement: Placement, emptied: set[str]) -> None:
         """Told by the coordinator: from here on it has to outlive what its placement says, counted from now. `emptied`:
@@ -510,8 +537,11 @@ class Sim:
                 if self.random.random() < self.loss_rate:
                     self.fail()
                     break
+                others = [n for n in self.job.names[1:] if self.nodes[n].alive]
                 if self.random.random() < self.restart_rate:
-                    self.restart(self.random.choice([n for n in self.job.names[1:] if self.nodes[n].alive]))
+                    self.restart(self.random.choice(others))
+                if self.random.random() < self.cut_rate:
+                    self.cut(self.random.choice(others))
             else:
                 if self.random.random() < 0.15:
                     self.fail()
@@ -541,12 +571,12 @@ def run(seed: int) -> Sim:
 
 @pytest.mark.timeout(900)
 def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
-    losses = kept = failed = refused = restarts = again = 0
+    losses = kept = failed = refused = restarts = again = unsafe = 0
     for seed in range(SCHEDULES):
         sim = run(seed)
         losses, kept, failed = losses + sim.losses, kept + sim.kept, failed + sim.failed
         refused += sim.refused
-        restarts, again = restarts + sim.restarts, again + sim.again
+        restarts, again, unsafe = restarts + sim.restarts, again + sim.again, unsafe + sim.unsafe
     if SCHEDULES >= 1000:  # the schedules have to reach what they are there for
         assert losses > SCHEDULES
         assert kept > SCHEDULES // 2
@@ -554,3 +584,4 @@ def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
         assert refused > SCHEDULES // 20
         assert restarts > SCHEDULES // 4
         assert again > SCHEDULES // 20
+        assert unsafe > SCHEDULES // 20

@@ -1,0 +1,27 @@
+"""What a coordinator's state machine makes of copies that are on their way, in tests that play the agents around it."""
+
+from __future__ import annotations
+
+from ckpt.agent.facts import Facts, Round, Why
+from ckpt.policy.every import Every
+from ckpt.types import Identity
+
+
+class Copying:
+    """One checkpoint after the other. Its word is that of `facts.Facts`: whatever ends well there is safe."""
+
+    def __init__(self) -> None:
+        self._facts = Facts(1, Every(seconds=1.0))
+
+    def begin(self, identity: Identity) -> None:
+        slot = self._facts.slots[0]
+        slot.round = Round(1, 0, Why.STEP, identity.tick, "", 0.0)
+        self._facts.begin_copies(slot, slot.round, 0.0)
+
+    def lost(self) -> None:
+        """An agent is not connected any more."""
+        self._facts.copies_lost()
+
+    def ended(self, error: str) -> str:
+        """Why it is not safe; "": it is."""
+        return self._facts.replicated(0, error, 0.0)
