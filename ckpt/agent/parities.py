@@ -94,7 +94,8 @@ class Where:
 
 
 class Parities:
-    """`arenas_of`: by rank, the snapshots of a checkpoint that lie here, copies among them."""
+    """`arenas_of`: by rank, the snapshots of a checkpoint that lie here, copies among them. `free_bytes`: what may
+    still be taken on this machine."""
 
     def __init__(
         self,
