@@ -69,6 +69,11 @@ class Tick:
     def __str__(self) -> str:
         return f"{self.step:012d}.{self.sub:04d}"
 
+    @property
+    def label(self) -> str:
+        """For people: "300", or "300.1" for the first save, poll or exit after step 300 had ended."""
+        return f"{self.step}.{self.sub}" if self.sub else str(self.step)
+
     @staticmethod
     def parse(text: str) -> Tick:
         match = re.fullmatch(r"(\d{12})\.(\d{4,9})", text)

@@ -20,7 +20,7 @@ from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
-from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StateMismatch, UsageError
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, UsageError
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
@@ -38,12 +38,10 @@ from ckpt.trainer.saver import Saver
 from ckpt.trainer.snapshot import Snapshotter
 from ckpt.trainer.targets import Targets
 from ckpt.trainer.walk import StateWalker
-from ckpt.trainer.wants import ONLY
 from ckpt.types import Identity, Tick
 
 T = TypeVar("T")
 
-LINES_MAX = 50  # differences named in one message
 SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists the store, and may watch another job
 
 
@@ -302,13 +300,14 @@ def _restore(
 ) -> tuple[Found, Decision]:
     """What was restored, and the decision that led to it."""
     failures: list[str] = []
+    overwritten = restore.Overwritten(saver.walker)
     for struck in decision.fields.get("struck") or []:
         if group.rank == 0:
             text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {asked.url}`"
             events.emit("restore.struck", text, loud=True, identity=struck)
     while (candidate := decision.candidate) is not None:
         identity = Identity.parse(candidate["identity"])
-        bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest)
+        bad, sources = _try(group, asked, tasks, events, saver, identity, decision.manifest, overwritten)
         if not bad:
             level = candidate["level"]
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
@@ -347,6 +346,7 @@ def _try(
     saver: Saver,
     identity: Identity,
     manifest_data: bytes,
+    overwritten: restore.Overwritten,
 ) -> tuple[str, dict[str, int]]:
     """One candidate: why it cannot be restored ("" when it was), and the bytes by level they came from."""
 
@@ -358,9 +358,11 @@ def _try(
     if known.value is None:
         return known.failure, {}
     manifest, targets, sources = known.value
-    _check_match(group, targets, asked.strict, events)
-    filled = _attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets))
+    restore.check_match(group, targets, asked, events, identity, overwritten)
+    written: set[int] = set()
+    filled = _attempt(group, lambda: restore.fill(saver.link, tasks, identity, manifest, targets, written))
     if filled.value is None:
+        collective.together(group, lambda: overwritten.add(manifest, targets, written))
         return filled.failure, {}
     collective.together(group, targets.finish)
     if targets.dropped:
@@ -386,23 +388,3 @@ def _attempt(group: collective.Group, work: Callable[[], T]) -> Attempt[T]:
     verdicts = [said.decode() for said in group.gather(mine.failure.encode())]
     bad = next((f"rank {rank}: {said}" for rank, said in enumerate(verdicts) if said), "")
     return Attempt(None, bad) if bad else mine
-
-
-def _check_match(group: collective.Group, targets: Targets, strict: bool, events: Events) -> None:
-    """What is only in the checkpoint is extra where no rank wants it. Errors: StateMismatch names all differences."""
-    said = group.gather(msgpack.packb([list(targets.extra), list(targets.mismatch.lines)]))
-    every = [msgpack.unpackb(data) for data in said]
-    extra = sorted(set.intersection(*(set(names) for names, _ in every)))
-    lines = sorted({line for _, found in every for line in found if not line.startswith(ONLY)})
-    lines += [f"{ONLY}{name}" for name in extra]
-    if not lines:
-        return
-    more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
-    text = "; ".join(lines[:LINES_MAX]) + more
-    if strict:
-        raise StateMismatch(
-            f"the state does not match the checkpoint: {text}. Nothing was changed. Register the same state, or pass "
-            "strict=False to go on with what fits"
-        )
-    if group.rank == 0:
-        events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)

@@ -26,13 +26,21 @@ class Filler:
     any strides; gradients do not notice. Frames may be given in any order, by several threads at once, then `check` is
     due.
 
-    Those of `whole` may be put into their `room` by the caller, who checks their hash; see fetch.Rooms.
+    Those of `whole` may be put into their `room` by the caller, who checks their hash; see fetch.Rooms. `written` gets
+    each frame before anything of it is copied.
 
     Errors: those of `cuts`.
     """
 
-    def __init__(self, manifest: Manifest, wants: Sequence[Want], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        wants: Sequence[Want],
+        tensors: Sequence[torch.Tensor],
+        written: set[int] | None = None,
+    ) -> None:
         self._wants, self._tensors = wants, tensors
+        self._written = set() if written is None else written
         self._meeting = _meeting(tensors)
         self._landed: list[tuple[int, torch.Tensor, tuple[int, int]]] = []  # of those that meet: want, place, hash
         self._cuts: dict[int, list[Cut]] = {}
@@ -58,6 +66,7 @@ class Filler:
     def __call__(self, frame: int, raw: memoryview) -> bool:
         """Fills in all that `raw`, the frame's raw bytes, holds; whether its hash is right. Where it is not the
         tensors may hold wrong bytes until the frame comes again."""
+        self._written.add(frame)
         expected = (self._hi[frame], self._lo[frame])
         run = self._runs.get(frame)
         if run is not None:
@@ -77,6 +86,7 @@ class Filler:
         return self._runs.keys()
 
     def room(self, frame: int) -> memoryview:
+        self._written.add(frame)
         return self._runs[frame].data
 
     def is_right(self, frame: int, value: tuple[int, int]) -> bool:
