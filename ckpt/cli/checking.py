@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +60,7 @@ def _facts(result: Verified) -> dict[str, Any]:
     return {
         "identity": str(result.ref.identity),
         "step": result.ref.identity.tick.step,
+        "sub": result.ref.identity.tick.sub,
         "good": result.is_good,
         "frames": result.frames,
         "checked_bytes": result.checked_bytes,
@@ -67,8 +69,11 @@ def _facts(result: Verified) -> dict[str, Any]:
 
 
 def _say(results: list[Verified]) -> None:
+    names = Counter(target.name_of(result.ref) for result in results)
     for result in results:
-        step = result.ref.identity.tick.step
+        step = target.name_of(result.ref)
+        if names[step] > 1:  # one of them is on a branch
+            step += f" of epoch {result.ref.identity.epoch}"
         if result.is_good:
             out.say(f"step {step}: good, {result.frames} frames, {out.size(result.checked_bytes)} read and hashed")
         for problem in result.problems:
@@ -111,7 +116,7 @@ def _reader(store: Any, url: str, which: str | None) -> FrameReader:
 
 
 def _say_diff(found: Diff, readers: tuple[FrameReader, FrameReader]) -> None:
-    steps = [reader.record.identity.tick.step for reader in readers]
+    steps = [reader.record.identity.tick.label for reader in readers]
     if found.changed:
         rows = [
             (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli import out, target
+from ckpt.types import Tick
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
@@ -56,7 +57,7 @@ def _row(ref: CommitRef, where: str) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any], long: bool, every: bool) -> list[str]:
-    step = str(row["step"]) + (f".{row['sub']}" if row["sub"] else "")
+    step = Tick(row["step"], row["sub"]).label
     saved = row["saved"]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)) if saved else "?"
     cells = [step, when, out.ago(saved) if saved else "", str(row["epoch"])]
@@ -102,7 +103,8 @@ def show(
     if json:
         out.as_json({"url": store.url, **body, "tensors": listed})
         return
-    for name, value in body.items():
+    del body["sub"]
+    for name, value in {**body, "step": record.identity.tick.label}.items():
         if isinstance(value, dict):
             # What is no word or number is for programs, which have --json.
             short = {key: each for key, each in value.items() if not isinstance(each, dict | list)}
@@ -125,6 +127,7 @@ def _facts(record: Record) -> dict[str, Any]:
     return {
         "identity": str(identity),
         "step": identity.tick.step,
+        "sub": identity.tick.sub,
         "epoch": identity.epoch.number,
         "ranks": list(record.manifest.coordinates),
         "tensor_count": sum(not spec.values for spec in record.manifest.tensors),

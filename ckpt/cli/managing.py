@@ -40,7 +40,7 @@ def branch(
     if json:
         out.as_json({"url": store.url, "epoch": str(claim.epoch), "parent": str(ref.identity)})
     else:
-        out.say(f"the next start of {url} goes on from step {ref.identity.tick.step} ({ref.identity})")
+        out.say(f"the next start of {url} goes on from step {target.name_of(ref)} ({ref.identity})")
 
 
 def prune(
@@ -114,7 +114,7 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     if not found.is_good:
         problem = found.problems[0]
         raise DamagedData(
-            f"step {found.ref.identity.tick.step}, the newest of {url}, is damaged ({problem.key}: {problem.what}): "
+            f"step {target.name_of(found.ref)}, the newest of {url}, is damaged ({problem.key}: {problem.what}): "
             "nothing was let go, since what is older may be what the run has left. Let the damaged one go first (ckpt "
             "branch to an older step, then ckpt prune --also), or give --no-check"
         )

@@ -67,4 +67,4 @@ def restore(
         files = [str(file) for file in made.files]
         out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})
     else:
-        out.say(f"step {ref.identity.tick.step}: {made.tensors} tensors, {out.size(made.bytes)}, in {to}")
+        out.say(f"step {target.name_of(ref)}: {made.tensors} tensors, {out.size(made.bytes)}, in {to}")

@@ -67,8 +67,7 @@ def none_yet(url: str, run: RunView) -> NoCheckpoint:
 
 def name_of(ref: CommitRef) -> str:
     """As `ckpt ls` calls it: "300", or "300.1" for the first save, poll or exit after step 300 had ended."""
-    tick = ref.identity.tick
-    return f"{tick.step}.{tick.sub}" if tick.sub else str(tick.step)
+    return ref.identity.tick.label
 
 
 def _branches(run: RunView) -> str:

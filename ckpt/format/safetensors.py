@@ -153,7 +153,8 @@ def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple
         name = DTYPE_NAMES.get(tensor.dtype)
         if name is None:
             raise UsageError(
-                f"{tensor.name!r} is {tensor.dtype}, which .safetensors does not have; choose another dtype"
+                f"{tensor.name!r} is {tensor.dtype}, which .safetensors does not have: write a .pt file, which has, or "
+                "leave it out (--only names what is written)"
             )
         if tensor.name in head or tensor.name == _METADATA:
             raise UsageError(f"{tensor.name!r} cannot be the name of one more tensor")

@@ -64,7 +64,7 @@ def diff(
 ) -> Diff:
     """`only`: globs on names; values are compared only without it. `progress(done, total)`: bytes of tensors.
 
-    Errors: UsageError (no tensor of either matches); DamagedData; NotFound; StorageError."""
+    Errors: UsageError (no tensor of either matches); DamagedData; StorageError."""
     ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
     theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
     if only and not ours and not theirs:

@@ -61,7 +61,7 @@ def export(
     this. `strip`: a prefix that is taken off the names that have it. `shard_bytes`: the size of a file in a folder.
     `progress(done, total)`: bytes of the checkpoint.
     The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches or has the prefix; two names become
-    one; a dtype that the format does not have); DamagedData; NotFound; StorageError; OSError."""
+    one; a dtype that the format does not have); DamagedData; StorageError; OSError."""
     path = Path(to)
     format = format or _format_of(path)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):

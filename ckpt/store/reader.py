@@ -1,8 +1,9 @@
 """Reading a checkpoint from the store: its record, and its frames by ranged gets, each checked by its hash.
 
 Frames that lie near one another in a pack are fetched together, several such runs at once, decoded straight into the
-memory that the caller gives. What a reader relies on may be deleted meanwhile if it holds no lease: that is NotFound,
-and `newest_readable` then lists once more before it goes on to an older checkpoint.
+memory that the caller gives. A pack that a record names and that is not there is damage: deleted by hand, or meanwhile
+by a prune, of a reader that holds no lease. `newest_readable` lists once more then, before it goes on to an older
+checkpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 loud=True,
                 identity=str(left[0].identity),
             )
-            if isinstance(exc, NotFound) and not listed_again:
+            if NotFound in (type(exc), type(exc.__cause__)) and not listed_again:
                 listed_again = True
                 refs = candidates(run.view())
 
@@ -118,8 +119,9 @@ class FrameReader:
         wait for it), which is filled and checked; then `deliver(frame)`, or `failed(frame, error)` so that another
         source can be tried. All three are called from several threads at once.
 
-        Errors: what `out`, `deliver` or `failed` raise; without `failed` the first frame's error: NotFound,
-        DamagedData names pack and frame, StorageError. No thread is left then, and no further call is made."""
+        Errors: what `out`, `deliver` or `failed` raise; without `failed` the first frame's error: DamagedData names
+        the pack, and the frame or that it is missing; StorageError. No thread is left then, and no further call is
+        made."""
         gets = self._plan(frames)
         if not gets:
             return
@@ -195,6 +197,9 @@ class FrameReader:
                     self._read(self._plan([frame])[0], deliver, out, failed, scratch, stop)
                 return
             error: Exception = exc
+        except NotFound as exc:
+            error = DamagedData(f"{key} is missing, which the record of {self.record.identity} names: {exc}")
+            error.__cause__ = exc
         except StorageError as exc:
             error = exc
         else:
@@ -240,7 +245,7 @@ class Values:
 
 
 def load_values(reader: FrameReader) -> Values:
-    """Errors: DamagedData; NotFound."""
+    """Errors: DamagedData; StorageError."""
     manifest = reader.record.manifest
     first = np.searchsorted(manifest.extents["box"], np.arange(len(manifest.boxes) + 1)).tolist()
     places = {

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.types import Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
 
@@ -51,6 +52,33 @@ def test_verify_names_a_missing_pack_and_a_damaged_record(tmp_path: Path, monkey
     said = ckpt(monkeypatch, "verify", tmp_path, "--json")
     assert said.code == 1
     assert [each["step"] for each in said.json["checkpoints"] if not each["good"]] == [10, 40]
+
+
+def test_two_checkpoints_of_one_step_are_told_apart_as_ls_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = begin(tmp_path)
+    saved = [save(tmp_path, epoch, tick) for tick in (Tick(3), Tick(3, 1), Tick(3, 2))]
+    sorted((tmp_path / "data" / str(saved[1])).rglob("*.pack"))[0].unlink()
+    said = ckpt(monkeypatch, "verify", tmp_path).out
+    assert "step 3: good" in said
+    assert "step 3.1: DAMAGED" in said
+    assert "step 3.2: good" in said
+    found = ckpt(monkeypatch, "verify", tmp_path, "--json").json["checkpoints"]
+    assert [(each["step"], each["sub"]) for each in found] == [(3, 0), (3, 1), (3, 2)]
+    assert "step 3 and step 3.2: " in ckpt(monkeypatch, "diff", tmp_path, "3.0", "3.2").out
+    assert "step 3.2" in ckpt(monkeypatch, "branch", tmp_path, "--at", "3.2").out
+
+
+def test_of_one_step_on_the_line_and_on_a_branch_the_epoch_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begin(tmp_path)
+    saved = [save(tmp_path, first, step) for step in (1, 2)]
+    second = begin(tmp_path, saved[0])
+    save(tmp_path, second, 2)
+    said = ckpt(monkeypatch, "verify", tmp_path, "--all").out
+    assert "step 1: good" in said
+    assert f"step 2 of epoch {first}: good" in said
+    assert f"step 2 of epoch {second}: good" in said
 
 
 def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

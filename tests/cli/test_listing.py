@@ -69,6 +69,9 @@ def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(
     assert listed == ["300", "300.1", "300.2"]
     for name, identity in {"300.0": saved[0], "300.1": saved[1], "300.2": saved[2], "300": saved[2]}.items():
         assert ckpt(monkeypatch, "show", tmp_path, "--step", name, "--json").json["identity"] == str(identity)
+    for name, identity in zip(listed, saved, strict=True):
+        shown = ckpt(monkeypatch, "show", tmp_path, "--step", str(identity)).out.splitlines()
+        assert ["step", name] in [line.split() for line in shown]
     said = ckpt(monkeypatch, "show", tmp_path, "--step", "300.3")
     assert said.code == 3
     assert "300, 300.1, 300.2" in said.err

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ckpt.cli.exits import Exit
+from ckpt.types import Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
 
@@ -71,6 +73,41 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path: Path, m
     assert said.code == 1
     assert pack.name in said.err
     assert list(to.parent.iterdir()) == []
+
+
+def test_damage_of_any_kind_ends_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ckpt verify` does."""
+    a_run(tmp_path / "run")
+    pack = sorted((tmp_path / "run").rglob("*.pack"))[-1]
+    whole, half = pack.read_bytes(), pack.stat().st_size // 2
+    for data in (whole[:half], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :], None):
+        if data is None:
+            pack.unlink()
+        else:
+            pack.write_bytes(data)
+        said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors")
+        assert said.code == ckpt(monkeypatch, "verify", tmp_path / "run").code == Exit.DIFFERENT
+        assert pack.name in said.err
+
+
+def test_a_dtype_that_a_safetensors_file_has_not_leads_to_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, to = tmp_path / "run", tmp_path / "x.safetensors"
+    save(url, begin(url), 1, {"w": np.ones(3, np.complex128), "b": np.ones(3, np.float32)})
+    for more in ([], ["--dtype", "float64"]):
+        said = ckpt(monkeypatch, "restore", url, "--to", to, *more)
+        assert said.code == Exit.USAGE
+        assert ".pt" in said.err
+        assert "--only" in said.err
+        assert "dtype" not in said.err
+    assert ckpt(monkeypatch, "restore", url, "--to", to, "--only", "b").code == 0
+    assert ckpt(monkeypatch, "restore", url, "--to", tmp_path / "x.pt").code == 0
+
+
+def test_what_was_restored_is_called_as_ls_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", begin(tmp_path / "run"), Tick(3, 1))
+    assert "step 3.1: " in ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors").out
 
 
 def test_no_tensor_of_that_name_is_a_wrong_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_of_a_truncated_pack_the_frames_before_the_end_are_good() -> None:
     assert len(frames.good) + len(frames.bad) == len(frames.lengths)
 
 
-@pytest.mark.parametrize("error", [NotFound, AccessDenied, TransientError])
+@pytest.mark.parametrize("error", [AccessDenied, TransientError])
 def test_a_store_that_fails_is_told_apart_from_damage(error: type[StorageError]) -> None:
     store = Sim()
     done = saved(store)
@@ -193,6 +193,22 @@ def test_a_store_that_fails_is_told_apart_from_damage(error: type[StorageError])
     frames = Frames(FrameReader(faulty, done.record))
     FrameReader(faulty, done.record).read([0, 5], frames.deliver, frames.out, frames.failed)
     assert sorted(frames.bad) == [0, 5]
+
+
+def test_a_pack_that_a_record_names_and_that_is_not_there_is_damage() -> None:
+    store = Sim()
+    done = saved(store)
+    lost = done.record.packs[0][0]
+    store.delete([lost])
+    source = FrameReader(store, done.record)
+    every = range(len(done.record.places))
+    with pytest.raises(DamagedData, match=f"{lost} is missing") as found:
+        source.read_bytes(every)
+    assert isinstance(found.value.__cause__, NotFound)
+    frames = Frames(source)
+    source.read(every, frames.deliver, frames.out, frames.failed)
+    assert sorted(frames.bad) == [i for i, pack in enumerate(done.record.places["pack"].tolist()) if pack == 0]
+    assert all(isinstance(error, DamagedData) for error in frames.bad.values())
 
 
 @pytest.mark.parametrize("which", ["out", "deliver", "failed"])
