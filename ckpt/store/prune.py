@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ckpt.errors import DamagedData, NotFound, StorageError, UsageError
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.policy.every import Best, Keep
 from ckpt.storage.contract import Backend
@@ -115,7 +115,8 @@ class Pruner:
         leased, stale, lease_problem = self._leases(now_s)
         dead = {ref for ref in view.commits if ref.identity in expired and ref.identity not in leased}
         staying = [ref for ref in view.commits if ref not in dead]
-        blocked = lease_problem or next((unread[ref] for ref in staying if ref in unread), "")
+        unread_one = next((ref for ref in staying if ref in unread), None)
+        blocked = lease_problem or (self._why_blocked(view, unread_one, unread, retire) if unread_one else "")
 
         gone_later = retire | set(view.retired)
         live = self._referred(staying)
@@ -188,6 +189,19 @@ class Pruner:
         line = [ref.identity for ref in whole]
         return set(line) - retention(line, keep, {ref.identity: self._metrics_of[ref] for ref in whole})
 
+    def _why_blocked(
+        self, view: RunView, ref: CommitRef, unread: Mapping[CommitRef, CkptError], retire: Collection[Identity]
+    ) -> str:
+        """Nobody knows which packs that record refers to: what is wrong with it, and the way out."""
+        wrong, identity = unread[ref], ref.identity
+        if identity in view.retired or identity in retire:
+            return f"{wrong}. It goes itself: a prune after its grace can delete"
+        if isinstance(wrong, NewerFormat):
+            return f"{wrong}. Prune with that ckpt"
+        if view.line and identity == view.line[-1].identity:
+            return f"{wrong}. It is the newest: ckpt branch to an older step, then ckpt prune --also {identity}"
+        return f"{wrong}. To let it go, too: ckpt prune --also {identity}"
+
     def _checked(self, also: Collection[Identity], view: RunView) -> set[Identity]:
         committed = {ref.identity for ref in view.commits}
         for identity in also:
@@ -204,17 +218,17 @@ class Pruner:
     def _referred(self, refs: Iterable[CommitRef]) -> set[str]:
         return {key for ref in refs for key, _ in self._packs_of.get(ref, ())}
 
-    def _read(self, refs: Sequence[CommitRef]) -> dict[CommitRef, str]:
+    def _read(self, refs: Sequence[CommitRef]) -> dict[CommitRef, CkptError]:
         """Remembers the packs and metrics of these records; what is wrong with those that could not be read."""
 
-        def read(ref: CommitRef) -> str:
+        def read(ref: CommitRef) -> CkptError | None:
             try:
                 found = open_record(self.run.backend, ref)
             except (DamagedData, NotFound) as exc:
-                return str(exc)
+                return exc
             self._packs_of[ref] = found.packs
             self._metrics_of[ref] = found.metrics
-            return ""
+            return None
 
         new = [ref for ref in refs if ref not in self._packs_of]
         return {ref: wrong for ref, wrong in zip(new, in_parallel(read, new, _READERS), strict=True) if wrong}
@@ -245,7 +259,7 @@ class Lease:
     """While the block runs nothing that the checkpoints' records refer to is deleted.
 
     Take it before the record is opened: what was there then stays. It is refreshed by a thread of its own; where that
-    fails for two periods the reader may lose packs, which it then meets as NotFound."""
+    fails for two periods the reader may lose packs, which are damage to it then."""
 
     def __init__(
         self,

@@ -74,6 +74,22 @@ def test_prune_keeps_the_best_and_takes_what_is_named(tmp_path: Path, monkeypatc
     assert _steps(monkeypatch, tmp_path) == [2, 4]
 
 
+def test_where_a_record_that_cannot_be_read_is_in_the_way_prune_says_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = a_run(tmp_path)
+    (record,) = (tmp_path / "commits").glob(f"{saved[0]}-*")
+    record.write_bytes(record.read_bytes()[:-7])
+    said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--yes").out
+    assert "no data can be deleted" in said
+    way_out = said.partition("ckpt prune ")[2].split()[:2]
+    assert way_out == ["--also", str(saved[0])]
+    said = ckpt(monkeypatch, "prune", tmp_path, *way_out, "--yes").out
+    assert f"retired: restored no more, deleted after the grace: {saved[0]}" in said
+    assert "--also" not in said
+    assert "--also" not in ckpt(monkeypatch, "prune", tmp_path, "--last", "1").out
+
+
 def test_the_newest_never_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path)
     assert ckpt(monkeypatch, "prune", tmp_path, "--also", "40", "--yes").code == 2
