@@ -6,7 +6,7 @@ every process (sets are sorted by their encoding), so that ranks can compare the
 
 A tagged value is an array whose first element is an empty extension of type TAG; msgpack's own array is a list and its
 map a dict, in order. `decode` takes bytes from anybody: depth, elements and sizes are capped, and memory is bounded by
-ELEMENTS_MAX small objects and a few times the length of the data.
+ELEMENTS_MAX small objects and a few times the length of the data; so are keys of one hash, and with them the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgpack
@@ -29,6 +29,9 @@ VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
 ELEMENTS_MAX = 1 << 22
 DEPTH_MAX = 128
 NDIM_MAX = 64
+# Keys of a dict, or items of a set, of one hash: each is compared with all before it. Whoever makes the data knows the
+# hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), not that of texts.
+SAME_HASH_MAX = 128
 _PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
 
 
@@ -112,6 +115,7 @@ class _Encoder:
         elif kind is dict:
             self._enter()
             self._count(2 * len(value))
+            self._check_hashes(value)
             self.out.append(self._packer.pack_map_header(len(value)))
             self._pairs(value.items())
             self._path.pop()
@@ -197,9 +201,10 @@ class _Encoder:
         self._each(items)
         self._path.pop()
 
-    def _set(self, tag: int, items: Iterable[Any]) -> None:
+    def _set(self, tag: int, items: Collection[Any]) -> None:
         encoded = []
         out = self.out
+        self._check_hashes(items)
         self._enter()
         for value in items:
             self._path[-1] = f"{{{value!r:.60}}}"
@@ -214,6 +219,7 @@ class _Encoder:
     def _mapping(self, tag: int, value: dict[Any, Any], *first: Any) -> None:
         self._enter()
         self._head(tag, len(first) + 2 * len(value))
+        self._check_hashes(value)
         for item in first:
             self._plain(item)
         self._pairs(value.items())
@@ -245,6 +251,14 @@ class _Encoder:
         self._left -= items
         if self._left < 0:
             raise self._refused(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
+
+    def _check_hashes(self, keys: Collection[Any]) -> None:
+        """What would not be read is not written."""
+        if _are_of_one_hash(keys):
+            raise self._refused(
+                f"more than {SAME_HASH_MAX} keys have the same hash, as ints that are equal modulo 2**61 - 1 have; "
+                "give them as texts"
+            )
 
     def _enter(self) -> None:
         if len(self._path) > DEPTH_MAX:
@@ -351,10 +365,25 @@ class _Decoder:
 
 def _pairs(empty: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
     """`empty` (of any kind of dict), filled with key, value, key, value."""
+    _refuse_one_hash(flat[::2])
     dict.update(empty, zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(empty) != len(flat):
         raise ValueError("a key is there twice")
     return empty
+
+
+def _are_of_one_hash(keys: Collection[Any]) -> bool:
+    """Whether more than SAME_HASH_MAX of them are."""
+    if len(keys) <= SAME_HASH_MAX:
+        return False
+    hashes = np.fromiter(map(hash, keys), np.int64, len(keys))
+    hashes.sort()
+    return bool((hashes[SAME_HASH_MAX:] == hashes[:-SAME_HASH_MAX]).any())
+
+
+def _refuse_one_hash(keys: Collection[Any]) -> None:
+    if _are_of_one_hash(keys):
+        raise ValueError(f"more than {SAME_HASH_MAX} keys of one hash")
 
 
 def _untag(tag: int, items: list[Any]) -> Any:
@@ -363,11 +392,13 @@ def _untag(tag: int, items: list[Any]) -> Any:
         case (Tag.TUPLE, _):
             return tuple(items)
         case (Tag.SET | Tag.FROZENSET, _):
+            _refuse_one_hash(items)
             found = set(items) if tag == Tag.SET else frozenset(items)
             if len(found) != len(items):
                 raise ValueError("an item is there twice")
             return found
         case (Tag.ORDERED_DICT, _):
+            _refuse_one_hash(items[::2])
             ordered: OrderedDict[Any, Any] = OrderedDict()
             for key, value in zip(items[::2], items[1::2], strict=True):
                 ordered[key] = value

@@ -313,6 +313,75 @@ def test_more_elements_than_are_allowed_are_refused_before_they_are_made() -> No
     assert peak < 1 << 16
 
 
+def big(number: int) -> bytes:
+    data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x92\xc7\x00\x08\xc4" + bytes([len(data)]) + data
+
+
+def imaginary(number: int) -> bytes:
+    """hash() of a complex number is that of its real part plus 1000003 times that of the other."""
+    return b"\x93\xc7\x00\x0b\xcb" + struct.pack(">d", -1000003.0 * number) + b"\xcb" + struct.pack(">d", number)
+
+
+def tagged(tag: int, *items: bytes) -> bytes:
+    return b"\xdd" + (1 + len(items)).to_bytes(4, "big") + b"\xc7\x00" + bytes([tag]) + b"".join(items)
+
+
+def pairs(keys: list[bytes]) -> list[bytes]:
+    return [each for key in keys for each in (key, b"\xc0")]
+
+
+KEYED: dict[str, Any] = {
+    "a dict": lambda keys: b"\xdf" + len(keys).to_bytes(4, "big") + b"".join(pairs(keys)),
+    "a set": lambda keys: tagged(2, *keys),
+    "a frozenset": lambda keys: tagged(3, *keys),
+    "an OrderedDict": lambda keys: tagged(4, *pairs(keys)),
+    "a Counter": lambda keys: tagged(5, *pairs(keys)),
+    "a defaultdict": lambda keys: tagged(6, b"\xc0", *pairs(keys)),
+}
+HASH = sys.hash_info.modulus
+
+
+@pytest.mark.parametrize("kind", KEYED)
+@pytest.mark.parametrize("key", [lambda n: big(HASH * n + 7), imaginary], ids=["ints", "complex numbers"])
+def test_keys_of_one_hash_are_refused_before_all_are_compared_with_all(kind: str, key: Any) -> None:
+    keys = [key(n) for n in range(100, 100 + values.SAME_HASH_MAX)]
+    assert len(values.decode(KEYED[kind](keys))) == values.SAME_HASH_MAX
+    with pytest.raises(DamagedData, match="more than 128 keys of one hash"):
+        values.decode(KEYED[kind]([*keys, key(1)]))
+
+
+def test_many_keys_of_one_hash_take_no_time() -> None:
+    """To compare all with all would take minutes."""
+    with pytest.raises(DamagedData, match="of one hash"):
+        values.decode(KEYED["a dict"]([big(HASH * n) for n in range(100, 200_000)]))
+
+
+@pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset, OrderedDict.fromkeys, Counter])
+def test_keys_of_one_hash_that_would_not_be_read_are_not_written(kind: Any) -> None:
+    many = kind([HASH * n for n in range(values.SAME_HASH_MAX + 1)])
+    with pytest.raises(UsageError, match=r"^state\['a'\]: more than 128 keys have the same hash"):
+        values.encode({"a": many})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        range(-50_000, 50_000),
+        [n << 40 for n in range(100_000)],
+        [(n // 300, n % 300) for n in range(90_000)],
+        [n / 8 for n in range(50_000)],
+        [frozenset((n, n + 1)) for n in range(50_000)],
+        [f"{n}" for n in range(50_000)],
+    ],
+    ids=["ints", "ints far apart", "tuples", "floats", "frozensets", "texts"],
+)
+def test_keys_as_states_have_them_come_back_however_many(keys: Any) -> None:
+    tree = dict.fromkeys(keys)
+    assert there_and_back(tree) == tree
+    assert there_and_back(set(keys)) == set(keys)
+
+
 @given(st.binary(max_size=60), st.data())
 def test_garbage_is_never_anything_but_damaged_data(garbage: bytes, data: st.DataObject) -> None:
     good = values.encode({"a": [1, (2, 3.5)], "s": {1, 2}, "x": np.zeros(3), "d": deque([1], 4), "n": [0.5] * 40})
