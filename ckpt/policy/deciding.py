@@ -4,6 +4,8 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
 
 - A limit that can be kept is kept, by the estimates of this moment. Intervals that a limit decides leave a tenth of it
   in hand. A limit that is broken is kept again at once, if that puts none at risk that ranks higher.
+- Where no intervals surely keep all limits, what was measured says now that one is broken, now another. The one that
+  ranks higher is kept first, and what is in force stays until one is broken by more than its error.
 - Intervals that break no limit change only where the expected gain is more than the noise of the estimates
   (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to twice the
   noise, four times where a limit decides. They come nearer to a limit only where they would keep it, too, if all costs
@@ -36,6 +38,7 @@ IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
 BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
+DOUBT = 1.5  # of what is taken of a limit that another contradicts: by less than that none is broken
 BACK = 2.0  # times as many for the way back: then three of a rate's, where its best interval is
 MB = 1e6
 
@@ -72,11 +75,15 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
     """The intervals in force, or these with one level's changed, or the wanted ones: what gains most beyond noise.
     Where those in force break a limit: what gains most, or loses least, of what keeps it."""
     wanted = needs.wanted()
-    allowed = needs.allowed(wanted)
-    broken = needs.broken(stay, allowed)
-    if not broken and not _alternatives(stay, wanted, CHANGE_MIN):
+    moves = bool(_alternatives(stay, wanted, CHANGE_MIN))
+    if not moves and not needs.broken(stay, needs.allowed(wanted)):
         return stay
     surely = needs.surely(stay)
+    doubt = DOUBT if surely.contradict() else 0.0
+    allowed = needs.allowed(wanted, doubt)
+    broken = needs.broken(stay, allowed, doubt)
+    if not moves and not broken:
+        return stay
     found = _alternatives(stay, surely.wanted(), 0.0 if broken else CHANGE_MIN)
     kept = LIMITS
     if broken:  # for a limit's sake one that ranks higher is not put at risk
@@ -328,25 +335,29 @@ class _Needs:
         )
 
     def broken(self, choice: Chosen, limits: Adaptive, deviations: float = 0.0) -> set[Bound]:
-        """The limits that it breaks by more than rounding and so many standard deviations of what was measured, and the
-        bounds by more than what measuring is wrong by."""
+        """The limits that it breaks by more than rounding and so many standard deviations of what was measured, what a
+        commit takes by as many, and the other bounds by more than what measuring is wrong by."""
+        off_s = deviations * self.known.commit.error
         found: set[Bound] = {each for each, s in self.least_s.items() if choice.local_s * IN_HAND < s}
-        if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"]:
+        if choice.store_by != "start" and choice.store_s * IN_HAND < self.floors_s["commit"] - off_s:
             found.add("commit")
         errors = self._errors(choice)
         takes = {each: taken - deviations * errors[each] for each, taken in self.takes(choice).items()}
         return found | {each for each, taken in takes.items() if taken > getattr(limits, each) * (1 + ROUNDING)}
 
-    def allowed(self, wanted: Chosen) -> Adaptive:
-        """Where not even the wanted intervals keep a limit: as good as they are, with the same in hand and what a
-        commit's time is wrong by."""
-        limits, broken = self.limits, self.broken(wanted, self.limits)
-        if "overhead" in broken:
-            limits = replace(limits, overhead=min(1.0, IN_HAND * self.saving(wanted)))
-        if "at_risk_s" in broken:
-            off_s = BOUND_DEVIATIONS * self.known.commit.error
-            limits = replace(limits, at_risk_s=IN_HAND * self.lost_s(wanted) + off_s)
-        return limits
+    def contradict(self) -> bool:
+        """Whether no intervals keep all limits."""
+        return not self.broken(self.wanted(), self.limits).isdisjoint(LIMITS)
+
+    def allowed(self, wanted: Chosen, deviations: float = 0.0) -> Adaptive:
+        """Where the wanted intervals do not keep a limit, or are nearer to it than so many standard deviations of what
+        was measured: at least as good as they are, with the same in hand."""
+        errors, found = self._errors(wanted), dict[Limit, float]()
+        for each, taken in self.takes(wanted).items():
+            limit = getattr(self.limits, each)
+            if taken + deviations * errors[each] > limit * (1 + ROUNDING):
+                found[each] = min(max(limit, IN_HAND * taken), 1.0 if each == "overhead" else math.inf)
+        return replace(self.limits, **found)
 
     def decision(self, choice: Chosen) -> Decision:
         m, broken = self.measured, self.broken(choice, self.limits)
