@@ -149,7 +149,12 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
     numbers: dict[Any, int] = {}
     for param in (p for line in params for p in line):
         held = optimizer.state.get(param.tensor)
-        found.state.append(_read_state(found, param, held, numbers) if held else -1)
+        if held:
+            found.state.append(_read_state(found, param, held, numbers))
+        else:
+            found.state.append(-1)
+            if isinstance(held, dict):  # somebody looked: the first step fills this very one
+                found.plain.append(held)
     return found
 
 

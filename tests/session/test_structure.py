@@ -37,6 +37,27 @@ def test_a_layer_that_is_unfrozen_is_in_the_next_checkpoint(tmp_path: Path) -> N
         assert torch.equal(other.state[again[0].weight]["exp_avg"], moments)
 
 
+def test_moments_are_saved_though_somebody_has_looked_for_them_before_the_first_step(tmp_path: Path) -> None:
+    """optimizer.state is a defaultdict: a logger that only reads leaves an empty dict, which the first step fills."""
+    model = nn.Linear(4, 4)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    assert [optim.state[parameter].get("exp_avg") for parameter in model.parameters()] == [None, None]
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=ckpt.Every(steps=2)) as ck:
+        for _ in ck.steps(5):
+            optim.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            optim.step()
+    wait_agent_gone(tmp_path)
+    again = nn.Linear(4, 4)
+    other = torch.optim.Adam(again.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
+        assert ck.restored.step == 5
+        for one, two in zip(model.parameters(), again.parameters(), strict=True):
+            assert {k: v.tolist() for k, v in other.state[two].items()} == {
+                k: v.tolist() for k, v in optim.state[one].items()
+            }
+
+
 def test_replaced_tensors_are_saved_as_they_are_now(tmp_path: Path) -> None:
     """opt.load_state_dict, p.data = and a reassigned buffer move storage under equal names."""
     torch.manual_seed(0)

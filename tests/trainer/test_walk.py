@@ -281,6 +281,10 @@ def _more_state(state: dict[str, Any]) -> None:
     next(iter(state["optim"].state.values()))["more"] = torch.ones(1)
 
 
+def _first_state(state: dict[str, Any]) -> None:
+    state["lagging"].state[state["model"][0].bias]["exp_avg"] = torch.ones(4)
+
+
 def _nothing(state: dict[str, Any]) -> None:
     pass
 
@@ -317,6 +321,7 @@ CHANGES = [
     _tensor_lr,
     _drop_state,
     _more_state,
+    _first_state,
 ]
 
 
@@ -342,6 +347,8 @@ def watched() -> dict[str, Any]:
     state["optim"] = torch.optim.Adam(state["model"][:2].parameters())
     state["optim"].step()
     state["sched"] = torch.optim.lr_scheduler.StepLR(state["optim"], 1)
+    state["lagging"] = torch.optim.Adam([state["model"][0].bias])
+    state["lagging"].state[state["model"][0].bias].get("exp_avg")  # which leaves an empty dict there
     return state
 
 
@@ -386,11 +393,14 @@ def test_training_and_values_change_no_structure(change: Any) -> None:
     assert not walker.changed(walk)
 
 
-def test_state_that_appears_after_the_first_step_is_noticed() -> None:
+@pytest.mark.parametrize("touched", [False, True])
+def test_state_that_appears_after_the_first_step_is_noticed(touched: bool) -> None:
     for optimizer in (torch.optim.Adam, torch.optim.LBFGS):
         model = net()
         optim = optimizer(model.parameters(), lr=0.1)
         optim.param_groups[0]["max_iter"] = 2
+        for parameter in model.parameters() if touched else ():
+            optim.state[parameter].get("exp_avg")  # reading leaves an empty dict, which the first step fills
         walker = rt.walker_of({"model": model, "optim": optim})
         walk = walker.walk()
 
