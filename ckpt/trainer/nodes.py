@@ -81,10 +81,11 @@ class ModuleNode(Node):
 
     def read(self) -> tuple[list[Named], dict[str, Any]]:
         root: nn.Module = self.value
-        if names.is_custom(root):
-            items = [(name, value) for name, _, value in names.state_dict_items(root)]
-        else:
-            items = [(site.name, site.tensor) for site in names.sites(root)]
+        if not names.is_custom(root):
+            found = [Named(join(self.path, site.name), site.tensor) for site in names.sites(root)]
+            tensors, payload = self.read_extra(names.extras(root))
+            return found + tensors, payload
+        items = [(name, value) for name, _, value in names.state_dict_items(root)]
         found = [Named(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
         tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
         return found + tensors, payload
@@ -92,11 +93,13 @@ class ModuleNode(Node):
     def payload(self) -> dict[str, Any]:
         if names.is_custom(self.value):
             return self.read()[1]
-        return self._extra([])[1]
+        return self.read_extra(names.extras(self.value))[1]
 
-    def _extra(self, values: list[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
-        if not names.is_custom(self.value):
-            values = [(join(path, "_extra_state"), m.get_extra_state()) for path, m in names.extras(self.value)]
+    def read_extra(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[list[Named], dict[str, Any]]:
+        """The extra state only, of those modules: what `names.extras` found."""
+        return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
+
+    def _extra(self, values: Sequence[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
         found: list[Named] = []
         extra: dict[str, Any] = {}
         for name, value in values:

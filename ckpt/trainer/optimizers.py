@@ -7,7 +7,7 @@ listed by name, not by number, so that another order or another wrapping restore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -88,6 +88,20 @@ class OptimizerView:
             groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
         return {"kind": "optimizer", "groups": groups, "skeletons": now.skeletons, "state": now.state}
 
+    def referred(self, payload: dict[str, Any]) -> Iterator[str]:
+        """The tensors that a payload refers to and that were read anew for it, by name."""
+        for group in payload["groups"]:
+            yield from (name for _, name in group["tensors"])
+        if self.mixed and (payload["state"] != self.state or _paths(payload["skeletons"]) != _paths(self.skeletons)):
+            paths = _paths(payload["skeletons"])
+            for param, number in zip((p for line in self.params for p in line), payload["state"], strict=True):
+                if number >= 0:
+                    yield from (join(state_path(self.path, param.name), *path) for path in paths[number])
+
+
+def _paths(skeletons: Sequence[dict[str, Any]]) -> list[list[Path]]:
+    return [skeleton["tensors"] for skeleton in skeletons]
+
 
 def hyper(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
@@ -145,7 +159,6 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
     for index, group in enumerate(optimizer.param_groups):
         tensors = trees.split(hyper(group), path)[1]
         found.tensors += [Named(name, tensor) for _, name, tensor in trees.named(group_path(path, index), tensors)]
-        found.mixed = found.mixed or any(len(inner) > 1 for inner, _ in tensors)
     numbers: dict[Any, int] = {}
     for param in (p for line in params for p in line):
         held = optimizer.state.get(param.tensor)

@@ -104,7 +104,7 @@ class Saver:
         """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
         positions: whether loaders are asked for theirs, which must not be before they were restored."""
         shared, own = self.walker.values(self.walk, positions)
-        size = len(_encode(shared)) + len(_encode(own))
+        size = len(values.encode(shared)) + len(values.encode(own))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
         return Offer(self.walk.layout, hashes, tick, size)
 
@@ -180,7 +180,15 @@ class Saver:
         assert self.link.terms is not None
         if not self._snapshotter.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
-        shared, own = (_encode(tree) for tree in self.walker.values(self.walk))
+        trees = self.walker.values(self.walk)
+        if strays := self.walker.strays(self.walk, trees[0]):
+            self._follow(self.walker.walk())  # for the next one
+            self.settle(tick)
+            raise SaveFailed(
+                f"{names.some(strays)} came into the state while it was read: between two steps an object has to give "
+                "the same each time it is asked"
+            )
+        shared, own = map(values.encode, trees)
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
         room = slot.arena.values_room(slot.declared, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:
@@ -362,10 +370,6 @@ class Saver:
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
         return why
-
-
-def _encode(tree: Any) -> bytes:
-    return values.encode(tree)
 
 
 def _moved(before: Walk, now: Walk) -> set[str]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from torch import nn
 
 from ckpt.collector import no_collecting
 from ckpt.errors import UsageError
@@ -65,8 +66,8 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What `changed` compares: the nodes, what plain containers and tensors were, and, of `Scan.volatile`, what each
-    said. `gathering`: modules that may be left gathered."""
+    """What `changed` compares: the nodes, what plain containers and tensors were, and, in the order of
+    `Scan.volatile`, what each said. `gathering`: modules that may be left gathered."""
 
     nodes: list[tuple[Any, ...]]
     watch: Watch
@@ -78,15 +79,44 @@ class _Seen:
 class Scan:
     """The structure of a state. `found`: by node, its tensors under all their names. `tensors`: by canonical name, each
     once. `aliases`: the other names of some, and the name that each is saved under. `fixed`: payloads that hold no
-    value that could change. `volatile`: nodes that say only when asked what tensors they hold."""
+    value that could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
+    when asked what tensors they hold, and what they said."""
 
     nodes: list[Node]
     found: dict[str, list[Named]]
     views: dict[str, OptimizerView]
     fixed: dict[str, dict[str, Any]]
-    volatile: list[Node]
+    extras: dict[str, list[tuple[str, nn.Module]]]
+    volatile: list[tuple[Node, _Answer]]
     tensors: dict[str, tuple[Named, Pieces]]
     aliases: dict[str, str]
+
+    def ask(self, node: Node) -> _Answer:
+        """What a volatile node says now."""
+        if isinstance(node, ModuleNode):
+            modules = self.extras.get(node.path)
+            return _answer(node.read() if modules is None else node.read_extra(modules))
+        if isinstance(node, (ObjectNode, DataNode)):
+            return _answer(node.read())
+        return _Answer(self.views[node.path].again().tensors)
+
+    def payload(self, node: Node) -> dict[str, Any] | None:
+        """The values of a node as they are now; None for one that belongs to the rank."""
+        if node.path in self.fixed:
+            return self.fixed[node.path]
+        if isinstance(node, OptimizerNode):
+            return self.views[node.path].payload()
+        if isinstance(node, ModuleNode) and node.path in self.extras:
+            return node.read_extra(self.extras[node.path])[1]
+        return node.payload() if isinstance(node, (ModuleNode, ObjectNode, DataNode)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`tensors`: those that nothing else watches. `values`: what a module gives beside tensors, by name."""
+
+    tensors: list[Named]
+    values: tuple[str, ...] = ()
 
 
 class StateWalker:
@@ -124,21 +154,22 @@ class StateWalker:
             _seen=_Seen(
                 nodes=list(map(_signature, scan.nodes)),
                 watch=watch,
-                volatile=[_fingerprint(scan.found[node.path]) for node in scan.volatile],
+                volatile=[_fingerprint(said) for _, said in scan.volatile],
                 gathering=names.resharding(modules),
             ),
         )
 
     def changed(self, walk: Walk) -> bool:
         """Whether walk() would find other names, dtypes, shapes or boxes now than it did then, or the same in other
-        memory. For 20,000 tensors about 10 ms; objects with a state_dict() of their own are asked for it."""
+        memory. For 20,000 tensors about 10 ms; objects with a state_dict() of their own, and modules with extra state,
+        are asked for it."""
         seen = walk._seen
         for module in seen.gathering:
             module.reshard()
         now = list(map(_signature, nodes.find(self.state)))
         if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)) or seen.watch.stale():
             return True
-        return [_fingerprint(_reread(walk.scan, node)) for node in walk.scan.volatile] != seen.volatile
+        return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
 
     def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
         """(shared, own) as they are now, for the structure of that walk: what is the same on all ranks by nature, and
@@ -146,14 +177,8 @@ class StateWalker:
         are asked for theirs, which begins an epoch in one that was not iterated over yet: not before what is to be
         restored was restored."""
         scan = walk.scan
-        objects: dict[str, Any] = {}
-        for node in scan.nodes:
-            if node.path in scan.fixed:
-                objects[node.path] = scan.fixed[node.path]
-            elif isinstance(node, OptimizerNode):
-                objects[node.path] = scan.views[node.path].payload()
-            elif isinstance(node, (ModuleNode, ObjectNode, DataNode)):
-                objects[node.path] = node.payload()
+        payloads = ((node.path, scan.payload(node)) for node in scan.nodes)
+        objects = {path: payload for path, payload in payloads if payload is not None}
         loaders = [node for node in scan.nodes if positions and isinstance(node, LoaderNode)]
         here = self.coordinate
         own = {
@@ -167,6 +192,20 @@ class StateWalker:
         }
         return {"objects": objects, "aliases": scan.aliases}, own
 
+    def strays(self, walk: Walk, shared: Any) -> list[str]:
+        """The tensors that `shared`, values for the structure of that walk, refers to and the walk does not have: a
+        checkpoint with these values could not be restored. None, unless something of the state said one thing to
+        `changed` and another to `values`. Looks only at what was read anew."""
+        scan = walk.scan
+        referred: list[str] = []
+        for path, payload in shared["objects"].items():
+            if path in scan.views:
+                referred += scan.views[path].referred(payload)
+            elif path not in scan.fixed:
+                trees_of = payload["extra"].values() if payload["kind"] == "module" else (payload,)
+                referred += (name for tree in trees_of for _, name in tree["tensors"])
+        return sorted(name for name in referred if name not in scan.tensors and name not in scan.aliases)
+
     def streams(self, found: Sequence[Node]) -> dict[str, generators.Stream]:
         """The generators that belong to the state."""
         objects = {node.path: node.value for node in found if isinstance(node, GeneratorNode)}
@@ -179,7 +218,8 @@ class StateWalker:
         found: dict[str, list[Named]] = {}
         views: dict[str, OptimizerView] = {}
         fixed: dict[str, dict[str, Any]] = {}
-        volatile: list[Node] = []
+        extras: dict[str, list[tuple[str, nn.Module]]] = {}
+        volatile: list[tuple[Node, _Answer]] = []
         for node in all_nodes:
             if isinstance(node, ModuleNode):
                 for module in names.resharding([m for _, m in names.modules(node.value)]):
@@ -188,11 +228,16 @@ class StateWalker:
                 owners.add_module(node.path, node.value)
                 if not payload["extra"]:
                     fixed[node.path] = payload
-                if names.is_custom(node.value) or any(extra["tensors"] for extra in payload["extra"].values()):
-                    volatile.append(node)
+                if names.is_custom(node.value):
+                    volatile.append((node, _answer((found[node.path], payload))))
+                elif payload["extra"]:
+                    extras[node.path] = names.extras(node.value)
+                    inner = {name for body in payload["extra"].values() for _, name in body["tensors"]}
+                    said = [named for named in found[node.path] if named.name in inner]
+                    volatile.append((node, _answer((said, payload))))
             elif isinstance(node, (ObjectNode, DataNode)):
                 found[node.path] = node.read()[0]
-                volatile.append(node)
+                volatile.append((node, _Answer(found[node.path])))
                 if isinstance(node, DataNode):
                     owners.add_tensors(found[node.path])
         for node in all_nodes:
@@ -200,16 +245,14 @@ class StateWalker:
                 view = views[node.path] = optimizers.view(node.path, node.value, owners)
                 found[node.path] = view.tensors
                 if view.mixed:
-                    volatile.append(node)
+                    volatile.append((node, _Answer(view.tensors)))
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _unique([t for n in all_nodes for t in found.get(n.path, ())], owners, views, Cutter(world))
-        return Scan(all_nodes, found, views, fixed, volatile, tensors, aliases)
+        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases)
 
 
-def _reread(scan: Scan, node: Node) -> list[Named]:
-    if isinstance(node, (ModuleNode, ObjectNode, DataNode)):
-        return node.read()[0]
-    return scan.views[node.path].again().tensors
+def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:
+    return _Answer(read[0], tuple(read[1].get("extra", ())))
 
 
 def _unique(
@@ -248,10 +291,10 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] is b[0] and a[1] == b[1] and a[2] is b[2]
 
 
-def _fingerprint(found: Sequence[Named]) -> Any:
+def _fingerprint(said: _Answer) -> Any:
     """Names, boxes and addresses. What is compared with it later is compared while this one's memory is alive."""
     places: list[tuple[Any, ...]] = []
-    for named in found:
+    for named in said.tensors:
         tensor = named.tensor
         if isinstance(tensor, Shard):
             places.append((named.name, tensor.global_shape, tensor.offset))
@@ -259,7 +302,7 @@ def _fingerprint(found: Sequence[Named]) -> Any:
             places.append((named.name, tensor.shape, tensor.placements))  # type: ignore[attr-defined]
         else:
             places.append((named.name,))
-    return places, geometry([part for named in found for part in live_parts(named.tensor)])
+    return said.values, places, geometry([part for named in said.tensors for part in live_parts(named.tensor)])
 
 
 # ------------------------------------------------------------------------------------------------------------ hashes

@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.trainer import trees
+from ckpt.trainer.trees import Path, Tensor
+
 _PARTS = itemgetter("_parameters", "_buffers", "_modules")
 _PLACES = attrgetter("_local_tensor", "_spec")
 _AT_ONCE = 256  # tensors that are asked all questions while they are in the processor's cache
 
 
 class Watch:
-    """`modules`: every module; their parameters, buffers and children are watched. `optimizers`: their groups and
-    which parameters have state. `dicts`: of tensors, by name. `distributed`: the DTensors. `live`: the local tensors
-    that hold the bytes."""
+    """`modules`: every module; their parameters, buffers and children are watched. `optimizers`: their groups, which
+    parameters have state, and the tensors among hyper-parameters. `dicts`: of tensors, by name. `distributed`: the
+    DTensors. `live`: the local tensors that hold the bytes."""
 
     def __init__(
         self,
@@ -40,16 +43,19 @@ class Watch:
         self._dicts = [*chain.from_iterable(map(_PARTS, self._homes)), *dicts]
         self._distributed = distributed
         self._live = live
+        self._hyper = self._hyper_tensors()
         self._objects = self._held()
         self._keys = self._names()
         self._geometry = geometry(live)
 
     def stale(self) -> bool:
-        objects = self._held()
+        objects, hyper = self._held(), self._hyper_tensors()
         return (
             len(objects) != len(self._objects)
             or not all(map(is_, objects, self._objects))
             or self._names() != self._keys
+            or len(hyper) != len(self._hyper)
+            or not all(p == q and t is u for (p, t), (q, u) in zip(hyper, self._hyper, strict=True))
             or not same_geometry(self._live, self._geometry)
         )
 
@@ -64,8 +70,16 @@ class Watch:
             found += (optimizer.state, *optimizer.state, *optimizer.state.values(), optimizer.param_groups)
             for group in optimizer.param_groups:
                 found += (group, group["params"], *group["params"])
-                found += (value for value in group.values() if isinstance(value, torch.Tensor))
         return found
+
+    def _hyper_tensors(self) -> list[tuple[Path, Tensor]]:
+        """The tensors among hyper-parameters, in tuples too (betas), with the group and the keys they are under."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        bare = [
+            {k: value for k, value in group.items() if type(value) not in trees.PLAIN and k != "params"}
+            for group in groups
+        ]
+        return trees.split(bare, "the hyper-parameters of an optimizer")[1]
 
     def _names(self) -> list[Any]:
         """The keys of every container, and where each container begins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,72 @@ def test_moments_are_saved_though_somebody_has_looked_for_them_before_the_first_
             assert {k: v.tolist() for k, v in other.state[two].items()} == {
                 k: v.tolist() for k, v in optim.state[one].items()
             }
+
+
+class Scaled(nn.Linear):
+    """A scale that is a tensor only from its first use on, as of FP8 and observers."""
+
+    scale: torch.Tensor | None = None
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def test_a_value_that_becomes_a_tensor_is_in_the_next_checkpoint(tmp_path: Path) -> None:
+    model = Scaled(4, 4)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=ckpt.Every(steps=2)) as ck:
+        for step in ck.steps(7):
+            if step == 4:
+                model.scale = torch.tensor([3.0])
+                optim.param_groups[0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))
+    wait_agent_gone(tmp_path)
+    again = Scaled(4, 4)
+    other = torch.optim.Adam(again.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": again, "optim": other}) as ck:
+        assert ck.restored.step == 7
+        assert again.scale is not None
+        assert again.scale.tolist() == [3.0]
+        assert [float(beta) for beta in other.param_groups[0]["betas"]] == [0.5, 0.75]
+
+
+class Fickle:
+    """Gives a tensor more when it is asked for the `late`-th time from now."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {"n": 1}
+        self.late = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.late -= 1
+        if self.late == 0:
+            self.held["late"] = torch.full((2,), 5.0)
+        return dict(self.held)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def test_a_checkpoint_that_would_refer_to_a_tensor_it_does_not_hold_is_not_made(tmp_path: Path) -> None:
+    said: list[str] = []
+    state: dict[str, Any] = {"fickle": Fickle(), "x": torch.ones(3)}
+    with ckpt.Checkpointer(tmp_path, state, sinks=(lambda event: said.append(event.message),)) as ck:
+        for _ in ck.steps(2):
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+        state["fickle"].late = 3  # a save asks what there is before it asks all ranks, and after; then it reads
+        with pytest.raises(ckpt.SaveFailed, match=r"fickle\.late came into the state while it was read"):
+            ck.save().wait("store", timeout_s=60)
+        ck.save().wait("store", timeout_s=60)
+    assert any("fickle.late came into the state" in text for text in said)
+    wait_agent_gone(tmp_path)
+    again: dict[str, Any] = {"fickle": Fickle(), "x": torch.zeros(3)}
+    with ckpt.Checkpointer(tmp_path, again) as ck:
+        assert ck.restored.step == 2
+        assert again["fickle"].held["late"].tolist() == [5.0, 5.0]
 
 
 def test_replaced_tensors_are_saved_as_they_are_now(tmp_path: Path) -> None:

@@ -269,8 +269,33 @@ def _object_tensor(state: dict[str, Any]) -> None:
     state["object"].tensor = torch.ones(3)
 
 
+def _tensor_for_count(state: dict[str, Any]) -> None:
+    state["object"].count = torch.ones(1)
+
+
 def _tensor_lr(state: dict[str, Any]) -> None:
     state["optim"].param_groups[0]["lr"] = torch.tensor(0.1)
+
+
+def _tensor_betas(state: dict[str, Any]) -> None:
+    state["optim"].param_groups[0]["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+
+
+def _other_beta(state: dict[str, Any]) -> None:
+    group = state["lagging"].param_groups[0]
+    group["betas"] = group["betas"][::-1]
+
+
+def _extra_tensor(state: dict[str, Any]) -> None:
+    state["scaled"][0].scale = torch.ones(1)
+
+
+def _no_extra_tensor(state: dict[str, Any]) -> None:
+    state["scaled"][1].scale = None
+
+
+def _hooked_value(state: dict[str, Any]) -> None:
+    state["hooked"].scale = 2.0
 
 
 def _drop_state(state: dict[str, Any]) -> None:
@@ -318,7 +343,13 @@ CHANGES = [
     _tensor_for_value,
     _object_for_value,
     _object_tensor,
+    _tensor_for_count,
     _tensor_lr,
+    _tensor_betas,
+    _other_beta,
+    _extra_tensor,
+    _no_extra_tensor,
+    _hooked_value,
     _drop_state,
     _more_state,
     _first_state,
@@ -337,6 +368,22 @@ class Holder:
         self.__dict__.update(state)
 
 
+class Scaled(nn.Linear):
+    def __init__(self, scale: torch.Tensor | None) -> None:
+        super().__init__(1, 1)
+        self.scale = scale
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def _with_scale(module: Any, state: dict[str, Any], *_: object) -> None:
+    state.update({} if module.scale is None else {"scale": module.scale})
+
+
 def watched() -> dict[str, Any]:
     state = job()
     state["model"].extra = nn.Parameter(torch.ones(3))
@@ -348,7 +395,12 @@ def watched() -> dict[str, Any]:
     state["optim"].step()
     state["sched"] = torch.optim.lr_scheduler.StepLR(state["optim"], 1)
     state["lagging"] = torch.optim.Adam([state["model"][0].bias])
+    state["lagging"].param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
     state["lagging"].state[state["model"][0].bias].get("exp_avg")  # which leaves an empty dict there
+    state["scaled"] = nn.Sequential(Scaled(None), Scaled(torch.ones(1)))
+    state["hooked"] = nn.Linear(1, 1)
+    state["hooked"].scale = None
+    state["hooked"].register_state_dict_post_hook(_with_scale)
     return state
 
 
@@ -362,6 +414,35 @@ def test_a_change_of_structure_or_storage_is_noticed(change: Any) -> None:
     assert walker.changed(walk)
     assert not walker.changed(walker.walk())
     assert walker.changed(walk), "a later walk makes nothing of an earlier one"
+
+
+@pytest.mark.parametrize("change", [_tensor_betas, _other_beta, _extra_tensor, _tensor_for_count, _grow_data])
+def test_values_that_refer_to_tensors_the_walk_does_not_have_are_found(change: Any) -> None:
+    """As where something of the state says one thing when it is asked, and another when its values are read."""
+    state = watched()
+    walker = rt.walker_of(state)
+    walk = walker.walk()
+    assert walker.strays(walk, walker.values(walk)[0]) == []
+    change(state)
+    shared, _ = walker.values(walk)
+    strays = walker.strays(walk, shared)
+    walk = walker.walk()
+    assert strays
+    assert set(strays) <= {entry.name for entry in walk.layout.entries}
+    assert walker.strays(walk, shared) == []
+
+
+def test_so_is_what_a_history_of_tensors_has_grown_by() -> None:
+    model = net()
+    optim = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    history = optim.state[next(model.parameters())]
+    history.update(old=[torch.ones(1)], n_iter=1)
+    walker = rt.walker_of({"model": model, "optim": optim})
+    walk = walker.walk()
+    assert walker.strays(walk, walker.values(walk)[0]) == []
+    history["old"].append(torch.ones(1))
+    assert walker.strays(walk, walker.values(walk)[0]) == ["optim.state.0.weight.old.1"]
+    assert walker.changed(walk)
 
 
 def test_other_strides_of_what_was_not_contiguous_are_noticed() -> None:
