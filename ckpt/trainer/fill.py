@@ -14,6 +14,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Cut, Want, cuts, per_dimension, whole_run
 from ckpt.trainer.names import some
 from ckpt.trainer.pieces import flat_bytes
+from ckpt.trainer.shard import changing
 from ckpt.types import ITEMSIZE
 
 # Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
@@ -146,7 +147,8 @@ def copy_cut(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> None:
     Errors: DamagedData for a cut that does not lie in the frame or the tensor.
     """
     for source, part in _pairs(cut, frame, tensor):
-        part.copy_(source)
+        with changing(part):
+            part.copy_(source)
 
 
 def _pairs(cut: Cut, frame: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

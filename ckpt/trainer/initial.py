@@ -23,7 +23,7 @@ from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer import names
 from ckpt.trainer.fill import Filler
-from ckpt.trainer.shard import Cutter
+from ckpt.trainer.shard import Cutter, changing
 from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.trainer.wants import empty_like
 
@@ -130,7 +130,7 @@ def _from_files(files: list[Path], wanted: list[_Wanted]) -> str:
             whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
             for box, tensor in zip(entry.boxes, tensors, strict=True):
                 cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
-                with torch.no_grad():
+                with torch.no_grad(), changing(tensor):
                     tensor.copy_(whole[cut])
     more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
     return f"{', '.join(cast[:5])}{more}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +147,11 @@ def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
         return (tensor.tensor,)
     local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return tuple(local.local_shards()) if hasattr(local, "local_shards") else (local,)
+
+
+def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """For a change in place: torch lets what was made under inference_mode() be changed there only."""
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared
-from ckpt.trainer.shard import Shard
+from ckpt.trainer.shard import Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
 
@@ -340,10 +340,11 @@ def _as_before(live: Any, value: Any) -> Any:
     """A hyper-parameter as the live optimizer keeps it: in the same tensor (a compiled step looks there), or as a
     number."""
     if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
-        if isinstance(value, torch.Tensor):
-            live.copy_(value)
-        else:
-            live.fill_(value)
+        with changing(live):
+            if isinstance(value, torch.Tensor):
+                live.copy_(value)
+            else:
+                live.fill_(value)
         return live
     if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
         return value.item()

@@ -14,7 +14,7 @@ from ckpt.plan.assemble import part_owner
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import trees
 from ckpt.trainer.saved import Tree
-from ckpt.trainer.shard import DTYPES, Cutter, Pieces, is_dtensor
+from ckpt.trainer.shard import DTYPES, Cutter, Pieces, changing, is_dtensor
 from ckpt.types import Box
 
 ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
@@ -161,7 +161,8 @@ class Wants:
         distinct = tuple(slice(None) if stride else slice(0, 1) for stride in local.stride())
 
         def copy_back() -> None:
-            local[distinct].copy_(whole[distinct])
+            with changing(local):
+                local[distinct].copy_(whole[distinct])
 
         self.installs.append(copy_back)
         return whole

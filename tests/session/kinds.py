@@ -76,6 +76,21 @@ class Average:
         self.mean, self.count = list(state["mean"]), state["count"]
 
 
+class Shadow(nn.Module):
+    """What only inference uses, and was made so: torch changes such tensors under inference_mode() only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.large, self.norm = nn.Linear(300, 30).requires_grad_(False), nn.BatchNorm1d(3)
+            self.register_buffer("across", torch.zeros(7, 5).t())
+
+    @torch.inference_mode()
+    def update(self, model: Net) -> None:
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.add_(model.gain.to(tensor.dtype))
+
+
 def empty_tensors() -> dict[str, torch.Tensor]:
     """One of each dtype and shape, and some that are not contiguous."""
     shapes: dict[str, tuple[int, ...]] = {"zero_d": (), "empty": (0, 3), "odd": (3, 5), "large": (1000, 33)}
@@ -103,6 +118,7 @@ class Job:
         self.sched = torch.optim.lr_scheduler.MultiStepLR(self.optim, [2, 5])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
         self.average = Average(self.model)
+        self.shadow = Shadow()
         self.tensors = empty_tensors()
         self.bits = torch.Generator().manual_seed(seed)
         self.choice, self.dice = np.random.default_rng(seed), random.Random(seed)
@@ -119,6 +135,7 @@ class Job:
             "sched": self.sched,
             "scaler": self.scaler,
             "average": self.average,
+            "shadow": self.shadow,
             "tensors": self.tensors,
             "loader": self.loader,
             "bits": self.bits,
@@ -143,6 +160,7 @@ class Job:
         self.twist.step()
         self.sched.step()
         self.average.update()
+        self.shadow.update(self.model)
         for tensor in self.tensors.values():
             shuffle_bits(tensor, self.bits)
         state["values"] = {**state["values"], "best": min(state["values"]["best"], loss.item())}
@@ -168,7 +186,8 @@ def endless(loader: Any) -> Iterator[Any]:
 def facts(job: Job, state: dict[str, Any]) -> dict[str, Any]:
     """All of it by name: bits of tensors with their dtype and shape, values as they print."""
     found: dict[str, Any] = {}
-    for name, tensor in [*job.model.state_dict(keep_vars=True).items(), *job.tensors.items()]:
+    shadow = job.shadow.state_dict(prefix="shadow.", keep_vars=True)
+    for name, tensor in [*job.model.state_dict(keep_vars=True).items(), *shadow.items(), *job.tensors.items()]:
         found[name] = bits_of(tensor)
     for number, parameter in enumerate(job.model.parameters()):
         for optim in (job.optim, job.twist):

@@ -38,6 +38,17 @@ def test_a_frame_that_is_one_run_of_a_tensor_is_copied_at_once(checkpoint: rt.Ch
     assert torch.equal(target, table)
 
 
+def test_what_was_made_for_inference_only_is_filled_where_it_lies(
+    checkpoint: rt.Checkpoint, table: torch.Tensor
+) -> None:
+    with torch.inference_mode():
+        whole, across = torch.zeros(ROWS, COLUMNS), torch.zeros(COLUMNS, ROWS).t()
+    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), whole) == 4
+    assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), across) == 0
+    assert torch.equal(whole, table)
+    assert torch.equal(across, table)
+
+
 def test_other_layouts_of_the_memory_get_equal_bytes(checkpoint: rt.Checkpoint, table: torch.Tensor) -> None:
     across = torch.zeros(COLUMNS, ROWS).t()
     assert filled(checkpoint, Box.whole((ROWS, COLUMNS)), across) == 0

@@ -188,9 +188,12 @@ def strided(kind: str) -> torch.Tensor:
     }[kind]()
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("kind", ["transposed", "channels_last", "stepped", "expanded", "offset", "grad"])
-def test_a_destination_of_any_strides_is_filled_where_it_lies(kind: str) -> None:
-    target = strided(kind)
+def test_a_destination_of_any_strides_is_filled_where_it_lies(kind: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        target = strided(kind)
+    assert target.is_inference() == inference
     narrow = (*target.shape[:-1], 1) if kind == "expanded" else target.shape
     source = torch.randn(narrow).expand(target.shape)
     stride, pointer = target.stride(), target.data_ptr()
@@ -483,7 +486,11 @@ def test_hyperparameters_come_from_the_checkpoint_and_keep_their_tensors() -> No
         return {"model": model, "optim": torch.optim.Adam(groups, lr=0.3, foreach=False)}
 
     saved = make(0.125)
-    for live, stored in ((torch.tensor(9.0), saved), (torch.tensor(9.0), make(torch.tensor(0.125))), (9.0, saved)):
+    tensor = make(torch.tensor(0.125))
+    with torch.inference_mode():
+        inferred = [(torch.tensor(9.0), each) for each in (saved, tensor)]
+    cases = [(torch.tensor(9.0), saved), (torch.tensor(9.0), tensor), (9.0, saved), *inferred]
+    for live, stored in cases:
         other = make(live)
         rt.restore(other, rt.save(stored))
         group = other["optim"].param_groups[0]
