@@ -55,6 +55,7 @@ class Handle:
 
     def __init__(self, checkpointer: Checkpointer, tick: Tick) -> None:
         self._checkpointer = checkpointer
+        self._levels = checkpointer._parts.saver.link.levels
         self.tick = tick
 
     @property
@@ -63,8 +64,9 @@ class Handle:
 
     @property
     def level(self) -> Level:
-        """The furthest level it is known to have reached: "none", "local", "store"."""
-        return self._checkpointer._parts.saver.link.levels.level(self.tick)
+        """The furthest level it is known to have reached: "none", "local", "peer", "store". After the block: what was
+        last known in it."""
+        return self._levels.level(self.tick)
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time."""
@@ -166,7 +168,7 @@ class Checkpointer:
         """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
         optimizer update). Put it first in a zip: zip(ck.steps(n), loader)."""
         self._check_use()
-        if not isinstance(total, int):
+        if not isinstance(total, int) or isinstance(total, bool):
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
         self._end_broken_step()
         while self._step < total:
@@ -180,7 +182,7 @@ class Checkpointer:
     def step(self, n: int | None = None) -> None:
         """Ends a step, in loops that count themselves. n, if given, must be the last step + 1.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
-        if n is not None and n != self._step + 1:
+        if n is not None and (n != self._step + 1 or isinstance(n, bool)):
             raise UsageError(
                 f"ck.step({n}): the last ended step is {self._step}, so the next is {self._step + 1}; "
                 "start counting from ck.restored.step + 1"

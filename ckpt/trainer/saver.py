@@ -387,7 +387,7 @@ def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
 def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, float]:
     """Leaves out what is not finite, with an event: a loss that diverged is no reason not to save.
     Errors: UsageError for what is no number, and for more of them than a checkpoint keeps."""
-    found = {}
+    found, name = {}, None
     try:
         for name, value in (metrics or {}).items():
             number = float(value)
@@ -397,8 +397,9 @@ def check_metrics(metrics: dict[str, Any] | None, events: Events) -> dict[str, f
                 found[name] = number
             else:
                 events.emit("metric.dropped", f"ckpt: {name}={number} is not kept with the checkpoint", loud=True)
-    except (TypeError, ValueError, AttributeError):
-        raise UsageError(f"ck.save(metrics={metrics!r}): a dict of names and numbers") from None
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError):  # the last: tensors of several numbers
+        which = f"; {name!r} has none" if isinstance(name, str) else ""
+        raise UsageError(f"ck.save(metrics=): a dict of names and numbers that a float can hold{which}") from None
     sizes = [len(name.encode(errors="surrogatepass")) for name in found]
     if len(found) > METRICS_MAX or sum(sizes) > NAMES_BYTES_MAX or max(sizes, default=0) > STRING_BYTES_MAX:
         raise UsageError(

@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -247,7 +248,7 @@ class StateWalker:
                 if view.mixed:
                     volatile.append((node, _Answer(view.tensors)))
         world = math.prod(size for _, size in self.coordinate.mesh)
-        tensors, aliases = _unique([t for n in all_nodes for t in found.get(n.path, ())], owners, views, Cutter(world))
+        tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
         return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases)
 
 
@@ -256,18 +257,23 @@ def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:
 
 
 def _unique(
-    found: list[Named], owners: Owners, views: dict[str, OptimizerView], cutter: Cutter
+    all_nodes: Sequence[Node],
+    found: dict[str, list[Named]],
+    owners: Owners,
+    views: dict[str, OptimizerView],
+    cutter: Cutter,
 ) -> tuple[dict[str, tuple[Named, Pieces]], dict[str, str]]:
     """Each tensor once, under the first of its names, with its boxes; and the other names."""
     trained = {id(p.tensor) for view in views.values() for line in view.params for p in line if p.tensor.requires_grad}
     tensors: dict[str, tuple[Named, Pieces]] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for named in found:
+    for named in (named for node in all_nodes for named in found.get(node.path, ())):
         bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
         name = first.setdefault(id(bare), named.name)
         if named.name in tensors or named.name in aliases:
-            raise UsageError(f"two tensors of the state have the name {named.name!r}; rename one (a key with a dot?)")
+            why = _alike(all_nodes, named.name) or "; rename one (a key with a dot?)"
+            raise UsageError(f"two tensors of the state have the name {named.name!r}{why}")
         if name != named.name:
             aliases[named.name] = name
             continue
@@ -276,6 +282,18 @@ def _unique(
         pieces = cutter.pieces(shard, name)
         tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
     return tensors, aliases
+
+
+def _alike(all_nodes: Sequence[Node], name: str) -> str:
+    """That two tensors of one tree have that name since it has a number and a text as keys, in words, if so."""
+    for node in all_nodes:
+        if isinstance(node, (ObjectNode, DataNode)):
+            paths = [path for path, each in node.payload()["tensors"] if each == name]
+            for one, two in itertools.pairwise(paths):
+                keys = next(((a, b) for a, b in zip(one, two, strict=False) if a != b), None)
+                if keys is not None and str(keys[0]) == str(keys[1]):
+                    return f", since the keys {keys[0]!r} and {keys[1]!r} are written alike; use one kind of key"
+    return ""
 
 
 def _is_late(named: Named, pieces: Pieces) -> bool:

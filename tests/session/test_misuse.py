@@ -123,8 +123,9 @@ def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: 
             job.train(step)
             ck.step()
             ck.save(metrics={"loss": float("nan"), "accuracy": 0.5}).wait(timeout_s=60)
-        with pytest.raises(ckpt.UsageError, match="metrics="):
-            ck.save(metrics={"loss": "low"})  # type: ignore[dict-item]
+        for wrong in ({"loss": "low"}, {"loss": 10**400}, {"loss": 10**5000}, {"loss": torch.ones(2)}, {1: 0.5}, [0.5]):
+            with pytest.raises(ckpt.UsageError, match="metrics="):
+                ck.save(metrics=wrong)  # type: ignore[arg-type]
         for many in ({str(n): 0.0 for n in range(1025)}, {"a" * 1025: 0.0}, {str(n) * 90: 0.0 for n in range(999)}):
             with pytest.raises(ckpt.UsageError, match="at most 1024 numbers"):
                 ck.save(metrics=many)
@@ -337,6 +338,24 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
     os.close(read)
     os.close(write)
     assert ck.receipt["committed_step"] == 6
+
+
+def test_a_truth_value_is_no_number_of_steps(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, {"x": torch.ones(2)}) as ck:
+        with pytest.raises(ckpt.UsageError, match=r"ck\.step\(True\)"):
+            ck.step(True)
+        with pytest.raises(ckpt.UsageError, match=r"ck\.steps\(True\)"):
+            next(ck.steps(True))
+        ck.step(1)
+
+
+def test_a_handle_says_what_was_last_known_of_it_after_the_block(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, {"x": torch.ones(2)}) as ck:
+        ck.step()
+        handle = ck.save()
+        handle.wait("store", timeout_s=60)
+    assert handle.level == "store"
+    assert repr(handle) == "<ckpt.Handle step 1 level store>"
 
 
 def test_another_thread_cannot_end_a_step(tmp_path: Path) -> None:

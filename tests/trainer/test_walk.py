@@ -170,9 +170,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"'optim'\]: parameter 0 of group 0, of shape \(2, 3\), belongs to no module.*register",
     ),
     "no loading": (lambda: {"x": OnlySaves()}, r"OnlySaves, has no load_state_dict"),
-    "dots": (lambda: {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"the name 'a.b'"),
+    "dots": (
+        lambda: {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},
+        r"the name 'a.b'; rename one .a key with",
+    ),
     "same path": (lambda: {"a.b": 1, "a": {"b": nn.Linear(1, 1)}}, r"same name: a.b"),
-    "number and text": (lambda: {"a": {1: torch.ones(1), "1": torch.ones(1)}}, r"the name 'a.1'"),
+    "number and text": (
+        lambda: {"a": {1: torch.ones(1), "1": torch.ones(1)}},
+        r"the name 'a.1', since the keys 1 and '1' are written alike",
+    ),
     "loop": (_looped, r"'loop'\] is nested more than 100 deep, or contains itself"),
     "mixed tuple": (lambda: {"x": (nn.Linear(1, 1), 5)}, r"'x'\] is a tuple of objects and values.*list"),
     "no name": (lambda: {"": 1}, r"a dict whose keys are names"),
