@@ -32,7 +32,7 @@ LARGEST = 1e12
 class Score:
     """Of one source. `watched_s`: node-seconds in which it would have raised an alarm. `seen`: outcomes ever, which
     only grow; the other counts fade. `leads_s`: of the newest true alarms, from the alarm to the failure, oldest first.
-    `was_proven`: at the newest outcome. Methods return the next value."""
+    `was_proven`: at the newest outcome, or since, as time without one went by. Methods return the next value."""
 
     true: float = 0.0
     late: float = 0.0
@@ -61,7 +61,8 @@ class Score:
         return replace(faded, missed=faded.missed + 1)._judged()
 
     def watched(self, seconds: float) -> Score:
-        return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))
+        """It can be proven by that alone: the rarer failures are, the less comes true by chance."""
+        return replace(self, watched_s=min(LARGEST, self.watched_s + max(0.0, seconds)))._judged()
 
     def _faded(self) -> Score:
         keep = 1 - 1 / MEMORY
@@ -69,7 +70,8 @@ class Score:
         return replace(self, seen=self.seen + 1, **counts)
 
     def _judged(self) -> Score:
-        return replace(self, was_proven=self.proven)
+        proven = self.proven
+        return self if proven == self.was_proven else replace(self, was_proven=proven)
 
     # -- what follows
 

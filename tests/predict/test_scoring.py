@@ -95,18 +95,21 @@ def test_what_has_turned_bad_is_found_out() -> None:
 
 
 def test_a_source_that_is_hardly_better_than_chance_is_not_proven_and_unproven_in_turns() -> None:
+    """Asked for between outcomes, too, as by whoever acts on alarms: it may become proven as time goes by."""
     changes = []
     for seed in range(10):
         rng, score, was = random.Random(seed), Score(), []
         for _ in range(600):
-            score = score.watched(7200 * 0.15 / 0.7)
+            for _ in range(4):
+                score = score.watched(7200 * 0.15 / 0.7 / 4)
+                was.append(score.proven)
             score = score.came(100, True) if rng.random() < 0.15 else score.came_to_nothing()
             if rng.random() < 0.15 * 0.43:
                 score = score.was_silent()
             was.append(score.proven)
         changes.append(sum(one != other for one, other in itertools.pairwise(was)))
-    assert max(changes) <= 5, changes
-    assert sum(changes) <= 20, changes
+    assert max(changes) <= 3, changes
+    assert sum(changes) <= 15, changes
 
 
 def test_it_comes_back_as_it_was() -> None:
