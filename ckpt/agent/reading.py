@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ class Reading:
         self.ratio: float | None = None
         self._settings, self._post, self._heard, self._events = settings, post, heard, events
         self._on = False
+        self._recording = threading.Lock()  # no reading is recorded before a begin or after an end
         self._until_said = 0
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._lines: JsonLines | None = None
@@ -52,11 +54,12 @@ class Reading:
         """Whether a job trains here. The first time that one does the thread begins."""
         if on == self._on or self._settings.signals == "off":
             return
-        self._on = on
         if self._lines is None and self._settings.signals_log is not None:
             self._lines = JsonLines(self._settings.signals_log, self._about)
-        if self._lines is not None:
-            self._lines(Event("signals.begin" if on else "signals.end", ""))
+        with self._recording:
+            self._on = on
+            if self._lines is not None:
+                self._lines(Event("signals.begin" if on else "signals.end", ""))
         if on and self._tasks is None:
             self._tasks = Tasks("signals")
             self._tasks.start("read", self._run)
@@ -111,9 +114,10 @@ class Reading:
         before = watch.sources
         values = sampler.read(now_s, self.ratio)
         alarms = watch.observed(now_s, values)
-        if self._lines is not None:
-            rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
-            self._lines(Event("signals", "", data={"values": rounded}))
+        rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
+        with self._recording:
+            if self._on and self._lines is not None:
+                self._lines(Event("signals", "", data={"values": rounded}))
         sources = watch.sources
         self._until_said -= 1
         if alarms or sources != before or self._until_said < 0:

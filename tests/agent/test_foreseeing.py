@@ -17,6 +17,7 @@ from ckpt.agent import client, foreseeing
 from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.learning import ABOUT
 from ckpt.agent.listening import Sources
+from ckpt.agent.reading import Reading
 from ckpt.format import record
 from ckpt.predict.model import save
 from ckpt.predict.scoring import OUTCOMES_MIN, WINDOW_S, Score
@@ -251,6 +252,21 @@ def test_the_signals_are_recorded_as_lines_that_training_reads(
     assert all(line["url"] == url and line["node"] for line in lines)
     assert 0 < lines[1]["values"]["memory.used"] <= 1
     assert "io.some" in lines[3]["values"]
+
+
+def test_a_reading_that_the_end_of_the_job_overtakes_is_not_recorded(foreseen: None, tmp_path: Path) -> None:
+    made = Reading(read(), "memory://", lambda _: None, lambda *_: None, cast(Any, None))
+
+    def ends_meanwhile(*given: object) -> dict[str, float]:
+        made.follow(False)
+        return {"memory.used": 0.5}
+
+    made.follow(True)
+    watch = SimpleNamespace(sources=(), observed=lambda *_: [])
+    made._read(cast(Any, SimpleNamespace(read=ends_meanwhile)), cast(Any, watch))
+    made.close()
+    lines = [json.loads(line)["event"] for line in (tmp_path / "signals.jsonl").read_text().splitlines()]
+    assert (lines[0], lines[-1]) == ("signals.begin", "signals.end")
 
 
 def test_a_predictor_that_cannot_be_read_is_told_of_and_done_without(
