@@ -210,14 +210,14 @@ class Group(Verdicts):
 
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
         """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
-        otherwise, or shortly before a machine goes away, each is."""
+        otherwise, or once it is time to leave because a machine goes away, each is."""
         if self._is_stuck or round_.explicit:
             return True
         if self._would_delay_the_last(now_s):
             return False
-        if not self._commit_every_s or self.is_warned(now_s):
+        if not self._commit_every_s or self._due:
             return True
-        if self._away is not None and round_.tick >= self._away:
+        if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True
         return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 

@@ -8,7 +8,7 @@
 - A job that a launcher starts again on a machine that it has left does not leave by the same notice again: it trains on
   until the machine goes, with one checkpoint more just before.
 - An uncertain notice costs one extra checkpoint; one that is taken back before the verdict costs at most that of the
-  appointment. Nobody leaves by either.
+  appointment, and a commit out of its turn. Nobody leaves by either.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leav
 OUTCOME_S = 1.5
 EXTRA_TRIES = 3
 # So long before it is time to leave by a notice it counts already, since a machine may go early: what is complete is
-# committed out of its turn, and what goes wrong is no failure that nobody knew of. The lead of an EC2 spot notice.
+# committed out of its turn, once, and what goes wrong is no failure that nobody knew of. The lead of an EC2 spot
+# notice.
 NEAR_S = 120.0
 NOTICES_MAX = 100
 SIGNAL = "signal"  # the source of a notice that a rank's signal made
@@ -104,6 +105,8 @@ class Leaving(Facts):
         self._extra_tries = 0
         self._extra_alone = False  # no notice asks for it
         self._away: Tick | None = None  # the first complete one from that tick on is committed, whoever's turn it is
+        self._near: set[tuple[str, str]] = set()  # certain ones that count already, though it is not time to leave
+        self._early: Tick | None = None  # the same as `_away`, for their sake
         self._report: Report | None = None
         self.may_acknowledge = False  # whether the user lets planned events begin at once when all is safe
         self.acknowledging = False  # one is being told so
@@ -137,6 +140,7 @@ class Leaving(Facts):
         self.notices.pop((source, key), None)
         self._due.discard((source, key))
         self._over.discard((source, key))
+        self._is_far((source, key))
 
     def goes_on(self, former: Leaving) -> None:
         """This start goes on from that one, which was here: saving takes as long as it took there, until it is
@@ -162,6 +166,8 @@ class Leaving(Facts):
             self._saved = Measured.learnt(took_s, round_.bytes, self._saved)
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
+        if self._early is not None and self.committed_tick is not None and self.committed_tick >= self._early:
+            self._early = None
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         """The same of copies."""
@@ -201,9 +207,9 @@ class Leaving(Facts):
     def is_warned(self, now_s: float) -> bool:
         """Whether a machine is certain to go soon, or should have gone. One may also be told of days ahead (the end of
         an allocation, a maintenance): until then that changes nothing."""
-        near_s = now_s + self.need_s + NEAR_S
         certain = [each for each in self.notices.values() if each.certain]
-        return bool(self._due) or any(each.when is When.AT_ONCE or each.deadline_s <= near_s for each in certain)
+        near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain)
+        return bool(self._due) or near
 
     @property
     def doomed(self) -> frozenset[str]:
@@ -260,6 +266,8 @@ class Leaving(Facts):
                 times.append(each.deadline_s)
                 due_s = self._due_from_s(each) if name not in self._due else None
                 times += [max(now_s, due_s)] if due_s is not None else []
+                near_s = self._near_from_s(each)
+                times += [near_s] if near_s > now_s and name not in self._due | self._near else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
         back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
@@ -277,6 +285,7 @@ class Leaving(Facts):
         """Measures, and settles which course holds for this round of decisions."""
         self._measure(now_s, steps)
         self._find_due(now_s)
+        self._find_near(now_s)
         self._tend_extra(steps)
         self.course = self._choose(now_s)
         self._tend_push(now_s)
@@ -327,6 +336,29 @@ class Leaving(Facts):
             if due_s is not None and due_s <= now_s < each.deadline_s and name not in self._due:
                 self._due.add(name)
                 self._extra_asked = self._extra_asked or not each.sends_away
+
+    def _find_near(self, now_s: float) -> None:
+        """The first that is complete from then on, or is already, is committed for each: a machine may go early. Not
+        all that follow: a notice may be taken back, and is to cost no more than that."""
+        for name, each in self.notices.items():
+            near_s = self._near_from_s(each)
+            if not each.certain or now_s < near_s - NEAR_S:  # put off; no estimate moves by so much
+                self._is_far(name)
+            elif now_s >= near_s and name not in self._near and name not in self._due:
+                self._near.add(name)
+                newest = self.newest.round if self.newest is not None else None
+                if newest is None:
+                    self._early = Tick(0)
+                elif newest.store is not Store.DONE:
+                    self._early = newest.tick
+
+    def _is_far(self, name: tuple[str, str]) -> None:
+        self._near.discard(name)
+        if not self._near:
+            self._early = None
+
+    def _near_from_s(self, each: Standing) -> float:
+        return each.deadline_s - self.need_s - NEAR_S
 
     def _due_from_s(self, each: Standing) -> float | None:
         """When it is time to leave by it. None: that is not known before this start trains, since until then what it

@@ -12,7 +12,7 @@ from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import NEAR_S, RESERVE_S, Standing
+from ckpt.agent.leaving import NEAR_S, Standing
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -1071,13 +1071,57 @@ def test_one_that_is_taken_back_before_it_cost_anything_costs_nothing() -> None:
     assert rounds(driver, 2) == [False, False]
 
 
+def near(driver: Driver, more_s: float = -5.0) -> None:
+    """A notice that counts already, though it is not time to leave by it; or will after so long."""
+    lead_s = driver.group.need_s + NEAR_S + more_s
+    driver.group.warn(Standing("x", "y", driver.now_s + lead_s, driver.now_s))
+
+
+def test_one_that_is_put_off_far_counts_again_when_it_is_near() -> None:
+    driver = paced(10.0, 600.0)
+    assert rounds(driver, 2) == [True, False]
+    near(driver)
+    assert rounds(driver, 2) == [True, False]
+    near(driver, 1000.0)
+    assert rounds(driver, 2) == [False, False]
+    near(driver)
+    assert rounds(driver, 2) == [True, False]
+
+
+def test_what_is_to_be_committed_for_a_notice_waits_no_more_where_that_is_taken_back() -> None:
+    driver = paced(10.0, 600.0)
+    for _ in range(2):
+        driver.now_s += 10.0
+        driver.make_ready()
+        driver.decide()
+        driver.complete()
+    near(driver)
+    driver.decide()
+    driver.group.withdrawn("x", "y")
+    driver.commit()
+    assert driver.group.committing is None, "the first was being committed until now"
+
+
+def test_a_notice_costs_nothing_where_what_is_complete_is_in_the_store() -> None:
+    driver = paced(10.0, 600.0)
+    assert rounds(driver, 1) == [True]
+    near(driver)
+    assert rounds(driver, 2) == [False, False]
+
+
+def test_it_looks_when_a_notice_begins_to_count_though_nothing_else_happens() -> None:
+    driver = paced(10_000.0, 10_000.0)
+    assert rounds(driver, 1, 10_000.0) == [True]
+    driver.make_ready()
+    near(driver, 60.0)
+    assert driver.group.next_wake_s(driver.now_s) == pytest.approx(driver.now_s + 60.0)
+
+
 @pytest.mark.parametrize("why", ["wanted", "notice", "one slot", "dead"])
 def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     driver = paced(slots=1 if why == "one slot" else 3)
-    if why == "notice":
-        driver.group.warn(Standing("x", "y", 20.0 + RESERVE_S + NEAR_S, 0.0))
     found = rounds(driver, 2)
-    if why in ("notice", "one slot"):
+    if why == "one slot":
         assert found == [True, True]
         return
     assert found == [True, False]
@@ -1086,6 +1130,8 @@ def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     assert newest.round is not None
     if why == "wanted":
         driver.group.wanted(newest.round.tick)
+    elif why == "notice":
+        near(driver)
     else:
         driver.group.died(0)
     driver.decide()

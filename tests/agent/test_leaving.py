@@ -12,7 +12,7 @@ from ckpt.agent.choosing import SLACK, Course, When
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import END_S, FORMER, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
+from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
 from ckpt.agent.verdicts import ASK_LATE_S, ATTEMPT_S
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -308,6 +308,54 @@ def test_where_nothing_was_measured_one_is_taken_at_once_and_another_just_before
     first_s, second_s = taken
     assert first_s > 80.0
     assert RESERVE_S - 1.0 < second_s < RESERVE_S + 5.0
+
+
+def committed(driver: Warned, count: int) -> int:
+    """How many of so many appointed snapshots, one each ten seconds."""
+    found = 0
+    for _ in range(count):
+        driver.make_ready()
+        driver.train(10.0)
+        driver.complete()
+        if driver.group.committing is not None:
+            found += 1
+            driver.commit()
+    return found
+
+
+def test_a_certain_notice_costs_one_commit_out_of_turn_before_it_is_time_to_leave_by_it() -> None:
+    """It may be taken back. Told again, or moved by a little, it is the same one."""
+    driver = Warned()
+    driver.save_once()
+    driver.group.paced(10.0, 10_000.0, driver.now_s)
+    assert committed(driver, 2) == 0
+    driver.warn(200.0)
+    deadline_s = driver.now_s + 200.0
+    near_s = deadline_s - driver.group.need_s - NEAR_S
+    assert committed(driver, 3) == 0, "it is not near"
+    driver.train(near_s + 1.0 - driver.now_s)
+    newest = driver.group.newest
+    assert newest is not None
+    assert driver.group.committing == newest.number, "what is complete, at once"
+    driver.commit()
+    assert committed(driver, 1) == 0
+    driver.warn(deadline_s + 30.0 - driver.now_s)
+    assert committed(driver, 5) == 0
+    driver.group.withdrawn("cloud", "1")
+    assert committed(driver, 4) == 0
+    driver.warn(100.0)
+    assert driver.group.committing is not None, "that is another one"
+    driver.commit()
+    assert committed(driver, 2) == 0
+    driver.train(driver.group.deadline_s(driver.now_s) - driver.group.need_s - driver.now_s)
+    assert driver.is_hold(), "and then it is time to leave"
+    assert driver.group.committing is not None, "what is complete, as long as that does not delay the last one"
+    driver.commit()
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    assert driver.group.committing == word.slot
 
 
 def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:
