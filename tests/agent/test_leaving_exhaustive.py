@@ -550,6 +550,9 @@ STARTS: list[Start] = [
 DEEP: list[Start] = [
     (2, "cloud", 1, 2, False),
     (2, "cloud", 2, 0, False, True),
+    (3, "cloud", 1, 1, False),
+    (3, SIGNAL, 1, 1, False),
+    (3, SIGNAL, 1, 0, False, True),
 ]
 
 
