@@ -3,7 +3,8 @@
 A tensor may be copied late (under the next forward and backward pass) only if it does not change between the boundary
 and the next optimizer step. `Trust` holds what was proven of that and what was disproven; `Watch` looks whether the
 tensors of one snapshot changed; `StepHook` is how the optimizer step announces itself. An equal version counter
-proves nothing (fused optimizers and `.data` do not move it), so bytes are looked at too.
+proves nothing (fused optimizers and `.data` do not move it), so bytes are looked at too. Nor do equal live bytes prove
+that the copy read them (weights are swapped for an evaluation and back), so bytes are looked at in the arena as well.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
-from ckpt.trainer.copier import Copier
-from ckpt.trainer.pieces import Piece, is_cuda_used, later
+from ckpt.trainer.copier import UNIT_BYTES, Copier
+from ckpt.trainer.pieces import Piece, is_cuda_used, later, split
 
 PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
 LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
@@ -103,7 +104,8 @@ class Trust:
 
 class Watch:
     """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
-    bytes of each at three places (canaries). All on the current streams; the views are made once.
+    bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go. All on the
+    current streams; the views are made once.
 
     `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
 
@@ -111,10 +113,10 @@ class Watch:
         self._keys = keys
         self._live = live
         self._seen: list[tuple[int, int]] = []
-        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        by_device: dict[torch.device, list[_Sample]] = {}
         for n, of_one in enumerate(pieces):
-            for sample in _samples(of_one):
-                by_device.setdefault(sample.device, []).append((n, sample))
+            for sample in _samples(n, of_one):
+                by_device.setdefault(sample.live.device, []).append(sample)
         self._groups = [_Canaries(device, samples) for device, samples in by_device.items()]
 
     def remember(self) -> None:
@@ -128,18 +130,40 @@ class Watch:
         verdicts = [group.look() for group in self._groups]
         return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
 
+    def torn(self) -> set[Key]:
+        """Which have other bytes in the arena than were remembered: they were others while they were copied, whatever
+        they are now. Any thread, once the copies have landed and the outcome of `look` is there."""
+        return {self._keys[n] for group in self._groups for n in group.torn()}
+
+
+class _Sample(NamedTuple):
+    """The same few elements of the tensor `of`, live and in the arena."""
+
+    of: int
+    live: Tensor
+    staged: Tensor
+
 
 class _Canaries:
-    """Samples on one device, gathered into one buffer at the boundary and into another later."""
+    """Samples on one device, gathered into one buffer at the boundary and into another later, and from the arena."""
 
-    def __init__(self, device: torch.device, samples: Sequence[tuple[int, Tensor]]) -> None:
-        self._of = [n for n, _ in samples]
-        self._sources = [sample for _, sample in samples]
+    def __init__(self, device: torch.device, samples: Sequence[_Sample]) -> None:
+        self._of = [sample.of for sample in samples]
+        self._sources = [sample.live for sample in samples]
         self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
         self._first, self._second = (
             [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]
             for rows in (self._before, self._after)
         )
+        # One arena holds them all, so they are one gather: a copy of each costs ten times that.
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu").set_(samples[0].staged.untyped_storage())
+        starts, sizes = (
+            torch.tensor(column, device="cpu")[:, None]
+            for column in zip(*((s.storage_offset() * s.itemsize, s.nbytes) for _, _, s in samples), strict=True)
+        )
+        at = torch.arange(CANARY_BYTES, device="cpu")
+        self._is_filled = at < sizes
+        self._in_arena = (starts + at * self._is_filled).flatten()
 
     def remember(self) -> None:
         torch._foreach_copy_(self._first, self._sources)
@@ -147,18 +171,41 @@ class _Canaries:
     def look(self) -> Callable[[], set[int]]:
         torch._foreach_copy_(self._second, self._sources)
         differ = later((self._before != self._after).any(1))
-        return lambda: {self._of[row] for row, is_other in enumerate(differ().tolist()) if is_other}
+        return lambda: self._named(differ())
+
+    def torn(self) -> set[int]:
+        landed = self._arena.index_select(0, self._in_arena).view(self._before.shape)
+        return self._named(((self._before.cpu() != landed) & self._is_filled).any(1))
+
+    def _named(self, differ: Tensor) -> set[int]:
+        return {self._of[row] for row in differ.nonzero()[:, 0].tolist()}
 
 
-def _samples(pieces: Sequence[Piece]) -> Iterator[Tensor]:
-    """Up to CANARY_BYTES each from the start, the middle and the end of what is staged of a tensor."""
-    for piece, part in ((pieces[0], 0.0), (pieces[len(pieces) // 2], 0.5), (pieces[-1], 1.0)):
-        row = piece.source
-        while row.dim() > 1:
-            row = row[int(part * (row.shape[0] - 1))]
-        count = min(CANARY_BYTES // row.element_size(), row.shape[0])
-        at = int(part * (row.shape[0] - count))
-        yield row[at : at + count]
+def _samples(of: int, pieces: Sequence[Piece]) -> Iterator[_Sample]:
+    """Up to CANARY_BYTES each from the start, the middle and the end of every unit of what is staged of a tensor."""
+    for unit in _units(pieces):
+        for piece, part in ((unit[0], 0.0), (unit[len(unit) // 2], 0.5), (unit[-1], 1.0)):
+            live, staged = piece.source, piece.target
+            while live.dim() > 1:
+                row = int(part * (live.shape[0] - 1))
+                live, staged = live[row], staged[row]
+            count = min(CANARY_BYTES // live.element_size(), live.shape[0])
+            at = int(part * (live.shape[0] - count))
+            yield _Sample(of, live[at : at + count], staged[at : at + count])
+
+
+def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The pieces of one tensor as a copy reads them: large ones in parts, small ones together."""
+    unit: list[Piece] = []
+    unit_bytes = 0
+    for part in (part for piece in pieces for part in split(piece, UNIT_BYTES)):
+        if unit and unit_bytes + part.nbytes > UNIT_BYTES:
+            yield unit
+            unit, unit_bytes = [], 0
+        unit.append(part)
+        unit_bytes += part.nbytes
+    if unit:
+        yield unit
 
 
 class Spot:
@@ -171,22 +218,24 @@ class Spot:
         self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
         self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
 
-    def remember(self, turn: int) -> Piece:
-        """Keeps what `turn` picks; the piece's target is the copy, good until the next call."""
+    def remember(self, turn: int) -> tuple[Piece, Piece]:
+        """Keeps what `turn` picks, good until the next call: the live tensor with the kept copy for its target, and the
+        kept copy with the arena for its. Neither pair may differ once all has been copied."""
         piece = self._pieces[turn % len(self._pieces)]
-        source = piece.source
+        source, staged = piece.source, piece.target
         count = self._bytes_max // source.element_size()
         if source.dim() == 1 and source.shape[0] > count:
             places = -(-source.shape[0] // count)
             at = min(turn // len(self._pieces) % places * count, source.shape[0] - count)
-            source = source[at : at + count]
+            source, staged = source[at : at + count], staged[at : at + count]
         buffer = self._buffers.get(source.device)
         if buffer is None or buffer.nbytes < source.nbytes:
             buffer = torch.empty(max(self._bytes_max, source.nbytes), dtype=torch.uint8, device=source.device)
             self._buffers[source.device] = buffer
-        kept = Piece(piece.entry, piece.box, source, buffer[: source.nbytes].view(source.dtype).view(source.shape))
-        self._copier.prepare([kept]).eager()
-        return kept
+        kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+        live = Piece(piece.entry, piece.box, source, kept)
+        self._copier.prepare([live]).eager()
+        return live, Piece(piece.entry, piece.box, kept, staged)
 
 
 class StepHook:

@@ -4,7 +4,8 @@ Guarantees:
 - The bytes of a snapshot that is done and not abandoned are those that the tensors held when `take` was called.
 - A tensor is copied after `take` returned only if that is proven (ckpt/trainer/lazy.py), and then the next optimizer
   step waits for it. Whether it really stayed unchanged is looked at when the wait ends: at the optimizer step, at
-  `fence` or `poll`, or at the end of the step. Only then is such a snapshot done; a change abandons it.
+  `fence` or `poll`, or at the end of the step; in the tensors as they are then, and in the arena. Only then is such a
+  snapshot done; a change abandons it. What that look can miss is said in docs/guides/loops.md.
 - Failing to copy fails no training: the snapshot is abandoned, with an event.
 
 The training thread calls `take`, `boundary`, `poll` and `fence`; `bind` may run on another thread. Whoever waits for a
@@ -245,33 +246,49 @@ class Snapshotter:
         """Asks all questions on the training thread; the answers may come later, where a device works on them."""
         started_s = time.perf_counter()
         plan = pending.plan
-        assert plan.watch is not None
+        watch = plan.watch
+        assert watch is not None
         if pending.late is not None:
             pending.late.fence()
-        moved = plan.watch.look()
-        asked: list[Callable[[], set[Key]]] = [moved]
+        asked: list[Callable[[], set[Key]]] = [watch.look()]
         proving = cause in (Cause.HOOK, Cause.FENCE)
         if proving and plan.unproven_pieces:
             asked.append(_keys(plan, plan.unproven_pieces, self._copier.same(plan.unproven_pieces)))
+        in_arena: list[Callable[[], set[Key]]] = []
         if pending.spot is not None:
-            asked.append(_keys(plan, [pending.spot], self._copier.same([pending.spot])))
+            live, staged = ([piece] for piece in pending.spot)
+            asked.append(_keys(plan, live, self._copier.same(live)))
+            in_arena.append(_keys(plan, staged, self._copier.same(staged)))
         pending.snapshot.stall_s += time.perf_counter() - started_s
-        self._when_there(pending, lambda: self._judge(pending, cause, set().union(*(answer() for answer in asked))))
 
-    def _judge(self, pending: _Pending, cause: Cause, changed: set[Key]) -> None:
+        def judge() -> None:
+            began_s = time.perf_counter()
+            changed = set().union(*(answer() for answer in asked))
+            torn: set[Key] = set()
+            if pending.late is not None:
+                pending.eager.wait()
+                pending.late.wait()
+                torn = watch.torn().union(*(answer() for answer in in_arena))
+            if self._copier.blocking:  # else training does not stand still for this
+                pending.snapshot.stall_s += time.perf_counter() - began_s
+            self._judge(pending, cause, changed, torn)
+
+        self._when_there(pending, judge)
+
+    def _judge(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
+        """`changed`: now other than at the boundary. `torn`: other in the arena, whatever the tensor holds now."""
         plan = pending.plan
         if cause is Cause.BOUNDARY and changed:
             names = ", ".join(sorted({key[0] for key in changed})[:3])
             self._trust.turn_off(f"{names} changed in a step in which no optimizer announced itself")
-        elif changed:
-            self._trust.distrust(changed)
+        elif changed or torn:
+            self._trust.distrust(changed | torn)
         if cause in (Cause.HOOK, Cause.FENCE):
             self._trust.prove(plan.unproven_keys - changed)
         if pending.late is None:
             return
-        torn = sorted({key[0] for key in changed & plan.late_keys})
-        if torn:
-            self._abandon(pending.snapshot, f"{some(torn)} changed while the copy was under way")
+        if lost := sorted({key[0] for key in (changed | torn) & plan.late_keys}):
+            self._abandon(pending.snapshot, f"{some(lost)} changed while the copy was under way")
         else:
             self._finish(pending)
 
@@ -319,7 +336,7 @@ class _Pending:
     plan: _Plan
     eager: Ticket
     late: Ticket | None
-    spot: Piece | None
+    spot: tuple[Piece, Piece] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ckpt.plan.division import undivided
 from ckpt.plan.layout import Entry, Layout, Share, Staging
 from ckpt.plan.staging import stage
 from ckpt.trainer.copier import Copier, CpuCopier, Ticket
-from ckpt.trainer.pieces import Piece
+from ckpt.trainer.pieces import Piece, split
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
 from ckpt.types import Box
 
@@ -112,16 +113,17 @@ def raw(tensor: Tensor) -> bytes:
 
 
 class TearingCopier(CpuCopier):
-    """Copies late pieces one at a time, when the test says so: `copy_some(n)` from any place of the training step.
-    What is left is copied by the fence, or never if nobody fences."""
+    """Copies late pieces one at a time, or of large ones so many bytes, when the test says so: `copy_some(n)` from any
+    place of the training step. What is left is copied by the fence, or never if nobody fences."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes_max: int = sys.maxsize) -> None:
         super().__init__(1)
+        self.nbytes_max = nbytes_max
         self.open: list[TearingTicket] = []
         self.copied_late = 0
 
     def prepare(self, pieces: Sequence[Piece]) -> TearingJob:  # type: ignore[override]
-        return TearingJob(self, list(pieces))
+        return TearingJob(self, [part for piece in pieces for part in split(piece, self.nbytes_max)])
 
     def copy_some(self, count: int = 1) -> None:
         for ticket in self.open:

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_module
 from ckpt.events import Event, Events
 from ckpt.plan.division import undivided
 from ckpt.plan.staging import stage
-from ckpt.trainer.copier import CpuCopier, is_same
+from ckpt.trainer.copier import UNIT_BYTES, CpuCopier, is_same
 from ckpt.trainer.lazy import PROOFS, Spot, Trust, owns_any, storages
 from ckpt.trainer.pieces import cut
 from ckpt.trainer.snapshot import Snapshot
@@ -410,6 +410,83 @@ def test_averages_swapped_in_for_evaluation_abandon_that_snapshot_only() -> None
         assert it.names() == ["lazy.changed", "lazy.changed", "snapshot.abandoned"]
 
 
+def swapped(loop: Loop, during: Callable[[], object]) -> None:
+    """Other weights for a while, by `.data` and back: the idiom of averages in an evaluation."""
+    kept = {name: param.detach().clone() for name, param in loop.params.items()}
+    for name, param in loop.params.items():
+        param.data.copy_(loop.ema[f"ema.{name}"] - 0.5)
+    during()
+    for name, param in loop.params.items():
+        param.data.copy_(kept[name])
+
+
+@pytest.mark.parametrize("end", ["step", "poll", "boundary"])
+def test_weights_swapped_and_back_while_they_are_copied_are_never_in_a_snapshot_that_counts(end: str) -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        stamp = float(loop.step)
+        swapped(loop, loop.copier.copy_some)
+        {"step": loop.update, "poll": it.snapshotter.poll, "boundary": it.snapshotter.boundary}[end]()
+        assert it.stamps(snapshot.slot)["layer0"] == {stamp - 0.5}
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        assert it.snapshotter.fell_back() == ["layer0 is copied at the boundary: it changed"]
+        for _ in range(3):
+            loop.run(it)
+            (snapshot,) = loop.run(it)
+            swapped(loop, lambda: None)
+            assert snapshot.lazy
+            assert whole(it, snapshot, loop)
+
+
+def test_weights_swapped_after_a_fence_are_in_no_snapshot_and_cost_none() -> None:
+    loop = Loop(2)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        for _ in range(3):
+            (snapshot,) = loop.run(it)
+            assert snapshot.lazy
+            it.snapshotter.fence()
+            swapped(loop, loop.copier.copy_some)
+            assert whole(it, snapshot, loop)
+        assert not it.events
+
+
+@pytest.mark.parametrize("unit", range(4))
+def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: int) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, UNIT_BYTES // 4))
+    optimizer = Stamper([param])
+    copier = TearingCopier(UNIT_BYTES)
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            optimizer.step()
+            it.snapshotter.boundary()
+        snapshot = it.take()
+        copier.copy_some(unit)
+        param.data.add_(7)
+        copier.copy_some()
+        param.data.sub_(7)
+        optimizer.step()
+        assert snapshot.lazy
+        assert it.stamps(snapshot.slot)["w"] == {float(PROOFS), float(PROOFS + 7)}
+        assert snapshot.abandoned == "w changed while the copy was under way"
+
+
+def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:
+    loop = Loop(1)
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.params["layer0"].data[77, 99] += 1  # between the canaries
+        loop.copier.copy_some()
+        loop.params["layer0"].data[77, 99] -= 1
+        loop.run(it)
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
+
+
 def test_a_fence_before_a_hand_written_update_is_as_good_as_a_hook() -> None:
     param = torch.nn.Parameter(torch.zeros(LARGE))
     copier = TearingCopier()
@@ -465,8 +542,10 @@ def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> No
     seen = torch.zeros(flat.nbytes, dtype=torch.bool)
     turns = set()
     for turn in range(4 * len(pieces)):
-        piece = spot.remember(turn)
+        piece, staged = spot.remember(turn)
         assert is_same(piece.source, piece.target)
+        copier.prepare(pieces).eager()
+        assert is_same(piece.source, staged.target)
         if piece.entry == 0:
             seen[piece.source.storage_offset() :][: piece.nbytes] = True
         else:
