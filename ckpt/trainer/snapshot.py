@@ -236,11 +236,16 @@ class Snapshotter:
             pending = self._pending
             if pending is None:
                 return  # another thread was first
-            self._pending = None
+            if pending.is_looked_at:
+                return  # a signal's handler, in the middle of the look: which sees what it changes, if it may matter
+            pending.is_looked_at = True
             try:
                 self._look(pending, cause)
             except Exception as exc:  # as in `take`
                 self._fail(pending, exc)
+            finally:
+                if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
+                    self._pending = None
 
     def _look(self, pending: _Pending, cause: Cause) -> None:
         """Asks all questions on the training thread; the answers may come later, where a device works on them."""
@@ -337,6 +342,7 @@ class _Pending:
     eager: Ticket
     late: Ticket | None
     spot: tuple[Piece, Piece] | None
+    is_looked_at: bool = False
 
 
 @dataclass(frozen=True, slots=True)

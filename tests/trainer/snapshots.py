@@ -121,6 +121,7 @@ class TearingCopier(CpuCopier):
         self.nbytes_max = nbytes_max
         self.open: list[TearingTicket] = []
         self.copied_late = 0
+        self.on_fence: Callable[[], object] = lambda: None  # where the test stops who waits
 
     def prepare(self, pieces: Sequence[Piece]) -> TearingJob:  # type: ignore[override]
         return TearingJob(self, [part for piece in pieces for part in split(piece, self.nbytes_max)])
@@ -159,6 +160,7 @@ class TearingTicket:
             self.copier.copied_late += 1
 
     def fence(self) -> None:
+        self.copier.on_fence()
         while self.left:
             self.one()
 

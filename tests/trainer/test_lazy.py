@@ -595,6 +595,44 @@ def test_an_optimizer_that_owns_none_of_it_neither_waits_nor_proves() -> None:
         assert snapshot.done.done()
 
 
+def test_the_optimizers_of_all_threads_wait_for_the_copy_that_one_of_them_ends() -> None:
+    loop, reached, go = Loop(), threading.Event(), threading.Event()
+    params = list(loop.params.values())
+    halves = [Stamper(params[:2]), Stamper(params[2:])]
+    with rig(lambda: (loop.params, set(loop.params)), copier=loop.copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            for half in halves:
+                half.step()
+            it.snapshotter.boundary()
+        snapshot = it.take()
+        assert snapshot.lazy
+        loop.copier.on_fence = lambda: (reached.set(), go.wait(60))[0]
+        threads = [threading.Thread(target=half.step) for half in halves]
+        threads[0].start()
+        assert reached.wait(60)
+        threads[1].start()
+        threads[1].join(0.2)
+        assert threads[1].is_alive()  # the first has not copied anything yet
+        go.set()
+        for thread in threads:
+            thread.join(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {float(PROOFS)}
+
+
+def test_a_step_in_a_signal_handler_in_the_middle_of_the_wait_neither_hangs_nor_is_in_the_snapshot() -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = loop.optimizer.step
+        loop.optimizer.step()
+        assert snapshot.done.done()
+        assert "changed" in str(snapshot.abandoned)
+        assert it.names().count("snapshot.abandoned") == 1
+
+
 def test_a_view_of_a_parameter_is_known_as_its_optimizers() -> None:
     flat = torch.zeros(1000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(flat[100:200])], lr=0.1)
