@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 import msgpack
 import torch
@@ -17,12 +17,13 @@ from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
 from ckpt.plan.reshard import cuts
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective
+from ckpt.trainer.alike import alike
 from ckpt.trainer.asked import Asked
 from ckpt.trainer.fetch import fetch
 from ckpt.trainer.fill import Filler
 from ckpt.trainer.link import Link
 from ckpt.trainer.names import some
-from ckpt.trainer.saved import merge_shared
+from ckpt.trainer.saved import differing, merge_shared
 from ckpt.trainer.targets import Targets, plan_targets
 from ckpt.trainer.walk import StateWalker
 from ckpt.trainer.wants import ONLY
@@ -37,16 +38,52 @@ def read_targets(
     """Fetches the value trees and plans what the state wants of the checkpoint; no tensor is touched. Bytes by level.
 
     Errors: DamagedData, UsageError, AgentError."""
+    stored = _Stored(link, tasks, identity, manifest)
+    return plan(walker, manifest, stored, strict, identity.tick.step), stored.sources
+
+
+class Stored(Protocol):
+    """What is read of a checkpoint before it is known what is wanted."""
+
+    def values(self, name: str, owner: str) -> bytes | None:
+        """The blob of that name and owner; None where there is none. Errors: DamagedData."""
+        ...
+
+    def frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
+        """The raw bytes of these frames. All ranks ask for the same. Errors: DamagedData."""
+        ...
+
+
+def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, step: int) -> Targets:
+    """What the state wants of this checkpoint: on the mesh that saved it, of what is this rank's own; on another, of
+    what all ranks have in common, and of their values joined. Errors: DamagedData, UsageError."""
     here = walker.coordinate
-    trees = _Values(link, tasks, identity, manifest)
     if here.is_on(manifest.coordinates):
-        shared, own = trees.shared([here.text]), trees.own(here.text)
-        others: list[Any] = []
-    else:
-        shared, own = trees.shared(manifest.coordinates), None
-        others = [trees.own(coordinate) for coordinate in manifest.coordinates]
-    targets = plan_targets(walker, manifest, shared, own, others, strict, identity.tick.step)
-    return targets, trees.sources
+        shared = merge_shared(_shared(stored, [here.text]))
+        return plan_targets(walker, manifest, shared, _own(stored, here.text), [], strict, step)
+    trees = _shared(stored, manifest.coordinates)
+    others = [_own(stored, coordinate) for coordinate in manifest.coordinates]
+    same = alike(manifest, stored.frames)
+    return plan_targets(walker, manifest, merge_shared(trees), None, others, strict, step, same, differing(trees))
+
+
+def _shared(stored: Stored, coordinates: Iterable[str]) -> list[Any]:
+    """What all ranks had in common; or, where they differed, what these ranks had, each once."""
+    common = stored.values(VALUES, "")
+    found = [common] if common is not None else [_there(stored, VALUES, owner) for owner in coordinates]
+    return [values.decode(blob) if blob else {} for blob in dict.fromkeys(found)]
+
+
+def _own(stored: Stored, coordinate: str) -> Any:
+    blob = _there(stored, RANK_VALUES, coordinate)
+    return values.decode(blob) if blob else {}
+
+
+def _there(stored: Stored, name: str, owner: str) -> bytes:
+    blob = stored.values(name, owner)
+    if blob is None:
+        raise DamagedData(f"the checkpoint has no {name} of {owner}")
+    return blob
 
 
 def check_match(
@@ -59,13 +96,22 @@ def check_match(
 ) -> None:
     """What is only in the checkpoint is extra where no rank wants it. Errors: StateMismatch names all differences; or
     what this candidate would leave as one that failed has left it, be that on one rank only."""
-    mine = [list(targets.extra), list(targets.mismatch.lines), overwritten.beside(targets), overwritten.names]
+    mine = {
+        "extra": list(targets.extra),
+        "lines": list(targets.mismatch.lines),
+        "beside": overwritten.beside(targets),
+        "spoilt": overwritten.names,
+        "firsts": list(targets.firsts),
+    }
     every = [msgpack.unpackb(data) for data in group.gather(msgpack.packb(mine))]
-    extra = sorted(set.intersection(*(set(names) for names, *_ in every)))
-    lines = sorted({line for _, found, *_ in every for line in found if not line.startswith(ONLY)})
+
+    def any_of(key: str) -> list[str]:
+        return sorted({name for each in every for name in each[key]})
+
+    extra = sorted(set.intersection(*(set(each["extra"]) for each in every)))
+    lines = [line for line in any_of("lines") if not line.startswith(ONLY)]
     lines += [f"{ONLY}{name}" for name in extra]
-    beside = sorted({name for *_, names, _ in every for name in names})
-    spoilt = sorted({name for *_, names in every for name in names})
+    beside, spoilt, firsts = any_of("beside"), any_of("spoilt"), any_of("firsts")
     more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
     text = "; ".join(lines[:LINES_MAX]) + more
     does_not_match = f"the state does not match the checkpoint of step {identity.tick.label}: {text}. "
@@ -83,6 +129,12 @@ def check_match(
         )
     if lines and group.rank == 0:
         events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)
+    if firsts and group.rank == 0:
+        text = (
+            f"ckpt: the values of {some(firsts)} were not the same on the ranks that saved step {identity.tick.label}, "
+            "which were others than these: all have those of the first rank that had them"
+        )
+        events.emit("restore.differed", text, loud=True, names=firsts)
 
 
 def fill(
@@ -128,10 +180,13 @@ class Overwritten:
         return sorted({name for place, name in self._names.items() if place not in filled})
 
 
-class _Values:
-    """The value blobs of a checkpoint, each one frame."""
+class _Stored:
+    """By way of the agent. The value blobs, each one frame, are fetched at once."""
 
     def __init__(self, link: Link, tasks: Tasks, identity: Identity, manifest: Manifest) -> None:
+        self._link, self._tasks, self._identity = link, tasks, identity
+        self._hashes = manifest.frames["hash_hi"], manifest.frames["hash_lo"]
+        self.sources: dict[str, int] = {}
         self._frames: dict[tuple[str, str], int | None] = {}
         first: dict[int, int] = {}
         for box, frame in zip(manifest.extents["box"].tolist(), manifest.extents["frame"].tolist(), strict=True):
@@ -140,35 +195,31 @@ class _Values:
             spec = manifest.tensors[tensor]
             if spec.values:
                 self._frames[spec.name, spec.owner] = first.get(number)
-        self._bytes: dict[int, bytes] = {}
+        self._values = self.frames({frame for frame in self._frames.values() if frame is not None})
+
+    def values(self, name: str, owner: str) -> bytes | None:
+        if (name, owner) not in self._frames:
+            return None
+        frame = self._frames[name, owner]
+        return self._values[frame] if frame is not None else b""
+
+    def frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
+        found: dict[int, bytes] = {}
         lock = threading.Lock()
-        hi, lo = manifest.frames["hash_hi"], manifest.frames["hash_lo"]
+        hi, lo = self._hashes
 
         def deliver(number: int, raw: memoryview) -> bool:
             copy = bytes(raw)
             if frame_hash(copy) != (int(hi[number]), int(lo[number])):
                 return False
             with lock:
-                self._bytes[number] = copy
+                found[number] = copy
             return True
 
-        wanted = {frame for frame in self._frames.values() if frame is not None}
-        self.sources = fetch(link, tasks, identity, wanted, deliver)
-
-    def shared(self, coordinates: Iterable[str]) -> Any:
-        """What all ranks had in common; or, where they differed, what these ranks had, joined."""
-        if (VALUES, "") in self._frames:
-            return self._tree(VALUES, "")
-        return merge_shared([self._tree(VALUES, coordinate) for coordinate in coordinates])
-
-    def own(self, coordinate: str) -> Any:
-        return self._tree(RANK_VALUES, coordinate)
-
-    def _tree(self, name: str, owner: str) -> Any:
-        if (name, owner) not in self._frames:
-            raise DamagedData(f"the checkpoint has no {name} of {owner or 'the job'}")
-        frame = self._frames[name, owner]
-        return values.decode(self._bytes[frame]) if frame is not None else {}
+        if numbers:
+            for level, size in fetch(self._link, self._tasks, self._identity, numbers, deliver).items():
+                self.sources[level] = self.sources.get(level, 0) + size
+        return found
 
 
 _Place = tuple[str, int, tuple[int, ...], tuple[int, ...]]

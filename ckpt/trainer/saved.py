@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt.errors import DamagedData
+from ckpt.format import values
 from ckpt.trainer.coords import Axis
+from ckpt.trainer.names import join
 
 T = TypeVar("T")
 Path = tuple[Any, ...]
@@ -134,6 +136,37 @@ def merge_shared(trees: Sequence[Any]) -> Any:
             elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
                 objects[path] = _join_optimizers(objects[path], body)
     return {"objects": objects, "aliases": aliases}
+
+
+def differing(trees: Sequence[Any]) -> set[str]:
+    """Paths at which these trees, of several ranks' shared values, hold different ones: merge_shared takes the first's.
+    Of an optimizer, the groups that have hyper-parameters of one parameter differently. Errors: DamagedData."""
+    first: dict[tuple[str, str], bytes] = {}
+    found: set[str] = set()
+
+    def compare(path: str, value: bytes, part: str = "") -> None:
+        if first.setdefault((path, part), value) != value:
+            found.add(path)
+
+    for tree in trees:
+        for path, body in _get(tree, "objects", dict).items():
+            kind = _get(body, "kind", str)
+            if kind == "module":
+                for key, extra in _get(body, "extra", dict).items():
+                    compare(join(path, key), _told(extra))
+            elif kind == "optimizer":
+                for number, group in enumerate(_get(body, "groups", (list, tuple))):
+                    told = _told(group)
+                    for name in _get(group, "params", (list, tuple)):
+                        compare(join(path, "param_groups", number), told, name)
+            else:
+                compare(path, _told(body))
+    return found
+
+
+def _told(body: Any) -> bytes:
+    """The same for equal values and tensors in the same places."""
+    return values.encode([_get(body, "value", object), _get(body, "tensors", (list, tuple))])
 
 
 def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:

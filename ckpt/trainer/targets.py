@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,15 @@ class Targets:
     """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`: what
     does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
     part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out. `dropped`:
-    generators of the process that were saved, and that this one has not (CUDA's, before CUDA is used)."""
+    generators of the process that were saved, and that this one has not (CUDA's, before CUDA is used). `firsts`: paths
+    of this state whose values differed between the ranks that saved, where the first rank's are taken."""
 
     wants: list[Want]
     tensors: list[torch.Tensor]
     mismatch: Mismatch
     extra: tuple[str, ...]
     dropped: tuple[str, ...]
+    firsts: tuple[str, ...]
     _installs: list[Callable[[], None]]
 
     def finish(self) -> None:
@@ -62,17 +64,21 @@ def plan_targets(
     others: Sequence[Any],
     strict: bool,
     step: int,
+    alike: Mapping[str, str] | None = None,
+    differing: Collection[str] = (),
 ) -> Targets:
     """What this rank needs of a checkpoint of step `step`.
 
     `shared`: the tree of shared values (saved.merge_shared, where ranks have several). `own`: what this coordinate
     saved, if the checkpoint is of the same mesh (Coordinate.is_on), else None, and `others`: what every rank saved.
     `strict` matters here only for a loader that cannot be resharded: UsageError, or its data starts anew, which
-    `mismatch` then says.
+    `mismatch` then says. `alike`: for another mesh, of whom to take tensors that ranks saved as their own and that are
+    the same on all (alike.alike). `differing`: paths of which `shared` has one of several values (saved.differing).
     Errors: UsageError; DamagedData for trees that are not those of a state.
     """
     scan, saved = walker.scan(), Shared.parse(shared)
-    wants = Wants.of(manifest, walker.coordinate.text, scan.aliases, saved.aliases)
+    coordinate = None if own is None else walker.coordinate.text
+    wants = Wants.of(manifest, coordinate, alike or {}, scan.aliases, saved.aliases)
     plan = _Plan(walker, scan, saved, wants)
     mine = None if own is None else Own.parse(own)
     everyone = [Own.parse(tree) for tree in others]
@@ -93,7 +99,13 @@ def plan_targets(
     alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
     kept = {name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.generators}
     dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
-    return Targets(wants.wants, wants.tensors, wants.mismatch(extra if alone else ()), extra, dropped, wants.installs)
+    mismatch = wants.mismatch(extra if alone else ())
+    firsts = tuple(sorted(path for path in differing if any(_is_in(path, node.path) for node in scan.nodes)))
+    return Targets(wants.wants, wants.tensors, mismatch, extra, dropped, firsts, wants.installs)
+
+
+def _is_in(path: str, node: str) -> bool:
+    return path == node or path.startswith(f"{node}.")
 
 
 @dataclass(frozen=True, slots=True)

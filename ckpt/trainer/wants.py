@@ -13,6 +13,7 @@ from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.assemble import part_owner
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import trees
+from ckpt.trainer.names import some
 from ckpt.trainer.saved import Tree
 from ckpt.trainer.shard import DTYPES, Cutter, Pieces, changing, is_dtensor
 from ckpt.types import Box
@@ -34,10 +35,13 @@ class Found:
 
 @dataclass(slots=True)
 class Wants:
-    """Collects wants for the rank at `coordinate`. `live_aliases`: other names of the state's tensors (name -> first
-    name), and `also` the same backwards; `saved_aliases`: those of the checkpoint's."""
+    """Collects wants for the rank at `coordinate`; None where the checkpoint is of another mesh, on which an equal
+    coordinate is another rank's: there `alike` says of whom to take what all have the same. `live_aliases`: other names
+    of the state's tensors (name -> first name), and `also` the same backwards; `saved_aliases`: those of the
+    checkpoint's."""
 
-    coordinate: str
+    coordinate: str | None
+    alike: Mapping[str, str]
     specs: Mapping[tuple[str, str], TensorSpec]
     names: frozenset[str]
     live_aliases: Mapping[str, str]
@@ -51,12 +55,18 @@ class Wants:
     cutter: Cutter = field(default_factory=Cutter)
 
     @staticmethod
-    def of(manifest: Manifest, coordinate: str, live: Mapping[str, str], saved: Mapping[str, str]) -> Wants:
+    def of(
+        manifest: Manifest,
+        coordinate: str | None,
+        alike: Mapping[str, str],
+        live: Mapping[str, str],
+        saved: Mapping[str, str],
+    ) -> Wants:
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         also: dict[str, list[str]] = {}
         for alias, first in live.items():
             also.setdefault(first, []).append(alias)
-        return Wants(coordinate, specs, frozenset(name for name, _ in specs), live, also, saved)
+        return Wants(coordinate, alike, specs, frozenset(name for name, _ in specs), live, also, saved)
 
     # ------------------------------------------------------------------------------------------------- differences
 
@@ -66,12 +76,19 @@ class Wants:
     def missing(self, name: str, why: str = "") -> None:
         if not why and name in self.names:
             why = f", where it is other ranks' own and none of it that of {self.coordinate}"
+            if self.coordinate is None:
+                owners = sorted({owner.partition("@")[0] for held, owner in self.specs if held == name})
+                why = (
+                    f", where it is other ranks' own, of another mesh, and not the same on all of {some(owners)}: only "
+                    "as many ranks of that mesh can have it back"
+                )
         self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
 
     def unused(self) -> list[str]:
-        """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted."""
+        """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted. Of another mesh, those
+        of any rank: none of them comes to fetch its own."""
         mine = ("", self.coordinate)
-        names = {name for name, owner in self.specs if owner.partition("@")[0] in mine}
+        names = {n for n, owner in self.specs if self.coordinate is None or owner.partition("@")[0] in mine}
         return sorted(names - self.used)
 
     def mismatch(self, extra: Sequence[str]) -> Mismatch:
@@ -88,16 +105,19 @@ class Wants:
 
     def find(self, name: str, boxes: Sequence[Box] = ()) -> Found | None:
         """The checkpoint's tensor for one of the state: under its name, or another name of a tied one; the job's, or
-        this rank's own, whole or in the parts that these boxes are."""
+        this rank's own, whole or in the parts that these boxes are; or what all ranks that saved one have the same."""
         first = self.live_aliases.get(name, name)
         others = self.also.get(first, ())
         for candidate in (name, self.saved_aliases.get(name), first, self.saved_aliases.get(first), *others):
             if candidate is None:
                 continue
-            for owner in ("", self.coordinate):
+            own = self.alike.get(candidate, "") if self.coordinate is None else self.coordinate
+            for owner in ("", own):
                 spec = self.specs.get((candidate, owner))
                 if spec is not None:
                     return Found(candidate, owner, spec.dtype, spec.shape)
+            if self.coordinate is None:
+                continue
             parts = [self.specs.get((candidate, part_owner(self.coordinate, box))) for box in boxes]
             held = tuple(spec for spec in parts if spec is not None)
             if held and len(held) == len(parts):

@@ -6,7 +6,7 @@ Frames are small, so that little states have many of them. Values go through the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,15 @@ import torch
 
 from ckpt.format import values
 from ckpt.format.frames import frame_hash, hash_frames
-from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
+from ckpt.format.manifest import Manifest
 from ckpt.plan.assemble import Blob, Staged, assemble
 from ckpt.plan.division import agree, owned, undivided
 from ckpt.plan.layout import Array, Declaration
 from ckpt.plan.staging import stage
 from ckpt.trainer.coords import coordinate
 from ckpt.trainer.fill import Filler
-from ckpt.trainer.saved import merge_shared
-from ckpt.trainer.targets import Targets, plan_targets
+from ckpt.trainer.restore import plan as restore_plan
+from ckpt.trainer.targets import Targets
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 
 FRAME_BYTES = 4096
@@ -56,13 +56,16 @@ class Checkpoint:
 
     def blobs(self, name: str) -> dict[str, Any]:
         """The value trees of that name, by owner."""
+        return {owner: values.decode(blob) for owner, blob in self.raw_blobs(name).items()}
+
+    def raw_blobs(self, name: str) -> dict[str, bytes]:
         found = {}
         for box, frame in zip(
             self.manifest.extents["box"].tolist(), self.manifest.extents["frame"].tolist(), strict=True
         ):
             spec = self.manifest.tensors[self.manifest.boxes[box][0]]
             if spec.values and spec.name == name:
-                found[spec.owner] = values.decode(self.frame(frame))
+                found[spec.owner] = self.frame(frame)
         return found
 
 
@@ -89,10 +92,10 @@ def save_rank(walker: StateWalker, rank: int = 0, world: int = 1) -> RankSave:
     return RankSave(declaration, hash_walk(walk), bytes(data), values.encode(shared), values.encode(own))
 
 
-def assemble_ranks(ranks: list[RankSave]) -> Checkpoint:
-    """As the agent does it: tensors whose hashes differ become the ranks' own."""
+def assemble_ranks(ranks: list[RankSave], differed: Collection[str] = ()) -> Checkpoint:
+    """As the agent does it: tensors whose hashes differ, or once `differed`, become the ranks' own."""
     _, differing = agree([r.declaration.layout for r in ranks], [r.hashes for r in ranks])
-    names = {name for name, _ in differing}
+    names = {name for name, _ in differing} | set(differed)
     staged = []
     for rank in ranks:
         layout = owned(rank.declaration.layout, names, rank.declaration.coordinate)
@@ -113,15 +116,21 @@ def save(state: dict[str, Any], generators: bool = False) -> Checkpoint:
     return assemble_ranks([save_rank(walker_of(state, generators))])
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A restore.Stored."""
+
+    checkpoint: Checkpoint
+
+    def values(self, name: str, owner: str) -> bytes | None:
+        return self.checkpoint.raw_blobs(name).get(owner)
+
+    def frames(self, numbers: Collection[int]) -> Mapping[int, bytes]:
+        return {number: self.checkpoint.frame(number) for number in numbers}
+
+
 def plan(walker: StateWalker, checkpoint: Checkpoint, strict: bool = True, step: int = 1) -> Targets:
-    here = walker.coordinate
-    shared = checkpoint.blobs(VALUES)
-    mine = shared.pop(here.text, None)
-    trees = [*([mine] if mine is not None else []), *shared.values()]
-    owns = checkpoint.blobs(RANK_VALUES)
-    same = here.is_on(checkpoint.manifest.coordinates)
-    own, others = (owns[here.text], []) if same else (None, [owns[c] for c in checkpoint.manifest.coordinates])
-    return plan_targets(walker, checkpoint.manifest, merge_shared(trees), own, others, strict, step)
+    return restore_plan(walker, checkpoint.manifest, _Stored(checkpoint), strict, step)
 
 
 def fill(targets: Targets, checkpoint: Checkpoint) -> None:

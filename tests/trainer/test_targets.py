@@ -604,7 +604,10 @@ def test_equal_names_with_different_values_come_back_to_their_own_ranks() -> Non
     params = [nn.ParameterDict({"t": torch.full((3,), float(rank))}) for rank in range(4)]
     checkpoint = save_on(mesh, [{"m": held} for held in params])
     without = rt.plan(StateWalker({"m": nn.ParameterDict()}, on({"x": 3}, 0), False), checkpoint)
-    assert without.extra == ()  # what other ranks own is not missed here
+    assert without.extra == ("m.t",)  # of another mesh nobody comes for it
+    held = [nn.ParameterDict({"t": torch.full((3,), float(rank))} if rank else {}) for rank in range(4)]
+    there = rt.plan(StateWalker({"m": held[0]}, on(mesh, 0), False), save_on(mesh, [{"m": each} for each in held]))
+    assert there.extra == ()  # what other ranks own is not missed here
 
 
 def test_parts_of_a_sharded_tensor_that_ranks_hold_with_different_values_come_back() -> None:

@@ -1,0 +1,88 @@
+"""Which of the tensors that ranks saved as their own are the same on all of them after all.
+
+On another mesh no rank is any of those that saved: a tensor of which each had one of its own can be given to nobody
+there without dropping the others' values. But what was saved per rank is not always different: replicas that differed
+once are saved so from then on, and may have become equal again. Those go on as what they are, a tensor of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.format.manifest import Manifest
+from ckpt.types import ITEMSIZE, SMALL_BYTES
+
+Frames = Callable[[Collection[int]], Mapping[int, bytes]]  # their raw bytes; all ranks ask for the same, in turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    start: int
+    length: int
+    offset: int
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One rank's. `form`: what two that are compared must have in common."""
+
+    owner: str
+    form: Any
+    runs: tuple[_Run, ...]
+
+
+def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
+    """By name, the first rank that has it: tensors of which all ranks that have one of their own have the same bytes.
+
+    Large ones have frames of their own, whose hashes say it. Small ones lie among others: their frames are read, first
+    those of two ranks, then the rest of what is still equal. Parts of a tensor never count as alike."""
+    copies = _copies(manifest)
+    hashes = list(zip(manifest.frames["hash_hi"].tolist(), manifest.frames["hash_lo"].tolist(), strict=True))
+    found: dict[str, str] = {}
+    unsure: dict[str, list[_Copy]] = {}
+    for name, held in copies.items():
+        first, *others = held
+        if any(other.form != first.form for other in others):
+            continue
+        told = {tuple((r.start, r.length, r.offset, hashes[r.frame]) for r in copy.runs) for copy in held}
+        if len(told) == 1:
+            found[name] = first.owner
+        elif sum(run.length for run in first.runs) < SMALL_BYTES:
+            unsure[name] = held
+    for several in (slice(0, 2), slice(0, None)):
+        read = frames({run.frame for held in unsure.values() for copy in held[several] for run in copy.runs})
+        unsure = {name: held for name, held in unsure.items() if len({_bytes(c, read) for c in held[several]}) == 1}
+    return found | {name: held[0].owner for name, held in unsure.items()}
+
+
+def _copies(manifest: Manifest) -> dict[str, list[_Copy]]:
+    """Whole tensors with an owner, by name."""
+    runs: dict[int, list[_Run]] = {}
+    columns = (manifest.extents[key].tolist() for key in ("box", "start", "length", "offset", "frame"))
+    for box, *run in zip(*columns, strict=True):
+        runs.setdefault(box, []).append(_Run(*run))
+    boxes: dict[int, list[int]] = {}
+    for number, (tensor, _) in enumerate(manifest.boxes):
+        boxes.setdefault(tensor, []).append(number)
+    copies: dict[str, list[_Copy]] = {}
+    for number, spec in enumerate(manifest.tensors):
+        if spec.values or not spec.owner:
+            continue
+        at = boxes.get(number, [])
+        whole = all(manifest.boxes[box][1].size * ITEMSIZE[spec.dtype] == _sum(runs.get(box, [])) for box in at)
+        form = None if "@" in spec.owner or not whole else (spec.dtype, spec.shape, [manifest.boxes[b][1] for b in at])
+        copies.setdefault(spec.name, []).append(
+            _Copy(spec.owner, form, tuple(run for box in at for run in runs.get(box, [])))
+        )
+    return {name: held for name, held in copies.items() if all(copy.form is not None for copy in held)}
+
+
+def _sum(runs: list[_Run]) -> int:
+    return sum(run.length for run in runs)
+
+
+def _bytes(copy: _Copy, frames: Mapping[int, bytes]) -> bytes:
+    return b"".join(frames[run.frame][run.offset : run.offset + run.length] for run in copy.runs)
