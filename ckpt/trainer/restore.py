@@ -23,9 +23,10 @@ from ckpt.trainer.fetch import fetch
 from ckpt.trainer.fill import Filler
 from ckpt.trainer.link import Link
 from ckpt.trainer.names import some
-from ckpt.trainer.saved import differing, merge_shared
+from ckpt.trainer.nodes import DataNode, ModuleNode, ObjectNode, OptimizerNode
+from ckpt.trainer.saved import Shared, differing, merge_shared
 from ckpt.trainer.targets import Targets, plan_targets
-from ckpt.trainer.walk import StateWalker
+from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import ONLY
 from ckpt.types import Identity
 
@@ -55,16 +56,38 @@ class Stored(Protocol):
 
 
 def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, step: int) -> Targets:
-    """What the state wants of this checkpoint: on the mesh that saved it, of what is this rank's own; on another, of
-    what all ranks have in common, and of their values joined. Errors: DamagedData, UsageError."""
+    """What the state wants of this checkpoint: on the mesh that saved it, of this rank's own values, and where these
+    lack something (stages that were split otherwise), of the other ranks' too; on another mesh, of what all ranks have
+    in common, and of their values joined. Errors: DamagedData, UsageError."""
     here = walker.coordinate
     if here.is_on(manifest.coordinates):
-        shared = merge_shared(_shared(stored, [here.text]))
-        return plan_targets(walker, manifest, shared, _own(stored, here.text), [], strict, step)
+        trees, own = _shared(stored, [here.text]), _own(stored, here.text)
+        more: list[Any] = []
+        if stored.values(VALUES, "") is None and _lacks(Shared.parse(trees[0]), walker.scan(), manifest):
+            more = _shared(stored, [owner for owner in manifest.coordinates if owner != here.text])
+        shared, taken = merge_shared([*trees, *more]), differing(more, trees)
+        return plan_targets(walker, manifest, shared, own, [], strict, step, differing=taken)
     trees = _shared(stored, manifest.coordinates)
     others = [_own(stored, coordinate) for coordinate in manifest.coordinates]
     same = alike(manifest, stored.frames)
     return plan_targets(walker, manifest, merge_shared(trees), None, others, strict, step, same, differing(trees))
+
+
+def _lacks(saved: Shared, scan: Scan, manifest: Manifest) -> bool:
+    """Whether these values of one rank do not have all that the state is made of."""
+    names = {spec.name for spec in manifest.tensors} | saved.aliases.keys()
+    for node in scan.nodes:
+        if isinstance(node, ModuleNode):
+            if not node.payload()["extra"].keys() <= saved.modules.get(node.path, {}).keys():
+                return True
+        elif isinstance(node, OptimizerNode):
+            held = saved.optimizers.get(node.path)
+            params = {param.name for line in scan.views[node.path].params for param in line}
+            if held is None or not params <= held.home.keys():
+                return True
+        elif isinstance(node, (ObjectNode, DataNode)) and saved.kind_of(node.path) is None:
+            return True
+    return any(name not in names for name in scan.tensors)
 
 
 def _shared(stored: Stored, coordinates: Iterable[str]) -> list[Any]:
@@ -132,7 +155,7 @@ def check_match(
     if firsts and group.rank == 0:
         text = (
             f"ckpt: the values of {some(firsts)} were not the same on the ranks that saved step {identity.tick.label}, "
-            "which were others than these: all have those of the first rank that had them"
+            "which held other parts of the state, or were others than these: the first rank's are taken"
         )
         events.emit("restore.differed", text, loud=True, names=firsts)
 

@@ -5,7 +5,7 @@ Every access to them goes through here, so that a damaged or hostile tree gives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -138,30 +138,34 @@ def merge_shared(trees: Sequence[Any]) -> Any:
     return {"objects": objects, "aliases": aliases}
 
 
-def differing(trees: Sequence[Any]) -> set[str]:
+def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
     """Paths at which these trees, of several ranks' shared values, hold different ones: merge_shared takes the first's.
-    Of an optimizer, the groups that have hyper-parameters of one parameter differently. Errors: DamagedData."""
+    Of an optimizer, the groups that have hyper-parameters of one parameter differently. What trees `before` them have
+    is not taken from these. Errors: DamagedData."""
+    known = {(path, part) for tree in before for path, part, _ in _parts(tree)}
     first: dict[tuple[str, str], bytes] = {}
     found: set[str] = set()
-
-    def compare(path: str, value: bytes, part: str = "") -> None:
-        if first.setdefault((path, part), value) != value:
-            found.add(path)
-
     for tree in trees:
-        for path, body in _get(tree, "objects", dict).items():
-            kind = _get(body, "kind", str)
-            if kind == "module":
-                for key, extra in _get(body, "extra", dict).items():
-                    compare(join(path, key), _told(extra))
-            elif kind == "optimizer":
-                for number, group in enumerate(_get(body, "groups", (list, tuple))):
-                    told = _told(group)
-                    for name in _get(group, "params", (list, tuple)):
-                        compare(join(path, "param_groups", number), told, name)
-            else:
-                compare(path, _told(body))
+        for path, part, told in _parts(tree):
+            if (path, part) not in known and first.setdefault((path, part), told) != told:
+                found.add(path)
     return found
+
+
+def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
+    """(path, parameter or "", what it is) of what merge_shared takes from one rank as a whole."""
+    for path, body in _get(tree, "objects", dict).items():
+        kind = _get(body, "kind", str)
+        if kind == "module":
+            for key, extra in _get(body, "extra", dict).items():
+                yield join(path, key), "", _told(extra)
+        elif kind == "optimizer":
+            for number, group in enumerate(_get(body, "groups", (list, tuple))):
+                told = _told(group)
+                for name in _get(group, "params", (list, tuple)):
+                    yield join(path, "param_groups", number), name, told
+        else:
+            yield path, "", _told(body)
 
 
 def _told(body: Any) -> bytes:

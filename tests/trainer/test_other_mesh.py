@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tests.trainer.roundtrip as rt
 from ckpt.trainer.targets import Targets
@@ -54,6 +56,50 @@ def test_one_expert_of_many_that_differs_on_one_rank_only_is_named() -> None:
     states = experts(1) * 3 + experts(2)[1:]
     found = planned(experts(1)[0], save_on({"rank": 4}, states), {"rank": 2})
     assert found.mismatch.missing == ("expert",)
+
+
+def stage(layers: Sequence[int], lr: float = 0.1, steps: int = 0) -> dict[str, Any]:
+    """A part of a model of three layers, and its optimizer."""
+    torch.manual_seed(layers[0])
+    model = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in layers})
+    optim = torch.optim.Adam(model.parameters(), lr=lr)
+    for _ in range(steps):
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        optim.step()
+    return {"model": model, "optim": optim}
+
+
+@pytest.mark.parametrize("now", [([0, 1, 2], [0, 1, 2]), ([0], [1, 2]), ([2], [0, 1]), ([0, 1], [2])])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_pipeline_goes_on_under_another_split_or_as_a_whole_on_as_many_ranks(
+    now: tuple[list[int], list[int]], steps: int
+) -> None:
+    saved = [stage([0, 1], 0.5, steps), stage([2], 0.5, steps)]
+    checkpoint = save_on({"rank": 2}, saved)
+    wanted = {
+        name: (parameter, each["optim"].state[parameter])
+        for each in saved
+        for name, parameter in each["model"].named_parameters()
+    }
+    for rank, layers in enumerate(now):
+        state = restored(stage(layers), checkpoint, {"rank": 2}, rank)
+        assert state["optim"].param_groups[0]["lr"] == 0.5
+        for name, parameter in state["model"].named_parameters():
+            theirs, moments = wanted[name]
+            assert torch.equal(parameter, theirs)
+            mine = state["optim"].state[parameter]
+            assert mine.keys() == moments.keys()
+            assert all(torch.equal(mine[key], moments[key]) for key in moments)
+
+
+def test_what_a_rank_saved_itself_comes_before_what_others_saved() -> None:
+    states = [{**stage([rank], 0.5, 1), "seen": 100 + rank} for rank in range(3)]
+    checkpoint = save_on({"rank": 3}, states)
+    for rank in range(3):
+        for layers in ([rank], [0, 1, 2]):
+            state = {**stage(layers), "seen": 0}
+            assert planned(state, checkpoint, {"rank": 3}, rank).firsts == ()
+            assert restored(state, checkpoint, {"rank": 3}, rank)["seen"] == 100 + rank
 
 
 @pytest.mark.parametrize("numel", [3, 400_000])
