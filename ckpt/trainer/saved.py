@@ -28,8 +28,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """`number`: its place among its optimizer's groups. Joined ones of several ranks may have one number."""
+
     params: tuple[str, ...]
     hyper: Tree
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Skeleton:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """By parameter name: `state`, what its state is made of, None where it had none; `home`, its group's number."""
+    """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group."""
 
     groups: tuple[Group, ...]
     state: Mapping[str, Skeleton | None]
@@ -119,7 +122,8 @@ class Own:
 
 def merge_shared(trees: Sequence[Any]) -> Any:
     """One tree of several ranks' shared values that differ (pipeline stages hold different parameters, and so different
-    optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined by number.
+    optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined where their
+    numbers and hyper-parameters are the same; else each stays a group of its own, for the parameters that it had.
     Errors: DamagedData."""
     if not trees:
         raise DamagedData("the checkpoint has no values")
@@ -178,20 +182,26 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
     shift = len(_get(first, "skeletons", list))
     _optimizer(second)
-    states: list[list[int]] = []
+    joined: dict[tuple[int, bytes], tuple[list[str], list[int]]] = {}
     groups: list[dict[str, Any]] = []
     for body, offset in ((first, 0), (second, shift)):
         numbers = iter(body["state"])
         for index, group in enumerate(body["groups"]):
-            if index == len(groups):
-                groups.append({**group, "params": ()})
-                states.append([])
-            for name in group["params"]:
-                number = next(numbers)
-                if offset == 0 or name not in held:
-                    groups[index]["params"] = (*groups[index]["params"], name)
-                    states[index].append(number + offset if number >= 0 else number)
-    flat = [number for line in states for number in line]
+            added = [(name, next(numbers)) for name in group["params"]]
+            if offset:
+                added = [(name, number) for name, number in added if name not in held]
+            key = _number(group, index), _told(group)
+            if key not in joined:
+                if not added and any(number == key[0] for number, _ in joined):
+                    continue  # nothing would have these hyper-parameters
+                joined[key] = [], []
+                groups.append({**group, "number": key[0]})
+            names, states = joined[key]
+            names += [name for name, _ in added]
+            states += [number + offset if number >= 0 else number for _, number in added]
+    for group, (names, _) in zip(groups, joined.values(), strict=True):
+        group["params"] = tuple(names)
+    flat = [number for _, states in joined.values() for number in states]
     return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat}
 
 
@@ -201,7 +211,8 @@ def _optimizer(body: Any) -> OptimizerTree:
         for item in _get(body, "skeletons", (list, tuple))
     ]
     groups = tuple(
-        Group(tuple(_get(item, "params", (list, tuple))), _tree(item)) for item in _get(body, "groups", (list, tuple))
+        Group(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
+        for index, item in enumerate(_get(body, "groups", (list, tuple)))
     )
     numbers, names = _get(body, "state", (list, tuple)), [name for group in groups for name in group.params]
     if len(numbers) != len(names) or not all(isinstance(n, int) and -1 <= n < len(skeletons) for n in numbers):
@@ -209,6 +220,12 @@ def _optimizer(body: Any) -> OptimizerTree:
     state = {name: None if n < 0 else skeletons[n] for name, n in zip(names, numbers, strict=True)}
     home = {name: number for number, group in enumerate(groups) for name in group.params}
     return OptimizerTree(groups, state, home)
+
+
+def _number(group: Any, index: int) -> int:
+    """Of a group; one that was joined says it."""
+    number: int = _get(group, "number", int) if "number" in group else index
+    return number
 
 
 def _tree(body: Any) -> Tree:

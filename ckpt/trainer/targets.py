@@ -256,11 +256,15 @@ class _Plan:
             return
         for number, params in enumerate(view.params):
             held = {saved.home[param.name] for param in params if param.name in saved.home}
-            if not params and number < len(saved.groups):
-                held = {number}
+            if not params:
+                held = {home for home, group in enumerate(saved.groups) if group.number == number}
+                held = set(sorted(held)[:1])
             if len(held) > 1:
                 name = group_path(view.path, number)
-                line = f"{name} holds parameters that the checkpoint has in the groups {sorted(held)}"
+                numbers = sorted(saved.groups[home].number for home in held)
+                line = f"{name} holds parameters that the checkpoint has in the groups {numbers}"
+                if len(set(numbers)) < len(numbers):
+                    line += ", and with other hyper-parameters on other ranks"
                 self.wants.differ("reshaped", name, line)
             for home in held if len(held) == 1 else ():
                 self.group(view, number, saved.groups[home])

@@ -102,6 +102,48 @@ def test_what_a_rank_saved_itself_comes_before_what_others_saved() -> None:
             assert restored(state, checkpoint, {"rank": 3}, rank)["seen"] == 100 + rank
 
 
+def test_hyperparameters_that_differ_by_stage_stay_with_their_parameters_or_are_named() -> None:
+    checkpoint = save_on({"rank": 2}, [stage([0, 1], 0.5, 1), stage([2], 0.05, 1)])
+    for rank, layers in enumerate(([0], [1], [2], [2])):
+        state = restored(stage(layers), checkpoint, {"rank": 4}, rank)
+        assert state["optim"].param_groups[0]["lr"] == (0.05 if layers == [2] else 0.5)
+    for world in (1, 2, 4):
+        found = planned(stage([0, 1, 2]), checkpoint, {"rank": world}).mismatch
+        assert found.reshaped == ("optim.param_groups.0",)
+        assert "in the groups [0, 0], and with other hyper-parameters on other ranks" in str(found)
+    layers, other = stage([0, 1]), stage([2])
+    groups = [each["optim"].param_groups[0]["params"] for each in (layers, other)]
+    both = nn.ModuleDict({**layers["model"], **other["model"]})
+    optim = torch.optim.Adam([{"params": group} for group in (*groups, [])], lr=0.1)
+    restored({"model": both, "optim": optim}, checkpoint, {"rank": 1})
+    assert [group["lr"] for group in optim.param_groups] == [0.5, 0.05, 0.1]
+
+
+def test_groups_of_several_stages_are_joined_where_number_and_hyperparameters_are_the_same() -> None:
+    def stages(rates: Sequence[tuple[float, float]], filled: bool) -> list[dict[str, Any]]:
+        made = []
+        for layer, (one, two) in enumerate(rates):
+            model = nn.ModuleDict({str(layer): nn.Linear(2, 2)})
+            weight, bias = model[str(layer)].weight, model[str(layer)].bias
+            groups = [{"params": [weight], "lr": one}, {"params": [bias] if filled or layer else [], "lr": two}]
+            made.append({"model": model, "optim": torch.optim.SGD(groups)})
+        return made
+
+    def whole() -> dict[str, Any]:
+        model = nn.ModuleDict({str(layer): nn.Linear(2, 2) for layer in range(3)})
+        groups = [[model[str(layer)].weight for layer in range(3)], [model[str(layer)].bias for layer in range(3)]]
+        return {"model": model, "optim": torch.optim.SGD([{"params": group} for group in groups], lr=1.0)}
+
+    state = restored(whole(), save_on({"rank": 3}, stages([(0.5, 0.25)] * 3, True)), {"rank": 1})
+    assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.25]
+    found = planned(whole(), save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], True)), {"rank": 1})
+    assert found.mismatch.reshaped == ("optim.param_groups.1",)
+    state, checkpoint = whole(), save_on({"rank": 3}, stages([(0.5, 9.0), (0.5, 0.25), (0.5, 0.25)], False))
+    state["optim"].param_groups[1]["params"].pop(0)  # nobody had that one
+    state = restored(state, checkpoint, {"rank": 1})
+    assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.25]
+
+
 @pytest.mark.parametrize("numel", [3, 400_000])
 def test_replicas_that_differed_once_and_are_equal_again_go_on_as_one(numel: int) -> None:
     """The agent goes on saving them per rank; small ones lie in frames with others, that differ."""
