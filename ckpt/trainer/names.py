@@ -19,13 +19,15 @@ from ckpt.errors import UsageError
 NAME_BYTES_MAX = 1024
 NAMED_MAX = 5  # of many that a text is about
 
-# The attribute under which a wrapper class, known by its name, holds what it wraps.
+# The attribute under which a wrapper class, known by its name, holds what it wraps. A class of that name from elsewhere
+# is a module as any other.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
+_WRAPPERS_FROM = ("torch.", "apex.")
 _OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # they only reshard, as this walk does
 _CUSTOM = ("state_dict", "load_state_dict", "_save_to_state_dict")
 
@@ -57,18 +59,31 @@ def check_name(name: str) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module under any wrappers. Errors: UsageError for FSDP1."""
+    """The user's module under any wrappers. A wrapper that holds something of its own (a class derived from one, with
+    parameters, buffers, modules or extra state) is not looked through. Errors: UsageError for FSDP1."""
     while True:
-        classes = {c.__name__ for c in type(module).__mro__}
-        if "FullyShardedDataParallel" in classes:
+        if any(c.__name__ == "FullyShardedDataParallel" for c in type(module).__mro__):
             raise UsageError(
                 "a module is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters are not supported; "
                 "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        inner = next((module._modules.get(a) for n, a in WRAPPERS.items() if n in classes), None)
-        if inner is None:
+        attribute = _wraps(module)
+        inner = None if attribute is None else module._modules.get(attribute)
+        if inner is None or _holds_more(module, attribute):
             return module
         module = inner
+
+
+def _wraps(module: nn.Module) -> str | None:
+    classes = {c.__name__ for c in type(module).__mro__ if c.__module__.startswith(_WRAPPERS_FROM)}
+    return next((attribute for name, attribute in WRAPPERS.items() if name in classes), None)
+
+
+def _holds_more(module: nn.Module, attribute: str | None) -> bool:
+    kept = [b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set]
+    children = [child for name, child in module._modules.items() if name != attribute]
+    extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    return extra or any(held is not None for held in (*module._parameters.values(), *kept, *children))
 
 
 def modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -75,6 +75,52 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     assert names({"ema": averaged}) == ["ema.module.weight", "ema.n_averaged"]  # the user's own "module" stays
 
 
+def test_what_a_wrapper_has_of_its_own_is_saved_too() -> None:
+    class Gated(nn.DataParallel):
+        def __init__(self, held: str) -> None:
+            super().__init__(nn.Linear(2, 2))
+            tensor = torch.full((2,), 5.0)
+            if held == "parameter":
+                self.gate = nn.Parameter(tensor)
+            elif held == "buffer":
+                self.register_buffer("gate", tensor)
+            elif held == "module":
+                self.gate = nn.Linear(2, 2)
+
+    class Said(Gated):
+        said = 0
+
+        def get_extra_state(self) -> int:
+            return self.said
+
+        def set_extra_state(self, state: int) -> None:
+            self.said = state
+
+    for held in ("parameter", "buffer", "module"):
+        model, other = Gated(held), Gated(held)
+        with torch.no_grad():
+            for name, tensor in [*other.named_parameters(), *other.named_buffers()]:
+                tensor.zero_()
+                assert f"model.{name}" in names({"model": model})
+        rt.restore({"model": other}, rt.save({"model": model}))
+        rt.assert_same_state({"model": model}, {"model": other})
+    said, again = Said(""), Said("")
+    said.said = 7
+    rt.restore({"model": again}, rt.save({"model": said}))
+    assert again.said == 7
+    idle = Gated("")
+    idle.register_buffer("scratch", torch.zeros(2), persistent=False)
+    assert names({"model": idle}) == ["model.bias", "model.weight"]  # nothing of its own that is saved
+
+
+@pytest.mark.parametrize(("kind", "attribute"), [("DataParallel", "module"), ("OptimizedModule", "_orig_mod")])
+def test_a_class_that_only_has_the_name_of_a_wrapper_is_a_module_as_any(kind: str, attribute: str) -> None:
+    model = type(kind, (nn.Module,), {})()
+    model.add_module(attribute, nn.Linear(2, 2))
+    model.head = nn.Linear(2, 2, bias=False)
+    assert names({"model": model}) == sorted(f"model.{n}" for n, _ in model.named_parameters())
+
+
 def test_optimizers_over_several_modules_name_the_module_too() -> None:
     a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     optim = torch.optim.SGD([a.weight, b.weight], lr=1, momentum=0.5)
