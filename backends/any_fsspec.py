@@ -9,13 +9,18 @@ How whole an object appears depends on the file system:
 
 Put-if-absent is asked for where fsspec can pass it on; else it is a look before the put. Durability is the file
 system's own. Chunks are joined, since fsspec takes one buffer: prefer the backends that speak to the store directly.
+
+Where a file system tells no time of its objects that we can read, they are for ever new (contract.ObjectInfo): nothing
+is deleted there for its age.
 """
 
 from __future__ import annotations
 
 import datetime
 import errno
+import math
 import posixpath
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +52,12 @@ _AGAIN_NAMES = {
     *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
 }
-_MODIFIED = ("mtime", "LastModified", "last_modified", "modified", "updated", "created", "timeModified")
+_MODIFIED = (
+    *("mtime", "LastModified", "last_modified", "modified", "modify", "modificationTime"),
+    *("updated", "created", "timeModified"),
+)
+_MILLISECONDS = {"modificationTime"}  # WebHDFS
+_DIGITS = re.compile(r"(\d{14})(?:\.\d+)?")  # YYYYMMDDHHMMSS, always UTC: MLSD of FTP (RFC 3659)
 
 
 def open_fsspec(url: str) -> FsspecBackend:
@@ -142,7 +152,8 @@ class FsspecBackend:
         key = f"clock/{secrets.token_hex(8)}"
         self.put(key, [b"now"])
         try:
-            return self.head(key).modified_s or time.time()
+            modified_s = self.head(key).modified_s
+            return modified_s if math.isfinite(modified_s) else time.time()
         finally:
             self.delete([key])
 
@@ -182,7 +193,7 @@ class FsspecBackend:
         return ((path.removeprefix(head), each) for path, each in found.items() if path.startswith(head))
 
     def _info(self, key: str, found: Mapping[str, Any]) -> ObjectInfo:
-        modified_s = next((_seconds(found[name]) for name in _MODIFIED if found.get(name) is not None), 0.0)
+        modified_s = _modified_s(found)
         version = str(found.get("ETag") or found.get("etag") or f"{modified_s}-{found['size']}-{found.get('ino', '')}")
         return ObjectInfo(key, int(found["size"] or 0), modified_s, version.strip('"'))
 
@@ -218,13 +229,21 @@ class FsspecBackend:
         return StorageError(told)
 
 
+def _modified_s(found: Mapping[str, Any]) -> float:
+    """Infinity where the file system tells no time, or one that makes no sense: what has no age is never too old."""
+    told = ((name, _seconds(found[name])) for name in _MODIFIED if found.get(name) is not None)
+    return next((each / 1000 if name in _MILLISECONDS else each for name, each in told if each > 0), math.inf)
+
+
 def _seconds(value: Any) -> float:
     """Unix seconds of a time as some file system gives it; 0 where it is none."""
-    if isinstance(value, datetime.datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
     if isinstance(value, str):
+        digits = _DIGITS.fullmatch(value)
         try:
-            return _seconds(datetime.datetime.fromisoformat(value))
+            value = datetime.datetime.strptime(digits[1], "%Y%m%d%H%M%S") if digits else value
+            value = datetime.datetime.fromisoformat(value) if isinstance(value, str) else value
         except ValueError:
             return 0.0
+    if isinstance(value, datetime.datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=datetime.UTC)).timestamp()
     return float(value) if isinstance(value, int | float) else 0.0

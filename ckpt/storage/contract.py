@@ -25,8 +25,9 @@ class PutMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`modified_s`: the store's own clock, Unix seconds. `version`: an opaque string that changes when the object is
-    written again (an ETag, or mtime and size)."""
+    """`modified_s`: the store's own clock, Unix seconds; infinity where the store tells no time, so that the object is
+    for ever new. `version`: an opaque string that changes when the object is written again (an ETag, or mtime and
+    size: then it may not tell two writings of one size within what the store's times can tell apart)."""
 
     key: str
     size: int

@@ -18,6 +18,7 @@ If a record that counts cannot be read, no pack is deleted: nobody knows what it
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -117,6 +118,11 @@ class Pruner:
         staying = [ref for ref in view.commits if ref not in dead]
         unread_one = next((ref for ref in staying if ref in unread), None)
         blocked = lease_problem or (self._why_blocked(view, unread_one, unread, retire) if unread_one else "")
+        if math.inf in view.retired.values():
+            blocked = blocked or (
+                f"{self.run.backend.url} tells no times, so nothing is ever known to be older than the grace; give "
+                "another URL of it that tells them"
+            )
 
         gone_later = retire | set(view.retired)
         live = self._referred(staying)

@@ -7,6 +7,7 @@ object that is; `closed/<epoch>` only ever says one thing, whoever puts it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +42,8 @@ _LOOKS = 4  # how often a foreign heartbeat is looked at within one period
 
 @dataclass(frozen=True)
 class RunView:
-    """What one listing found. `retired`: tombstones, by the store's time of their writing (Unix seconds).
+    """What one listing found. `retired`: tombstones, by the store's time of their writing (Unix seconds; infinity where
+    it tells none).
     `damaged`: (key, what is wrong) of claims that could not be read."""
 
     claims: tuple[Claim, ...]
@@ -93,7 +95,8 @@ class Run:
         for info in self.backend.list(keys.COMMITS):
             found = keys.parse_record(info.key)
             if found is not None:
-                commits.append(CommitRef(*found, info.size, info.modified_s))
+                saved_s = info.modified_s if math.isfinite(info.modified_s) else None
+                commits.append(CommitRef(*found, info.size, saved_s))
         epochs = self.epochs()
         claims, damaged = self._read_claims(epochs)
         return RunView(
@@ -152,8 +155,8 @@ class Run:
 
     def watch_other(self, view: RunView, launch: str, heartbeat_s: float, *, take_over: bool = False) -> None:
         """Waits for nobody where the newest epoch is closed, of the same launch, or to be taken over. Otherwise
-        watches it for two heartbeats (its own period, if that is longer): the version of its heartbeat object says
-        whether it lives, no clock does. Older epochs are superseded anyway and are not waited for.
+        watches it for two heartbeats (its own period, if that is longer): the version and the content of its heartbeat
+        object say whether it lives, no clock does. Older epochs are superseded anyway and are not waited for.
 
         Errors: RunInUse."""
         epoch = view.newest_epoch
@@ -182,19 +185,23 @@ class Run:
                     "Stop that job, use another URL, or give take_over=True to supersede it"
                 )
 
-    def _heartbeat_of(self, epoch: Epoch) -> tuple[str | None, float]:
-        """The version of the heartbeat, None where there is none, and its period as it says itself."""
+    def _heartbeat_of(self, epoch: Epoch) -> tuple[tuple[str, bytes] | None, float]:
+        """What tells this heartbeat from the next, None where there is none, and its period as it says itself.
+
+        Its version alone does not, where the store's times are coarse or missing: its count is in its content."""
         key = keys.alive_key(epoch)
+        beat = ("", b"")
         try:
-            version = self.backend.head(key).version
-            period_s = decode_json(self.backend.get(key, _SMALL), key).get("heartbeat_s")
+            beat = (self.backend.head(key).version, b"")
+            beat = (beat[0], self.backend.get(key, _SMALL))
+            period_s = decode_json(beat[1], key).get("heartbeat_s")
         except NotFound:
             return None, 0.0
         except DamagedData:
-            return version, 0.0
+            return beat, 0.0
         if not isinstance(period_s, (int, float)) or not 0 < period_s < HEARTBEAT_S_MAX:
-            return version, 0.0
-        return version, float(period_s)
+            return beat, 0.0
+        return beat, float(period_s)
 
     def _epochs_below(self, prefix: str) -> dict[Epoch, ObjectInfo]:
         found = ((keys.parse_epoch(info.key, prefix), info) for info in self.backend.list(prefix))

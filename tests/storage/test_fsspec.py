@@ -13,8 +13,15 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt.backends.any_fsspec import open_fsspec
-from ckpt.errors import AccessDenied, NotFound, StorageError, TransientError, UsageError
+from ckpt.errors import AccessDenied, NotFound, RunInUse, StorageError, TransientError, UsageError
+from ckpt.policy.every import Keep
 from ckpt.storage.names import TEMPORARY
+from ckpt.store.commit import Committer
+from ckpt.store.lineage import Claim
+from ckpt.store.prune import Lease, Pruner
+from ckpt.store.run import Run
+from tests.store.build import epoch, floats, identity, snapshot
+from tests.store.test_run import Beating
 
 
 class FailingFileSystem(LocalFileSystem):
@@ -36,9 +43,24 @@ class FailingFileSystem(LocalFileSystem):
         super().mv(path1, path2, **options)
 
 
+class TimelessFileSystem(LocalFileSystem):
+    """Local files, of whose times nothing is told."""
+
+    protocol = "timeless"
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super().info(path, **options)
+        return {name: found[name] for name in ("name", "size", "type")}
+
+    def find(self, path: str, *args: Any, detail: bool = False, **options: Any) -> Any:
+        found = super().find(path, *args, **options)
+        return {each: self.info(each) for each in found} if detail else found
+
+
 @pytest.fixture(autouse=True)
 def failing() -> Iterator[type[FailingFileSystem]]:
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    fsspec.register_implementation("timeless", TimelessFileSystem, clobber=True)
     yield FailingFileSystem
     FailingFileSystem.failure = None
     FailingFileSystem.step = "write"
@@ -107,3 +129,43 @@ def test_a_modification_time_is_read_however_it_is_told(told: object, monkeypatc
     monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: {**real(self, path), "created": told})
     assert store.head("k").modified_s == 1767323045.0
     store.delete(["k"])
+
+
+@pytest.mark.parametrize("told", [{"modificationTime": 1767323045000}, {"modify": "20260102030405"}])
+def test_the_times_of_webhdfs_and_ftp_are_read(told: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_fsspec("fsspec+memory://times")
+    store.put("k", [b"x"])
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda *_, **__: {"type": "file", "size": 1, **told})
+    assert store.head("k").modified_s == 1767323045.0
+    monkeypatch.undo()
+    store.delete(["k"])
+
+
+def test_where_no_time_is_told_nothing_is_ever_old(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+timeless://{tmp_path}")
+    run = Run(store)
+    run.claim(Claim(epoch(1), None))
+    for step in (10, 20):
+        snap = snapshot({"w": floats(8, 8, seed=step)})
+        Committer(store, "w1", "raw").commit(identity(1, step), snap.manifest, snap.frame, check=lambda: None)
+    (tmp_path / "data" / f"{TEMPORARY}writing").write_text("half")
+    pruner = Pruner(run, epoch(1), grace_s=0.0)
+    with Lease(store, [identity(1, 10)], refresh_s=0.001):
+        assert len(pruner.plan(run.view(), Keep(last=1)).retire) == 1
+        for _ in range(3):
+            plan = pruner.plan(run.view(), Keep(last=1))
+            pruner.execute(plan)
+            assert (plan.records, plan.packs, plan.leases) == ((), (), ())
+    assert "tells no times" in plan.blocked
+    assert (tmp_path / "data" / f"{TEMPORARY}writing").exists()
+    assert all(ref.saved_s is None for ref in run.view().commits)
+
+
+def test_a_job_that_beats_is_seen_to_live_where_no_time_is_told(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+timeless://{tmp_path}")
+    theirs = Run(store)
+    theirs.claim(Claim(epoch(1), None, launch="theirs"))
+    theirs.heartbeat(epoch(1), 10, 10.0)
+    mine = Run(store, clock=Beating(lambda: theirs.heartbeat(epoch(1), 11, 10.0)))
+    with pytest.raises(RunInUse):
+        mine.watch_other(mine.view(), "mine", 10.0)
