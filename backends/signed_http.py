@@ -58,7 +58,7 @@ class SignedHttp:
                 raise self._failed(what, reply.status, reply.read(ERROR_BYTES_MAX).decode(errors="replace"))
             given = reply.getheader("Content-Range")
             if given is None:
-                self._skip(key, reply, start)
+                self._skip(_host(url), what, reply, start)
             elif (m := _CONTENT_RANGE.fullmatch(given)) is None or int(m[1]) != start:
                 raise StorageError(f"{what}: bytes from {start} were asked for, and the store sent {given[:100]!r}")
             elif int(m[2]) + 1 < start + length:
@@ -67,7 +67,7 @@ class SignedHttp:
             done = 0
             while done < length and (got := reply.readinto(out[done:])):
                 done += got
-            if done < length and given is None:
+            if done < length and given is None and not reply.length:
                 raise DamagedData(f"{key} ends at byte {start + done}, before {start + length}")
             if done < length:
                 raise lost(_host(url), what, f"{done} bytes of {length} came")
@@ -131,13 +131,16 @@ class SignedHttp:
         return http.client.HTTPSConnection(parsed.netloc, timeout=self._timeout_s, context=self._trust)
 
     @staticmethod
-    def _skip(key: str, reply: http.client.HTTPResponse, count: int) -> None:
+    def _skip(host: str, what: str, reply: http.client.HTTPResponse, count: int) -> None:
         drop = memoryview(bytearray(min(count, SKIP_BYTES)))
-        while count:
-            got = reply.readinto(drop[: min(count, SKIP_BYTES)])
+        at = 0
+        while at < count:
+            got = reply.readinto(drop[: min(count - at, SKIP_BYTES)])
+            if not got and reply.length:  # http.client says nothing of a body that ends before its Content-Length
+                raise lost(host, what, f"the reply broke off after {at} bytes")
             if not got:
-                raise DamagedData(f"{key} ends before byte {count}")
-            count -= got
+                raise DamagedData(f"{what}: it ends at byte {at}, before {count}")
+            at += got
 
 
 def _host(url: str) -> str:

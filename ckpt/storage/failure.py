@@ -6,7 +6,8 @@ import re
 
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
 
-_PASSING = {408, 425, 429, 500, 502, 503, 504, 509}
+_PASSING = {408, 425, 429, 500, 502, 503, 504, 509, *range(520, 528)}  # 520 to 527: of a proxy before the store
+_BROKE_OFF = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")  # S3's 400 for a body that did not come whole
 _CREDENTIALS = re.compile(r"ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|StorageFull|EntityTooLarge")
 
@@ -26,7 +27,7 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
         return NotFound(told)
     if status in (409, 412):
         return AlreadyExists(told)
-    if status in _PASSING:
+    if status in _PASSING or (status == 400 and _BROKE_OFF.search(text)):
         return TransientError(told)
     return StorageError(told)
 

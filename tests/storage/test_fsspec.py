@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt.backends.any_fsspec import open_fsspec
-from ckpt.errors import AccessDenied, NotFound, RunInUse, StorageError, TransientError, UsageError
+from ckpt.errors import AccessDenied, DamagedData, NotFound, RunInUse, StorageError, TransientError, UsageError
 from ckpt.policy.every import Keep
 from ckpt.storage.names import TEMPORARY
 from ckpt.store.commit import Committer
@@ -128,6 +128,32 @@ def test_a_modification_time_is_read_however_it_is_told(told: object, monkeypatc
     real = MemoryFileSystem.info
     monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: {**real(self, path), "created": told})
     assert store.head("k").modified_s == 1767323045.0
+    store.delete(["k"])
+
+
+def test_a_short_reply_is_damage_only_where_the_object_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_fsspec("fsspec+memory://short")
+    store.put("k", [b"0123456789"])
+    real = MemoryFileSystem.cat_file
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *args, **more: real(*args, **more)[:2])
+    with pytest.raises(TransientError, match="2 bytes of 5 came"):
+        store.get_range("k", 0, 5)
+    with pytest.raises(DamagedData, match="ends at byte 10"):
+        store.get_range("k", 8, 5)
+    monkeypatch.undo()
+    store.delete(["k"])
+
+
+def test_a_range_is_read_right_where_the_server_gives_the_whole_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_fsspec("fsspec+memory://whole")
+    store.put("k", [b"0123456789"])
+    real = MemoryFileSystem.cat_file
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda self, path, **_: real(self, path))
+    assert store.get_range("k", 3, 4) == b"3456"
+    assert store.get_range("k", 0, 10) == b"0123456789"
+    with pytest.raises(DamagedData, match="ends at byte 10"):
+        store.get_range("k", 8, 5)
+    monkeypatch.undo()
     store.delete(["k"])
 
 
