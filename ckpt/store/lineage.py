@@ -115,7 +115,7 @@ def decode_claim(data: bytes, key: str) -> Claim:
             run=_str(body.get("run", "")),
             agents=tuple((_str(name), tuple(map(_str, at))) for name, at in body.get("agents", ())),
         )
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise DamagedData(f"{key} is no claim of a run: {exc!s:.200}") from exc
     if not key.endswith(str(claim.epoch)):
         raise DamagedData(f"{key} holds the claim of another epoch, {claim.epoch}")

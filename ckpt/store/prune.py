@@ -245,6 +245,8 @@ class Pruner:
         stale: set[str] = set()
         problem = ""
         for info in self.run.backend.list(keys.LEASES):
+            if not keys.is_ours(info.key):
+                continue
             try:
                 period_s, identities = _decode_lease(self.run.backend.get(info.key, _LEASE_BYTES_MAX), info.key)
             except NotFound:
@@ -315,6 +317,8 @@ def _decode_lease(data: bytes, key: str) -> tuple[float, list[Identity]]:
     try:
         period_s = float(body["refresh_s"])
         identities = [Identity.parse(text) for text in body["identities"]]
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise DamagedData(f"{key} is not a lease: {exc!s:.200}") from exc
+    if math.isnan(period_s):  # nothing is older than that
+        raise DamagedData(f"{key} is not a lease: it is refreshed every {period_s} s")
     return min(max(period_s, 0.0), LEASE_REFRESH_S_MAX), identities

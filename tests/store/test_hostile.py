@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tracemalloc
 from dataclasses import replace
@@ -164,6 +165,10 @@ def test_a_url_with_foreign_content_holds_no_run_and_loses_nothing(tmp_path: Pat
     (tmp_path / "commits" / "README").write_text("git log")
     (tmp_path / "retired").mkdir()
     (tmp_path / "retired" / "old.txt").write_text("x")
+    (tmp_path / "leases" / "2024").mkdir(parents=True)
+    for name in ("README.txt", "2024/flat.txt"):
+        (tmp_path / "leases" / name).write_text("rooms to let")
+        os.utime(tmp_path / "leases" / name, (1, 1))
     before = sorted(path for path in tmp_path.rglob("*"))
     backend = storage.open(str(tmp_path))
     try:

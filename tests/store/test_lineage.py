@@ -222,6 +222,7 @@ def changed(**fields: object) -> bytes:
         changed(launch=["x"]),
         changed(launch="x" * 10_000),
         changed(time="soon"),
+        changed(time=10**400),
         changed(run=7),
         changed(agents=7),
         changed(agents=[["a"]]),

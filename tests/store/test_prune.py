@@ -248,12 +248,21 @@ def test_a_lease_is_refreshed_while_its_block_runs() -> None:
     assert store.held(keys.LEASES) == []
 
 
-def test_a_lease_that_cannot_be_read_holds_everything_for_a_while_and_then_nothing() -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff",
+        b'{"identities": []}',
+        b'{"identities": [], "refresh_s": 1%s}' % (b"0" * 400),
+        b'{"identities": [], "refresh_s": NaN}',
+    ],
+)
+def test_a_lease_that_cannot_be_read_holds_everything_for_a_while_and_then_nothing(body: bytes) -> None:
     job = Job()
     job.save(10)
     job.save(20)
     job.prune(Keep(last=1))
-    job.store.put(keys.lease_key("strange"), [b"\xff"])
+    job.store.put(keys.lease_key("strange"), [body])
     plan = job.plan(Keep(last=1))
     assert "leases/strange" in plan.blocked
     assert plan.packs == ()
