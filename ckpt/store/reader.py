@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckpt.errors import DamagedData, NoCheckpoint, NotFound, StorageError
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, NotFound, StorageError
 from ckpt.format import codecs, record, values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Record
@@ -63,12 +63,20 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
     """The first result of `use` over the candidates, newest first. One that is damaged, or was deleted meanwhile, is
     passed over with a loud event; the first time that something is not there, the store is listed anew.
 
-    Errors: NoCheckpoint; DamagedData where none was readable."""
+    Errors: NoCheckpoint; NewerFormat where a newer ckpt saved the first one that is sound: what is older is not taken
+    for it; DamagedData where none was readable."""
     refs = candidates(run.view())
     struck: set[CommitRef] = set()
+    newer: tuple[Identity, NewerFormat] | None = None  # another record of the same checkpoint may still do
     listed_again = False
     while True:
         left = [ref for ref in refs if ref not in struck]
+        if newer is not None and (not left or left[0].identity != newer[0]):
+            step = newer[0].tick.step
+            raise NewerFormat(
+                f"{run.backend.url}: step {step}, the newest that is left, was saved by a newer ckpt ({newer[1]}); "
+                "what is older is not taken instead. Install that ckpt here, too"
+            ) from newer[1]
         if not left:
             if struck:
                 raise DamagedData(f"{run.backend.url}: none of its {len(struck)} newest checkpoints could be read")
@@ -77,6 +85,9 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
             return use(open_record(run.backend, left[0]))
         except (DamagedData, NotFound) as exc:
             struck.add(left[0])
+            if isinstance(exc, NewerFormat):
+                newer = left[0].identity, exc
+                continue
             run.events.emit(
                 "restore.struck",
                 f"{run.backend.url}: {left[0].identity} cannot be read and is passed over: {exc}",

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from ckpt.backends.memory import open_memory
-from ckpt.errors import AccessDenied, DamagedData, NoCheckpoint, NotFound, StorageError, TransientError
+from ckpt.errors import AccessDenied, DamagedData, NewerFormat, NoCheckpoint, NotFound, StorageError, TransientError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Keep
 from ckpt.store import keys, reader
@@ -304,6 +305,28 @@ def test_a_reader_that_loses_its_checkpoint_to_prune_lists_again_and_takes_the_n
 
     assert newest_readable(run, use) == 20
     assert tried == [10, 20]
+
+
+def test_what_a_newer_ckpt_saved_is_an_error_and_nothing_older_is_taken_for_it() -> None:
+    store = Sim()
+    run = a_run(store, 10, 20)
+    newer(store, keys.record_key(identity(1, 20), "w20"))
+    with pytest.raises(NewerFormat, match=r"step 20.*format version 99"):
+        step_of(run)
+    saved(store, 20, writer="x")  # another record of it, which this ckpt can read
+    assert step_of(run) == 20
+    assert step_of(a_run(Sim(), 10, 20)) == 20
+
+
+def newer(store: Sim, key: str) -> None:
+    """Makes it a sound record of another format version."""
+    version_at, hash_bytes = 8, 16
+
+    def change(data: bytes) -> bytes:
+        body = data[:version_at] + b"\x63\x00" + data[version_at + 2 : -hash_bytes]
+        return body + xxhash.xxh3_128_digest(body)
+
+    store.spoil(key, change)
 
 
 def test_a_record_under_another_checkpoints_key_is_refused() -> None:
