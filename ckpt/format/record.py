@@ -116,9 +116,11 @@ def _read_manifest(source: Reader) -> Manifest:
     _check_frames(source, frames)
     extents = source.struct("extents", EXTENT, EXTENTS_MAX)
     _check_extents(source, extents, frames, tensors, boxes)
+    specs = _specs(source, tensors)
+    _check_values(source, specs, extents, frames, boxes)
     coordinates = source.strings("coordinates", capped(source, "coordinates.len", RANKS_MAX))
     pairs = zip(boxes.tensor.tolist(), boxes.boxes(), strict=True)
-    return Manifest(_specs(source, tensors), tuple(pairs), frames, extents, tuple(coordinates))
+    return Manifest(specs, tuple(pairs), frames, extents, tuple(coordinates))
 
 
 def _specs(source: Reader, tensors: TensorColumns) -> tuple[TensorSpec, ...]:
@@ -171,6 +173,21 @@ def _check_extents(source: Reader, extents: Array, frames: Array, tensors: Tenso
         raise source.damaged("extents that are not sorted, overlap or leave a gap")
     if ((start + length)[last] != boxes.sizes[box[last]]).any() or np.delete(boxes.sizes, box[last]).any():
         raise source.damaged("a box that its extents do not cover")
+
+
+def _check_values(
+    source: Reader, specs: tuple[TensorSpec, ...], extents: Array, frames: Array, boxes: BoxColumns
+) -> None:
+    """A blob of values is one box, and its bytes are one frame: whoever reads it takes memory for no more than that."""
+    is_values = np.array([spec.values for spec in specs], bool)
+    of_values = is_values[boxes.tensor]
+    its = extents[of_values[extents["box"]]]
+    if (
+        of_values.sum() != is_values.sum()
+        or (its["length"] != frames["length"][its["frame"]]).any()
+        or its["start"].any()
+    ):
+        raise source.damaged("a blob of values that is not one box in one frame")
 
 
 def _read_packs(source: Reader) -> tuple[tuple[str, int], ...]:

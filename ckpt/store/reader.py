@@ -9,7 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -257,20 +257,41 @@ class Values:
 
 def load_values(reader: FrameReader) -> Values:
     """Errors: DamagedData; StorageError."""
-    manifest = reader.record.manifest
-    first = np.searchsorted(manifest.extents["box"], np.arange(len(manifest.boxes) + 1)).tolist()
-    places = {
-        (manifest.tensors[tensor].name, manifest.tensors[tensor].owner): manifest.extents[first[i] : first[i + 1]]
-        for i, (tensor, _) in enumerate(manifest.boxes)
-        if manifest.tensors[tensor].values and first[i] < first[i + 1]
-    }
-    held = reader.read_bytes({int(extent["frame"]) for extents in places.values() for extent in extents})
-    trees: dict[tuple[str, str], Any] = {}
-    for key, extents in places.items():
-        rows = extents[["frame", "offset", "length"]].tolist()
-        trees[key] = values.decode(b"".join(held[frame][at : at + length] for frame, at, length in rows))
+    trees = dict(each_values(reader))
     return Values(
         shared=trees.get((VALUES, "")),
         own_shared={owner: tree for (name, owner), tree in trees.items() if name == VALUES and owner},
         own={owner: tree for (name, owner), tree in trees.items() if name == RANK_VALUES},
     )
+
+
+def each_values(reader: FrameReader, held_bytes: int = HELD_BYTES_MAX) -> Iterator[tuple[tuple[str, str], Any]]:
+    """(name, owner) and tree of each blob of values. Of their bytes no more than `held_bytes` are held, or one blob.
+
+    Errors: DamagedData; StorageError."""
+    manifest = reader.record.manifest
+    of_values = np.array([spec.values for spec in manifest.tensors], bool)
+    is_its = of_values[np.array([tensor for tensor, _ in manifest.boxes], np.int64)]
+    owners: dict[int, list[tuple[str, str]]] = {}  # by frame: a blob is one (format/record.py)
+    for box, frame in manifest.extents[is_its[manifest.extents["box"]]][["box", "frame"]].tolist():
+        spec = manifest.tensors[manifest.boxes[box][0]]
+        owners.setdefault(frame, []).append((spec.name, spec.owner))
+    batch, batch_bytes = list[int](), 0
+    for frame in sorted(owners):
+        length = int(manifest.frames["length"][frame])
+        if batch and batch_bytes + length > held_bytes:
+            yield from _parsed(reader, batch, owners)
+            batch, batch_bytes = [], 0
+        batch.append(frame)
+        batch_bytes += length
+    yield from _parsed(reader, batch, owners)
+
+
+def _parsed(
+    reader: FrameReader, frames: list[int], owners: dict[int, list[tuple[str, str]]]
+) -> Iterator[tuple[tuple[str, str], Any]]:
+    held = reader.read_bytes(frames)
+    for frame in frames:
+        data = bytes(held.pop(frame))
+        for key in owners[frame]:
+            yield key, values.decode(data)

@@ -12,7 +12,7 @@ from ckpt.errors import CkptError, DamagedData, NotFound
 from ckpt.format.manifest import Manifest, Record
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
-from ckpt.store.reader import FrameReader, load_values, open_record
+from ckpt.store.reader import FrameReader, each_values, open_record
 from ckpt.store.run import Run
 from ckpt.store.slabs import exported_name
 
@@ -91,7 +91,8 @@ def _verify_one(run: Run, ref: CommitRef, record: Record, good: set[_Place], met
     problems = _problems(record, bad)
     if not problems:
         try:
-            load_values(reader)
+            for _ in each_values(reader):  # one after the other: nobody needs them together
+                pass
         except CkptError as exc:
             problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
     return Verified(ref, problems, len(places), sum(lengths[frame] for frame in todo))

@@ -229,6 +229,35 @@ def put(at: int, value: tuple[int, Box]) -> Callable[[list[tuple[int, Box]]], No
 DATA = f"data/{IDENTITY}"
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
+
+def torn(how: str) -> Lie:
+    """The last tensor, a blob of values, in two extents of its frame, in two boxes, or of half of its frame."""
+
+    def lie(r: Record) -> Record:
+        made = r.manifest
+        last, (box, _, length, frame, _) = len(made.tensors) - 1, made.extents[-1].tolist()
+        half = length // 2
+        cuts = {"extents": [(0, length)], "boxes": [(0, half), (half, length - half)], "half": [(0, half)]}[how]
+        ends = {
+            "extents": [(box, 0, half, frame, 0), (box, half, length - half, frame, half)],
+            "boxes": [(box, 0, half, frame, 0), (box + 1, 0, length - half, frame, half)],
+            "half": [(box, 0, half, frame, 0)],
+        }[how]
+        whole = replace(made.tensors[last], shape=(sum(n for _, n in cuts),))
+        pieces = [(last, Box((at,), (n,))) for at, n in cuts]
+        return replace(
+            r,
+            manifest=replace(
+                made,
+                tensors=(*made.tensors[:last], whole),
+                boxes=(*made.boxes[:-1], *pieces),
+                extents=np.concatenate([made.extents[:-1], np.array(ends, EXTENT)]),
+            ),
+        )
+
+    return lie
+
+
 LIES: list[tuple[str, Lie, str]] = [
     ("a frame of an unknown dtype", frames("dtype", 0, 200), "dtype 200"),
     ("an empty frame", frames("length", 0, 0), "empty or has more"),
@@ -276,6 +305,9 @@ LIES: list[tuple[str, Lie, str]] = [
     ("a shape that no box covers", tensor(0, shape=(2, 4)), "do not cover"),
     ("a blob of values that is none", tensor(-1, name="zvalues"), "not a blob"),
     ("a rank's values without a rank", tensor(-3, owner=""), "not a blob"),
+    ("values in pieces", torn("extents"), "not one box in one frame"),
+    ("values of two boxes", torn("boxes"), "not one box in one frame"),
+    ("values that are half of a frame", torn("half"), "not one box in one frame"),
     ("a box out of its tensor", boxes(put(0, (0, Box((1, 0), (2, 3))))), "out of its tensor"),
     ("a box at the end of the world", boxes(put(0, (0, Box(((1 << 60) - 1, 0), (2, 3))))), "out of its tensor"),
     ("a box of a tensor that is not there", boxes(put(0, (99, Box((), ())))), "boxes.tensor"),

@@ -22,7 +22,7 @@ from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import CLAIM_BYTES_MAX, Claim, encode_claim
 from ckpt.store.prune import Pruner
-from ckpt.store.reader import FrameReader, load_values, newest_readable, open_record
+from ckpt.store.reader import FrameReader, each_values, load_values, newest_readable, open_record
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
 from tests.store.build import epoch, floats, identity, read_all, snapshot
@@ -196,6 +196,25 @@ def test_a_file_where_the_store_needs_a_folder_is_named(tmp_path: Path) -> None:
         assert run.view().line == []
     finally:
         backend.close()
+
+
+def test_of_many_blobs_of_values_a_few_are_held_at_a_time() -> None:
+    blob = 1 << 20
+    store = Sim()
+    own = {f"rank={rank}": bytes(blob) for rank in range(16)}
+    snap = snapshot({"w": floats(4)}, own=own)
+    done = Committer(store, "w", "zstd").commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    found = set()
+    tracemalloc.start()
+    try:
+        for (name, owner), tree in each_values(FrameReader(store, done.record), held_bytes=2 * blob):
+            assert (name, len(tree)) == ("rank-values", blob)
+            found.add(owner)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == set(own)
+    assert peak < 8 * blob
 
 
 def test_values_that_are_no_values_are_damaged_data() -> None:
