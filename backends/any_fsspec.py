@@ -42,7 +42,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import lost
-from ckpt.storage.names import TEMPORARY, check_key, check_prefix, check_range, is_key
+from ckpt.storage.names import TEMPORARY, check_key, check_prefix, check_range, is_key, shown
 
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
 _AGAIN = {
@@ -70,14 +70,14 @@ def open_fsspec(url: str) -> FsspecBackend:
         filesystem, root = url_to_fs(plain, use_listings_cache=False, skip_instance_cache=True)
     except (ImportError, ValueError, TypeError) as exc:
         raise UsageError(
-            f"{url}: fsspec cannot open it: {exc}; give a URL that it knows, or install what it lacks"
+            f"{shown(url)}: fsspec cannot open it: {exc}; give a URL that it knows, or install what it lacks"
         ) from exc
     return FsspecBackend(url, protocol, filesystem, root.rstrip("/"))
 
 
 class FsspecBackend:
     def __init__(self, url: str, protocol: str, filesystem: Any, root: str) -> None:
-        self.url = url
+        self.url = shown(url)  # for messages: the file system has the password
         self._fs = filesystem
         self._root = root
         self._is_put_atomic = protocol in PUT_IS_ATOMIC

@@ -1,12 +1,21 @@
-"""What a key may look like. Every backend checks keys here, so that nothing escapes its URL."""
+"""What a key may look like, and a URL in a message. Every backend checks keys here, so that nothing escapes its URL."""
 
 from __future__ import annotations
+
+import re
 
 from ckpt.errors import UsageError
 from ckpt.types import PATH_NAME
 
 PARTS_MAX = 8
 TEMPORARY = ".ckpt-tmp-"  # begins the name of an unfinished file; the dot keeps it from being a key
+
+_PASSWORD = re.compile(r"(://[^/:@]*):(?!\d+(?:/|$)).*@", re.DOTALL)  # behind a user; a port is none
+
+
+def shown(url: str) -> str:
+    """The URL for messages: a password in it is left out, also one whose slashes should have been written as %2F."""
+    return _PASSWORD.sub(r"\1:***@", url)
 
 
 def is_key(text: str) -> bool:

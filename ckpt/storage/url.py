@@ -21,6 +21,7 @@ from ckpt.errors import UsageError
 from ckpt.events import Events
 from ckpt.settings import Settings, read
 from ckpt.storage.contract import Backend
+from ckpt.storage.names import shown
 from ckpt.storage.retry import Retrying
 
 OUR_BACKENDS = {
@@ -60,19 +61,22 @@ def canonical(url: str) -> str:
     Touches no network and imports no backend. Errors: UsageError, saying what is accepted.
     """
     if not url or any(ord(c) < 32 for c in url):
-        raise UsageError(f"not a URL: {url[:200]!r}; give {ACCEPTED}")
+        raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
     head, mark, rest = url.partition("://")
     scheme = head.lower()
     if not mark:
-        if re.match(r"(file|memory|s3|gs|az|https?):", url):
+        if re.match(r"(file|memory|s3|gs|az|https?):", url, re.IGNORECASE):
             raise UsageError(f"not a URL: {url!r} lacks the two slashes; give {ACCEPTED} (a path may begin with ./)")
         return os.path.realpath(os.path.expanduser(url))
     if not _SCHEME.fullmatch(scheme) or not rest:
-        raise UsageError(f"not a URL: {url[:200]!r}; give {ACCEPTED}")
+        raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
     if scheme == "file":
         if not rest.startswith("/"):
-            raise UsageError(f"{url!r} names a host; a local folder is file:///path or a plain path")
-        return os.path.realpath(urllib.parse.unquote(rest))
+            raise UsageError(f"{shown(url)!r} names a host; a local folder is file:///path or a plain path")
+        path = urllib.parse.unquote(rest)
+        if "\0" in path:
+            raise UsageError(f"not a URL: {url[:200]!r} has a %00, which no path has; give {ACCEPTED}")
+        return os.path.realpath(path)
     if scheme in ("memory", "s3", "gs", "az"):
         return f"{scheme}://{_bucket_and_path(url, rest)}"
     return f"{scheme}://{rest.rstrip('/') or rest}"
@@ -89,7 +93,7 @@ def _bucket_and_path(url: str, rest: str) -> str:
     parts = [part for part in path.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or not all(_FOLDER.fullmatch(part) for part in parts):
         raise UsageError(
-            f"not a store's URL: {url[:200]!r}; the bucket and the folders in it are named with "
+            f"not a store's URL: {shown(url)[:200]!r}; the bucket and the folders in it are named with "
             "A-Z a-z 0-9 . _ - (folders also = @ + ,); endpoint, region and credentials are taken from the "
             "environment (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ...)"
         )

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from ckpt import storage
+from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import UsageError
+from ckpt.storage.names import shown
 from ckpt.storage.retry import Retrying
 from ckpt.storage.url import OUR_BACKENDS, canonical, scheme_of
 
@@ -52,12 +54,35 @@ def test_a_path_is_relative_to_here_and_links_are_resolved(tmp_path: Path, monke
     [
         *("", "s3:/bucket", "s3:bucket", "file:/a", "https:/x", "://x", "s3://", "s3:///a", "s3://bucket/../a"),
         *("s3://bucket/a?endpoint=x", "s3://buck et/a", "s3://bucket/a\nb", "file://host/a", "a\x00b", "Ä://x"),
-        *("memory:///", "nonsense://x", "fsspec+nonsense://x"),
+        *("memory:///", "nonsense://x", "fsspec+nonsense://x", "file:///tmp/%00a", "S3:bucket/x", "File:/a"),
     ],
 )
 def test_a_wrong_url_is_refused_and_what_is_accepted_is_said(url: str) -> None:
     with pytest.raises(UsageError, match=r"s3://|file:///|environment|a URL that it knows"):
         storage.open(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:se/cret@bucket/x",
+        "s3://AKIA:se@cret@bucket/x",
+        "nonsense://user:secret@host/x",
+        "fsspec+nonsense://user:secret@host/x",
+        "file://user:secret@host/x",
+        "s3://AKIA:secret@bucket\n",
+    ],
+)
+def test_a_refusal_does_not_tell_a_password(url: str) -> None:
+    with pytest.raises(UsageError, match=r":\*\*\*@") as caught:
+        storage.open(url)
+    assert "cret" not in str(caught.value)
+
+
+def test_a_store_is_told_of_without_its_password_and_with_its_port() -> None:
+    assert open_fsspec("fsspec+memory://user:secret@host/a").url == "fsspec+memory://user:***@host/a"
+    for url in ("sftp://user@host:22/a", "sftp://host:22/a@b", "s3://bucket/a", "/a:b@c"):
+        assert shown(url) == url
 
 
 def test_a_file_is_no_store(tmp_path: Path) -> None:
