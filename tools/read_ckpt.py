@@ -46,6 +46,7 @@ NUMPY_OF = {
 DTYPES = list(NUMPY_OF)  # the position is the dtype's code
 EPOCH = r"\d{8}-[0-9a-f]{16}"
 IDENTITY = rf"{EPOCH}-\d{{12}}\.\d{{4,9}}"
+CLAIM_BYTES_MAX = 64 << 10
 
 
 class Damaged(Exception):
@@ -317,17 +318,36 @@ def tick(identity: str) -> tuple[int, int]:
     return int(step), int(sub)
 
 
+def read_claim(data: bytes, name: str) -> tuple[str | None, dict[str, str | None]]:
+    """The parent of that epoch, and those of its ancestors. ValueError and its like where it is no claim."""
+    claim = json.loads(data)
+    if claim["version"] != 1 or claim["epoch"] != name or len(data) > CLAIM_BYTES_MAX:
+        raise ValueError(f"a claim of version {claim['version']!r:.80} and of epoch {claim['epoch']!r:.80}")
+    ancestors = dict(claim["ancestors"])
+    for epoch, parent in [(name, claim["parent"]), *ancestors.items()]:
+        good = re.fullmatch(EPOCH, epoch, re.ASCII) and (parent is None or re.fullmatch(IDENTITY, parent, re.ASCII))
+        if not good or (parent is not None and parent[:8] >= epoch[:8]):  # no chain of claims runs in a circle
+            raise ValueError(f"{epoch!r:.80} cannot go on from {parent!r:.80}")
+    return claim["parent"], ancestors
+
+
 def line(folder: Path) -> tuple[list[str], list[str]]:
     """Keys of the records on the line, oldest first, and of all others."""
     parents: dict[str, str | None] = {}
+    commits = names(folder, "commits", rf"{IDENTITY}-[0-9a-z]{{1,16}}")
     epochs = names(folder, "epochs", EPOCH)
-    for own in (False, True):  # what a claim says of its own epoch wins
-        for name in epochs:
-            claim = json.loads((folder / "epochs" / name).read_bytes())
-            parents.update({name: claim["parent"]} if own else dict(claim["ancestors"]))
+    claims = {}
+    for name in epochs:
+        try:
+            claims[name] = read_claim((folder / "epochs" / name).read_bytes(), name)
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
+            print(f"epochs/{name} is passed over: {exc}", file=sys.stderr)
+    for _, ancestors in claims.values():
+        parents.update(ancestors)
+    parents.update({name: parent for name, (parent, _) in claims.items()})  # what a claim says of its own epoch wins
     last: dict[str, tuple[int, int]] = {}  # each epoch of the line and the newest of its ticks that belongs to it
     order: list[str] = []
-    epoch = max(epochs, default=None)
+    epoch = max([*epochs, *(name[:25] for name in commits)], default=None)
     fork = None
     while epoch is not None:
         order.append(epoch)
@@ -336,7 +356,7 @@ def line(folder: Path) -> tuple[list[str], list[str]]:
         epoch = fork[:25] if fork else None
     retired = set(names(folder, "retired", IDENTITY))
     records: dict[str, str] = {}
-    for name in reversed(names(folder, "commits", rf"{IDENTITY}-[0-9a-z]+")):  # of several, the lowest writer's
+    for name in reversed(commits):  # of several, the lowest writer's
         identity = name.rpartition("-")[0]
         if identity not in retired:
             records[identity] = f"commits/{name}"

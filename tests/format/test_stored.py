@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, Codec, Record
 from ckpt.store import keys, lineage
 from ckpt.store.commit import Committer
+from ckpt.store.run import Run
 from ckpt.types import ITEMSIZE, Identity, Tick
 from tests.format import build, make_stored
 from tests.format.test_values import same
@@ -114,6 +117,37 @@ def test_the_stand_alone_reader_lists_the_line_and_the_branches(store: Path) -> 
         f"step 3: commits/{b}-w0",
         f"step 4: commits/{c}-w0 (on a branch)",
     ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        b"{",
+        b"[]",
+        lambda claim: {**claim, "version": 2},
+        lambda claim: {**claim, "epoch": claim["parent"][:25]},
+        lambda claim: {**claim, "parent": "../../etc/passwd"},
+        lambda claim: {**claim, "parent": claim["parent"].replace("00000001-", "00000002-")},
+        lambda claim: {**claim, "ancestors": [[claim["epoch"]]]},
+        lambda claim: {**claim, "ancestors": 7},
+        lambda claim: {**claim, "filler": " " * (64 << 10)},
+    ],
+)
+def test_the_stand_alone_reader_follows_ckpts_line_where_a_claim_is_missing_or_says_nothing(
+    tmp_path: Path, damage: Any
+) -> None:
+    make_stored.write(tmp_path)
+    path = max((tmp_path / "epochs").iterdir())
+    claim = json.loads(path.read_bytes())
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage if isinstance(damage, bytes) else json.dumps(damage(claim)).encode())
+    with contextlib.closing(storage.open(str(tmp_path))) as backend:
+        line = [ref.identity.tick.step for ref in Run(backend).view().line]
+    out = reader(tmp_path, "--list")
+    assert (out.returncode, line) == (0, [3]), out.stderr
+    assert [text[:7] for text in out.stdout.splitlines() if "branch" not in text] == ["step 3:"]
 
 
 @pytest.mark.parametrize("step", [2, 3])
