@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.errors import CkptError, NewerFormat, StorageError, UsageError
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.every import Best, Keep, Limits
@@ -124,6 +124,7 @@ class StoreSide:
         self._committers: dict[tuple[str, float | None], Committer] = {}
         self._claimed: set[Epoch] = set()
         self._base: Record | None = None
+        self._unsure: Identity | None = None  # the newest whose commit has failed since: its record may be there
         self._pruners: dict[Epoch | None, Pruner] = {}  # each remembers the records that it has read
 
     def run(self, impatient: bool = False) -> Run:
@@ -178,7 +179,7 @@ class StoreSide:
         """Training goes on from `parent`. `record`: its record, where its frames have just been read from there and
         were right: unchanged frames may be referred to. So they may in what this agent has committed itself."""
         if record is not None or self._base is None or self._base.identity != parent:
-            self._base = record
+            self._base, self._unsure = record, None
 
     def commit(
         self,
@@ -194,6 +195,9 @@ class StoreSide:
         with contextlib.suppress(LostStore):
             self.check(epoch)
         self.claim(claim)
+        if self._unsure is not None:
+            self._settle_base(self._unsure)
+        self._unsure = checkpoint.identity
         done = self._committer(options.codec, options.limits.bandwidth).commit(
             checkpoint.identity,
             checkpoint.manifest,
@@ -205,8 +209,31 @@ class StoreSide:
             about=about,
             elsewhere=elsewhere,
         )
-        self._base = done.record
+        self._base, self._unsure = done.record, None
         return done
+
+    def _settle_base(self, failed: Identity) -> None:
+        """The record of a commit that failed may have landed all the same: then it is the newest, and what it refers to
+        may be retired. Errors: StorageError."""
+        from ckpt.store import keys
+        from ckpt.store.lineage import CommitRef
+        from ckpt.store.reader import open_record
+
+        def is_retired(identity: Identity) -> bool:
+            try:
+                self.backend.head(keys.retired_key(identity))
+            except NotFound:
+                return False
+            return True
+
+        for info in self.backend.list(keys.COMMITS):
+            found = keys.parse_record(info.key)
+            if found is not None and found[0] == failed and not is_retired(failed):
+                with contextlib.suppress(NotFound, DamagedData):
+                    self._base = open_record(self.backend, CommitRef(*found, info.size))
+                    return
+        if self._base is not None and is_retired(self._base.identity):
+            self._base = None
 
     def commit_for_another(
         self,
@@ -266,7 +293,7 @@ class StoreSide:
         epochs = run.epochs()
         if epoch in self._claimed and epoch not in epochs:
             self._claimed.discard(epoch)
-            self._base = None
+            self._base = self._unsure = None
             text = f"{self.url} has lost what was in it; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
