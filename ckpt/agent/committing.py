@@ -205,13 +205,17 @@ class Committing(Basis):
     def _claim(self, claim: Claim) -> None:
         store = self._services.store
         self._claiming = True
-        self._run(Lane.STORE, lambda: store.claim(claim), lambda done: self._claimed(failure(done)))
+        self._run(Lane.STORE, lambda: store.claim(claim), self._claimed)
 
-    def _claimed(self, error: str) -> None:
+    def _claimed(self, done: Future[None]) -> None:
+        error = failure(done)
         self._claiming = False
         if self._closing:
             self._close(self._closing)
-        if error:
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        elif error:
             message = f"the store does not answer; this start is claimed before its first commit: {error}"
             self.emit("claim.postponed", message, True)
 

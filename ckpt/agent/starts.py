@@ -170,6 +170,8 @@ class Starts(Keeper):
             return view  # ours: we know who is at work in it
         before = (view.newest_epoch, view.closed)
         run.watch_other(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
+        if view.newest_epoch is not None:
+            self._store.passed.add(view.newest_epoch)
         return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
 
     def _looked(self, start: Start, memory: bool, done: Future[RunView]) -> None:
@@ -272,6 +274,8 @@ class Starts(Keeper):
         begun = {*self._store.begun, *start.inventory.steps, self._newest_epoch()}  # the latter: since it was asked
         epoch = candidates.begin(start.view, self._remembered(start), begun)
         self._store.begun.add(epoch)
+        if start.take_over:
+            self._store.insisting.add(epoch)
         others = self._remote_ranks(epoch, start.world, start.nodes)
         self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
         return self.current

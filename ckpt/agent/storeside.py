@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, RunInUse, StorageError, Superseded, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.every import Best, Keep, Limits
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckpt.plan.layout import Array
     from ckpt.storage.contract import Backend
     from ckpt.store.commit import Committed, Committer, Elsewhere
-    from ckpt.store.lineage import Claim, CommitRef
+    from ckpt.store.lineage import Claim, CommitRef, Lineage
     from ckpt.store.packs import Written
     from ckpt.store.prune import Pruner
     from ckpt.store.reader import FrameReader
@@ -116,9 +116,12 @@ class StoreSide:
         self.url = url
         self.events = events
         self.begun: set[Epoch] = set()  # by this agent: none of them is another's
+        self.insisting: set[Epoch] = set()  # of those, the ones that were begun with take_over
+        self.passed: set[Epoch] = set()  # of others, that a start has found to be over, or was to take over
         self._settings = settings
         self._owner = owner
         self._lock = threading.Lock()
+        self._watching = threading.Lock()
         self._runs: dict[bool, Run] = {}
         self._old: list[Run] = []
         self._committers: dict[tuple[str, float | None], Committer] = {}
@@ -144,11 +147,38 @@ class StoreSide:
         return self.run().backend
 
     def claim(self, claim: Claim) -> None:
-        """Once; where it is there already, nothing happens. Errors: StorageError; UsageError."""
+        """Once; where it is there already, nothing happens. Made late, it takes the run from no living job that it did
+        not go on from and that has begun meanwhile: that is watched first, as at entry.
+
+        Errors: Superseded by such a job; StorageError; UsageError."""
         run = self.run()
-        if claim.epoch not in self._claimed and claim.epoch not in run.epochs():
+        if claim.epoch not in self._claimed and claim.epoch not in (epochs := run.epochs()):
+            if claim.epoch not in self.insisting:
+                self._watch_others(run, claim, max(epochs, default=claim.epoch))
             run.claim(claim)
         self._claimed.add(claim.epoch)
+
+    def _watch_others(self, run: Run, claim: Claim, newest: Epoch) -> None:
+        """Errors: see `claim`."""
+        from ckpt.store.lineage import Lineage
+
+        if newest >= claim.epoch or self._is_passed(newest, Lineage([claim]), claim):
+            return  # under a newer one it is on no line: see `check`
+        with self._watching:  # the claim at entry and that before the first commit wait once
+            view = run.view()
+            newest = view.newest_epoch or newest
+            if newest >= claim.epoch or self._is_passed(newest, Lineage([*view.claims, claim]), claim):
+                return
+            try:
+                run.watch_other(view, claim.launch, self._settings.heartbeat_s)
+            except RunInUse as exc:
+                raise Superseded(
+                    f"{claim.epoch} began without the store, and what it knew of the run is not what is there: {exc}"
+                ) from exc
+            self.passed.add(newest)
+
+    def _is_passed(self, newest: Epoch, lineage: Lineage, claim: Claim) -> bool:
+        return newest in self.begun or newest in self.passed or newest in dict(lineage.chain(claim.epoch))
 
     def is_claimed(self, epoch: Epoch) -> bool:
         return epoch in self._claimed
@@ -190,7 +220,7 @@ class StoreSide:
         elsewhere: Elsewhere | None = None,
     ) -> Committed:
         """`elsewhere`: see Committer.commit.
-        Errors: SaveFailed; Superseded when another agent's newer epoch owns the run; StorageError."""
+        Errors: SaveFailed; Superseded when another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
         with contextlib.suppress(LostStore):
             self.check(epoch)

@@ -10,7 +10,8 @@ import pytest
 
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.storeside import Options, StoreSide
-from ckpt.errors import SaveFailed, TransientError
+from ckpt.clock import Clock
+from ckpt.errors import SaveFailed, Superseded, TransientError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Keep
 from ckpt.settings import read
@@ -20,6 +21,7 @@ from ckpt.store.run import Run
 from ckpt.types import Epoch, Identity, Tick
 from tests.store.build import Snapshot, epoch, floats, snapshot
 from tests.store.sim import Fault, Sim
+from tests.store.test_run import Beating
 
 FROZEN = floats(40, 24, seed=99)
 FROZEN_BYTES = 40 * 24 * 4
@@ -39,11 +41,11 @@ class Store(Sim):
 class Side(StoreSide):
     """That of an agent whose store the test has made."""
 
-    def __init__(self, store: Sim, heartbeat_s: float = 0.05) -> None:
+    def __init__(self, store: Sim, clock: Clock | None = None) -> None:
         self.told: list[Event] = []
         events = Events(self.told.append)
-        super().__init__(store.url, replace(read(), heartbeat_s=heartbeat_s), events, "node")
-        self.opened = Run(store, events=events)
+        super().__init__(store.url, replace(read(), heartbeat_s=10.0), events, "node")
+        self.opened = Run(store, clock, events)
 
     def run(self, impatient: bool = False) -> Run:
         return self.opened
@@ -130,3 +132,78 @@ def test_a_failed_commit_costs_no_full_one_where_what_it_referred_to_is_still_th
         saver.save(200)
     store.fault = lambda operation, key: None
     assert saver.save(300) == FROZEN_BYTES
+
+
+A, B = Epoch(5, "a" * 16), Epoch(4, "b" * 16)
+WENT_ON = Claim(A, Identity(Epoch(3, "c" * 16), Tick(40)), launch="A")  # from memory, while the store was down
+
+
+class Late:
+    """A start that has claimed nothing yet, and another one that the store knows. `lives`: the latter does."""
+
+    def __init__(self, other: Claim, *, lives: bool, closed: bool = False) -> None:
+        self.store, self.beats = Sim(), 0
+        self.other, self.lives = Run(self.store.client()), lives
+        self.epoch = other.epoch
+        self.other.claim(other)
+        self.beat()
+        if closed:
+            self.other.close(self.epoch, "it came to its end")
+        self.clock = Beating(lambda: self.beat() if lives else None)
+        self.side = Side(self.store.client(), self.clock)
+        self.side.begun.add(A)
+
+    def beat(self) -> None:
+        self.beats += 1
+        self.other.heartbeat(self.epoch, self.beats, 10.0)
+
+    def save(self, claim: Claim = WENT_ON) -> None:
+        Saver(self.store, self.side, claim).save(50)
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_late_claim_does_not_take_the_run_from_a_living_job_of_another_launch(number: int) -> None:
+    """Whose number may be equal, and its nonce smaller."""
+    late = Late(Claim(Epoch(number, "0" * 16), None, launch="B"), lives=True)
+    with pytest.raises(Superseded, match="'B'"):
+        late.save()
+    with pytest.raises(Superseded, match="'B'"):
+        late.side.claim(WENT_ON)
+    late.other.check(late.epoch)
+    assert steps(late.store) == []
+
+
+def test_a_late_claim_takes_the_run_from_who_is_silent_for_two_heartbeats() -> None:
+    late = Late(Claim(B, None, launch="B"), lives=False)
+    late.save()
+    assert late.clock.slept_s == 20.0
+    with pytest.raises(Superseded):
+        late.other.check(B)
+
+
+AT_ONCE = [
+    "it went on from that one",
+    "that one is a start of the same launch",
+    "that one has ended",
+    "it was to take over",
+    "that one was looked at when it began",
+    "that one was begun here",
+]
+
+
+@pytest.mark.parametrize("why", AT_ONCE)
+def test_a_late_claim_is_made_at_once_where_nobody_lives_whom_it_does_not_know(why: str) -> None:
+    launch, ended = "A" if why == "that one is a start of the same launch" else "B", why == "that one has ended"
+    late = Late(Claim(B, None, launch=launch), lives=not ended, closed=ended)
+    side, claim = late.side, WENT_ON
+    if why == "it went on from that one":
+        claim = Claim(A, Identity(B, Tick(40)), launch="A")
+    elif why == "it was to take over":
+        side.insisting.add(A)
+    elif why == "that one was looked at when it began":
+        side.passed.add(B)
+    elif why == "that one was begun here":
+        side.begun.add(B)
+    late.save(claim)
+    assert late.clock.slept_s == 0.0
+    assert steps(late.store) == [50]
