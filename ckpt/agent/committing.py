@@ -27,7 +27,7 @@ from ckpt.agent.rebuilding import UNWANTED
 from ckpt.agent.remote import RemoteRanks, Wanted
 from ckpt.agent.surviving import check_due
 from ckpt.agent.writing import Parts, Then, write_part
-from ckpt.errors import Superseded
+from ckpt.errors import Superseded, TransientError, Unsettled
 from ckpt.policy.every import Keep
 from ckpt.types import Identity
 
@@ -177,9 +177,12 @@ class Committing(Basis):
         if error:
             self._services.account.commit_failed()
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
-            return
+        if not error or _may_be_full(done.exception()):
+            self._prune()
+
+    def _prune(self) -> None:
         keep, store = self.options.keep, self._services.store
-        if keep != Keep() and not self.group.superseded_by:
+        if keep != Keep() and not self.group.superseded_by and store.is_claimed(self.epoch):
             self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
     def _tell_committed(self, identity: Identity, result: Committed) -> None:
@@ -247,3 +250,13 @@ class Committing(Basis):
         if error := failure(done):
             log.warning("epoch %s could not be closed in the store: %s", self.epoch, error)
         self.group.closed()
+
+
+def _may_be_full(error: BaseException | None) -> bool:
+    """Whether a commit failed otherwise than by a store that does not answer. How one says that it has no more room
+    differs, and what comes from another node is a text only; a prune in vain does no harm."""
+    while error is not None:
+        if isinstance(error, TransientError | Unsettled | Superseded):
+            return False
+        error = error.__cause__
+    return True

@@ -28,7 +28,7 @@ from ckpt.storage import canonical
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.tasks import Tasks
-from ckpt.types import Tick
+from ckpt.types import Epoch, Identity, Tick
 from tests.agent.fake import OPTIONS, FakeRank, full
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -602,6 +602,31 @@ def test_a_store_that_fails_never_fails_training_and_never_looks_like_success(
     answer = finish(job)[0]
     assert answer["committed"] == str(Tick(3, 1))
     assert answer["error"] is None
+
+
+def test_what_may_go_is_deleted_after_a_commit_that_failed_too(url: str, ranks: Callable[..., list[FakeRank]]) -> None:
+    """Else a store that has filled up stays full."""
+    job = ranks(1)
+    job[0].options = {**OPTIONS, "policy": {"steps": 1000, "seconds": None}, "keep": {"last": 1}}
+    start(job)
+    for step in (1, 2):
+        train(job, step)
+        job[0].save(Tick(step, 1))
+        assert job[0].wait_level(Tick(step, 1), "store")
+    first, third = (str(Identity(Epoch.parse(job[0].epoch), Tick(step, 1))) for step in (1, 3))
+    wait_for(lambda: Path(url, "retired", first).exists())
+    packs = [path for path in Path(url, "data", first).rglob("*") if path.is_file()]
+    assert packs
+    for path in (Path(url, "retired", first), *packs):
+        os.utime(path, (1e9, 1e9))
+    Path(url, "data", third).write_text("a file where a folder should be")
+    train(job, 3)
+    job[0].save(Tick(3, 1))
+    assert not job[0].wait_level(Tick(3, 1), "store")
+    wait_for(lambda: not any(path.exists() for path in packs))
+    assert committed_steps(url) == [2]
+    Path(url, "data", third).unlink()
+    finish(job)
 
 
 def test_a_dead_rank_ends_the_others_waits(url: str, ranks: Callable[..., list[FakeRank]]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import Superseded, TransientError, UsageError
+from ckpt.errors import StorageError, Superseded, TransientError, UsageError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Best, Keep
+from ckpt.storage.contract import Buffer, PutMode
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
@@ -111,6 +112,33 @@ class Job:
     def is_whole(self) -> bool:
         """Everything that is listed can be read."""
         return all(read_all(self.store, open_record(self.store, ref)) for ref in self.run.view().line)
+
+
+class Full(Sim):
+    """A store that has room for nothing before something was deleted."""
+
+    full = False
+
+    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        if self.full:
+            raise StorageError(f"put {key}: no space left on device")
+        super().put(key, chunks, mode)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        super().delete(keys)
+        self.full = False
+
+
+def test_a_prune_makes_room_in_a_full_store_although_a_tombstone_takes_some() -> None:
+    store = Full()
+    job = Job(store=store)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.prune(Keep(last=2))
+    store.full = True
+    plan = job.prune(Keep(last=1))
+    assert [identity.tick.step for identity in plan.retire] == [20]
+    assert (job.packs_of(10), job.steps()) == ([], [30])
 
 
 def test_the_first_pass_only_retires_and_the_second_deletes_after_the_grace() -> None:
