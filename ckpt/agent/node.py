@@ -25,7 +25,7 @@ from ckpt.agent.showing import job_facts
 from ckpt.agent.starts import LISTED_MAX
 from ckpt.agent.storeside import Pass, keep_from
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, OtherVersion
+from ckpt.errors import AgentError, OtherVersion, RunInUse
 from ckpt.events import Event
 from ckpt.notices.notice import Notice
 from ckpt.settings import Settings
@@ -203,10 +203,21 @@ class Node(Inheriting):
             also = [Identity.parse(str(text)) for text in fields.get("also") or []]
             epoch = job.epoch if job is not None and self._store.is_claimed(job.epoch) else None
             what = Pass.ALL if fields["yes"] else Pass.LOOK
+            if what is Pass.ALL:
+                self._refuse_led_elsewhere(job)
             self._bulk.run(
                 Lane.COMMIT,
                 lambda: self._store.prune(epoch, rule, also, what),
                 lambda done: self._pruned(peer, request_id, done),
+            )
+
+    def _refuse_led_elsewhere(self, job: Job | None) -> None:
+        """Errors: RunInUse where the newest job here is coordinated by another node, whose agent decides what goes."""
+        led = max((each for each in self.followings if each.needed), key=lambda each: each.epoch, default=None)
+        if led is not None and (job is None or led.epoch > job.epoch):
+            raise RunInUse(
+                f"{self.url} is in use: its epoch {led.epoch} is coordinated by the agent of {led.leader.name}, which "
+                "alone decides what goes. Run ckpt prune on that node"
             )
 
     def _pruned(self, peer: Peer, request_id: int, done: Future[dict[str, Any]]) -> None:

@@ -333,13 +333,21 @@ class StoreSide:
     def prune(
         self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE
     ) -> dict[str, Any]:
-        """One pass; what it did, or would do. Errors: Superseded; StorageError; UsageError."""
+        """One pass; what it did, or would do. `epoch`: of the job here that decides for the run; None: there is none,
+        so another's epoch that was not closed is watched first.
+
+        Errors: RunInUse by one that lives; Superseded; StorageError; UsageError."""
+        from ckpt.store.branch import LAUNCH
         from ckpt.store.prune import Pruner
 
         run = self.run()
+        view = run.view()
+        if epoch is None and what is not Pass.LOOK and view.newest_epoch not in self.begun:
+            run.watch_other(view, LAUNCH, self._settings.heartbeat_s)
+            view = run.view()
         with self._lock:
             pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
-        plan = pruner.plan(run.view(), keep, also)
+        plan = pruner.plan(view, keep, also)
         aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
         facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
         for name in ("retire", "abandoned", "waiting"):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.agent.storeside import Options, StoreSide
+from ckpt.agent.storeside import Options, Pass, StoreSide
 from ckpt.clock import Clock
-from ckpt.errors import SaveFailed, Superseded, TransientError
+from ckpt.errors import RunInUse, SaveFailed, Superseded, TransientError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Keep
 from ckpt.settings import read
@@ -207,3 +207,28 @@ def test_a_late_claim_is_made_at_once_where_nobody_lives_whom_it_does_not_know(w
     late.save(claim)
     assert late.clock.slept_s == 0.0
     assert steps(late.store) == [50]
+
+
+def test_an_agent_without_a_job_lets_nothing_of_a_living_job_elsewhere_go() -> None:
+    late = Late(Claim(B, None, launch="B"), lives=True)
+    theirs = Saver(late.store, Side(late.store.client()), Claim(B, None, launch="B"))
+    for step in (10, 20):
+        theirs.save(step)
+    assert late.side.prune(None, Keep(last=1), what=Pass.LOOK)["retire"]
+    assert late.clock.slept_s == 0.0, "only looking disturbs nobody"
+    with pytest.raises(RunInUse, match="'B'"):
+        late.side.prune(None, Keep(last=1), what=Pass.ALL)
+    assert steps(late.store) == [10, 20]
+
+
+@pytest.mark.parametrize("whose", ["another's that is silent", "another's that has ended", "begun here"])
+def test_an_agent_without_a_job_prunes_a_run_that_nobody_is_at_work_on(whose: str) -> None:
+    late = Late(Claim(B, None, launch="B"), lives=False, closed=whose == "another's that has ended")
+    theirs = Saver(late.store, Side(late.store.client()), Claim(B, None, launch="B"))
+    for step in (10, 20):
+        theirs.save(step)
+    if whose == "begun here":
+        late.side.begun.add(B)
+    late.side.prune(None, Keep(last=1), what=Pass.ALL)
+    assert late.clock.slept_s == (20.0 if whose == "another's that is silent" else 0.0)
+    assert steps(late.store) == [20]

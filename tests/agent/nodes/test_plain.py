@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt.agent import client
+from ckpt.errors import RunInUse
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
+from ckpt.tasks import Tasks
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
 from tests.agent.test_agent import train, wait_for
@@ -35,6 +39,31 @@ def test_each_node_writes_the_packs_of_its_own_ranks(cluster: Cluster, url: str)
     assert len(line(url)) == 1
     assert cluster.status(0)["job"]["launch"] == "test"
     assert [cluster.status(node)["following"][0]["launch"] for node in (1, 2)] == ["test"] * 2
+
+
+def test_only_the_agent_that_coordinates_a_job_lets_its_checkpoints_go(cluster: Cluster, url: str) -> None:
+    cluster.start(0, 1)
+    for _ in range(2):
+        cluster.save("store")
+        train(cluster.job, cluster.job[0].step + 1)
+    wanted = {"keep": {"last": 1}, "also": []}
+    with pytest.raises(RunInUse, match=f"the agent of {cluster.job[0].nodes[0]['name']}"):
+        prune(cluster, 1, {**wanted, "yes": True})
+    assert len(prune(cluster, 1, {**wanted, "yes": False})["retire"]) == len(line(url)) - 1 > 0
+    prune(cluster, 0, {**wanted, "yes": True})
+    assert len(line(url)) == 1
+    cluster.finish()
+
+
+def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """As ckpt prune does on that node."""
+    with Tasks("tool") as tasks:
+        sock = client.connect(cluster.url, cluster.settings(node))
+        tool = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
+        try:
+            return tool.request("prune", fields).fields
+        finally:
+            tool.close()
 
 
 RATE = 400_000.0
