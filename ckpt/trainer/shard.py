@@ -201,17 +201,30 @@ def _boxes(
 ) -> tuple[tuple[Box, ...], tuple[Runs, ...]]:
     """The boxes at one mesh coordinate, in the order of the product of the runs of each dimension."""
     runs: list[Runs] = [((0, n),) for n in shape]
+    cuts: dict[int, list[tuple[int, int, int]]] = {}  # by dimension: (parts, chunks, index)
     for size, index, placement in zip(sizes, at, placements, strict=True):
         if placement.is_replicate():
             continue
         if type(placement).__name__ not in ("Shard", "_StridedShard") or not 0 <= placement.dim < len(shape):
             raise UsageError(f"{name} is a DTensor with the placement {placement}, which is not known; use Shard")
         parts = int(getattr(placement, "split_factor", 1))
-        runs[placement.dim] = _cut(runs[placement.dim], parts, size, index)
+        cuts.setdefault(placement.dim, []).append((parts, size, index))
+    for dim, line in cuts.items():
+        for cut in _in_order(line):
+            runs[dim] = _cut(runs[dim], *cut)
     if not all(sum(n for _, n in r) for r in runs):
         return (), tuple(runs)
     corners = itertools.product(*runs)
     return tuple(Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in corners), tuple(runs)
+
+
+def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """As they were made. fully_shard comes after tensor parallelism: its cut is the first on the mesh, strided in as many
+    parts as the later ones make, and cuts what these leave. The order matters where nothing divides evenly."""
+    (parts, chunks, index), *later = cuts
+    if all(n == 1 for n, *_ in later) and parts == math.prod(size for _, size, _ in later):
+        return [*later, (1, chunks, index)]
+    return cuts
 
 
 def _cut(runs: Runs, parts: int, chunks: int, index: int) -> Runs:

@@ -691,7 +691,7 @@ def test_boxes_are_where_torch_puts_the_elements_strided_and_uneven_ones_too() -
         whole = torch.arange(math.prod(shape)).reshape(shape)
         local = whole
         try:
-            for size, index, placement in zip(sizes, at, placements, strict=True):
+            for size, index, placement in _as_cut(list(zip(sizes, at, placements, strict=True)), len(shape)):
                 if not isinstance(placement, Replicate):
                     local = placement._split_tensor(local, size, with_padding=False)[0][index]
         except AssertionError as exc:
@@ -706,6 +706,33 @@ def test_boxes_are_where_torch_puts_the_elements_strided_and_uneven_ones_too() -
         assert not any(start + n == after for run in runs for (start, n), (after, _) in itertools.pairwise(run))
         several += len(boxes) > 1
     assert several > 20
+
+
+def _as_cut(cuts: list[tuple[int, int, Any]], ndim: int) -> list[tuple[int, int, Any]]:
+    """What fully_shard has cut last comes last, as a plain shard of what the others left."""
+    for dim in range(ndim):
+        line = [cut for cut in cuts if getattr(cut[2], "dim", None) == dim]
+        strided = [cut for cut in line if isinstance(cut[2], _StridedShard)]
+        if len(strided) == 1 and strided == line[:1] and line[1:]:
+            (cut,) = strided
+            if cut[2].split_factor == math.prod(size for size, *_ in line[1:]):
+                cuts = [each for each in cuts if each is not cut] + [(cut[0], cut[1], Sharded(dim))]
+    return cuts
+
+
+@pytest.mark.parametrize(("rows", "dp", "tp"), [(50257, 8, 2), (7, 3, 2), (14, 4, 3), (32001, 8, 2), (3, 4, 4)])
+def test_uneven_shards_of_tensor_parallel_parts_are_where_fully_shard_puts_them(rows: int, dp: int, tp: int) -> None:
+    placements = [_StridedShard(0, split_factor=tp), Sharded(0)]
+    whole = list(range(rows))
+    for i, j in itertools.product(range(dp), range(tp)):
+        boxes, _ = _boxes((rows,), (dp, tp), (i, j), placements, "t")
+        found = [row for box in boxes for row in range(box.offset[0], box.offset[0] + box.shape[0])]
+        assert found == _chunk(_chunk(whole, tp, j), dp, i)
+
+
+def _chunk(rows: list[int], parts: int, index: int) -> list[int]:
+    size = -(-len(rows) // parts)
+    return rows[size * index : size * (index + 1)]
 
 
 def _placement(rng: random.Random, ndim: int) -> Any:
