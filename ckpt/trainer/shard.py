@@ -219,8 +219,8 @@ def _boxes(
 
 
 def _in_order(cuts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """As they were made. fully_shard comes after tensor parallelism: its cut is the first on the mesh, strided in as many
-    parts as the later ones make, and cuts what these leave. The order matters where nothing divides evenly."""
+    """As they were made. fully_shard comes after tensor parallelism: its cut is the first on the mesh, strided in as
+    many parts as the later ones make, and cuts what these leave. The order matters where nothing divides evenly."""
     (parts, chunks, index), *later = cuts
     if all(n == 1 for n, *_ in later) and parts == math.prod(size for _, size, _ in later):
         return [*later, (1, chunks, index)]
