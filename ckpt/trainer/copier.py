@@ -151,7 +151,11 @@ class CpuJob:
 
     def late(self) -> CpuTicket:
         ticket = CpuTicket(self._copier, self._lanes)
-        ticket.start()
+        try:
+            ticket.start()
+        except BaseException:  # nobody has the ticket
+            ticket.cancel()
+            raise
         return ticket
 
 
@@ -169,15 +173,25 @@ class CpuTicket:
     def fence(self) -> None:
         """The caller's thread helps with what is left, and waits for all."""
         busy = [n for n, lane in enumerate(self._lanes) if lane]
-        if not self._running:
-            for n in busy[:-1]:
-                self._help(n)
         try:
-            if busy:
-                self._drain(busy[-1])
-        finally:
-            wait(self._running)  # also after an error here: nobody may still read the sources
+            if not self._running:
+                for n in busy[:-1]:
+                    self._help(n)
+            try:
+                if busy:
+                    self._drain(busy[-1])
+            finally:
+                wait(self._running)  # also after an error here: nobody may still read the sources
+        except BaseException:  # Ctrl-C, in this wait too
+            self.cancel()
+            raise
         self.wait()
+
+    def cancel(self) -> None:
+        """Copies no more than what was begun, and waits for that: a unit for each thread."""
+        for lane in self._lanes:
+            lane.clear()
+        wait(self._running)
 
     def wait(self) -> None:
         for running in self._running:

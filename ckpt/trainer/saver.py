@@ -168,6 +168,7 @@ class Saver:
             self._fillings.put(filling)
         finally:
             if not is_under_way:  # else the stager lets go of it
+                self._snapshotter.poll()  # Ctrl-C behind the snapshot: nothing may write into it any more
                 slot.let_go()
         self.link.levels.expect(tick)
         self._last = tick

@@ -7,6 +7,8 @@ Guarantees:
   `fence` or `poll`, or at the end of the step; in the tensors as they are then, and in the arena. Only then is such a
   snapshot done; a change abandons it. What that look can miss is said in docs/guides/loops.md.
 - Failing to copy fails no training: the snapshot is abandoned, with an event.
+- A snapshot is done at last, however the wait for it ends: one that Ctrl-C ends is abandoned, once nothing writes into
+  the arena any more.
 
 The training thread calls `take`, `boundary`, `poll` and `fence`; `bind` may run on another thread. Whoever waits for a
 snapshot on the training thread uses `Snapshot.wait`, which is a `poll`.
@@ -140,9 +142,12 @@ class Snapshotter:
             with self._settling, _plain():
                 self._copy(binding, snapshot, started_s)
         except Exception as exc:  # whatever torch raised: the save has failed, training has not, and both are said
+            self._pending = None
             self._abandon(snapshot, f"it could not be copied: {exc}")
         except BaseException:  # Ctrl-C: nobody may wait for it, whoever catches this
-            self._abandon(snapshot, "interrupted")
+            begun, self._pending = self._pending, None
+            self._interrupt(snapshot, begun)
+            snapshot.done.result()  # the caller has no snapshot to ask when the slot may be used again
             raise
         return snapshot
 
@@ -208,14 +213,15 @@ class Snapshotter:
             plan.watch.remember()
             spot = plan.spot.remember(self._taken) if plan.spot is not None else None
         eager = plan.eager.eager()
-        late = plan.late.late() if plan.late_keys else None
-        self._taken += 1
-        snapshot.lazy = late is not None
-        pending = _Pending(snapshot, plan, eager, late, spot)
+        pending = _Pending(snapshot, plan, eager, None, spot)
         if plan.watch is not None:
-            self._pending = pending
+            self._pending = pending  # before anything runs by itself, so that Ctrl-C finds what to wait for
+        if plan.late_keys:
+            pending.late = plan.late.late()
+        self._taken += 1
+        snapshot.lazy = pending.late is not None
         snapshot.stall_s += time.perf_counter() - started_s
-        if late is None:
+        if pending.late is None:
             self._when_there(pending, lambda: self._finish(pending))
 
     # -- the end of a late copy, and the proof
@@ -243,6 +249,9 @@ class Snapshotter:
                 self._look(pending, cause)
             except Exception as exc:  # as in `take`
                 self._fail(pending, exc)
+            except BaseException:  # Ctrl-C: as in `take`
+                self._interrupt(pending.snapshot, pending)
+                raise
             finally:
                 if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
                     self._pending = None
@@ -325,6 +334,20 @@ class Snapshotter:
             self._trust.turn_off(f"the comparison failed: {error}")
         else:
             self._abandon(pending.snapshot, f"it could not be copied: {error}")
+
+    def _interrupt(self, snapshot: Snapshot, begun: _Pending | None) -> None:
+        """Abandons it once nothing writes any more; a thread of ours waits for that, which nothing interrupts."""
+
+        def end() -> None:
+            try:
+                for ticket in (begun.eager, begun.late) if begun is not None else ():
+                    if ticket is not None:
+                        ticket.wait()
+            finally:
+                if not snapshot.done.done():
+                    self._abandon(snapshot, "interrupted")
+
+        self._tasks.submit(end)
 
     def _abandon(self, snapshot: Snapshot, why: str) -> None:
         snapshot.abandoned = why

@@ -706,6 +706,29 @@ def test_a_late_copy_that_fails_costs_the_snapshot_and_not_the_training() -> Non
         assert whole(it, snapshot, loop)
 
 
+@pytest.mark.parametrize("end", ["step", "fence", "poll", "boundary"])
+def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(end: str) -> None:
+    loop = Loop()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            loop.optimizer.step() if end == "step" else getattr(it.snapshotter, end)()
+        snapshot.wait(60)
+        assert snapshot.abandoned == "interrupted"
+        loop.copier.on_fence = lambda: None
+        loop.run(it)
+        (snapshot,) = loop.run(it)
+        assert snapshot.lazy
+        assert whole(it, snapshot, loop)
+        assert it.names() == ["snapshot.abandoned"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def update(param: Tensor, by: float) -> None:
     param.data.sub_(by)
 

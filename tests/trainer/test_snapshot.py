@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import math
 import mmap
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import FrameType
 
 import pytest
 import torch
@@ -275,6 +279,62 @@ def test_a_copy_error_reaches_the_caller_after_all_threads_have_stopped() -> Non
         CpuJob(copier, [(1, unit(n)) for n in range(50)]).eager()
     assert sorted(ran) == list(range(50))  # each once; the others' work was not lost
     copier.close()
+
+
+def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more() -> None:
+    copier = CpuCopier(2)
+    ran: list[str] = []
+    begun, interrupted, never = threading.Event(), threading.Event(), threading.Event()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not concurrent.futures.wait.__code__:
+            frame = frame.f_back
+        if frame is not None and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def unit() -> None:
+        begun.set()
+        while not interrupted.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        never.wait(0.2)
+        ran.append("to its end")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        ticket = CpuJob(copier, [(1, unit)]).late()
+        assert begun.wait(60)  # on a thread of the copier
+        with pytest.raises(KeyboardInterrupt):
+            ticket.fence()
+        assert ran == ["to its end"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        copier.close()
+
+
+def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
+    ran: list[str] = []
+    begun, never = threading.Event(), threading.Event()
+
+    class Interrupted(CpuCopier):
+        def submit(self, work: Callable[[], None]) -> Future[None]:
+            if begun.is_set():
+                raise KeyboardInterrupt
+            future = super().submit(work)
+            assert begun.wait(60)
+            return future
+
+    def unit() -> None:
+        begun.set()
+        never.wait(0.2)
+        ran.append("to its end")
+
+    copier = Interrupted(2)
+    with pytest.raises(KeyboardInterrupt):
+        CpuJob(copier, [(1, unit), (1, lambda: ran.append("more"))]).late()
+    assert ran == ["to its end"]
+    copier.close()
+    assert ran == ["to its end"]
 
 
 def test_same_bytes_means_same_bits() -> None:
