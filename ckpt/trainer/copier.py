@@ -48,6 +48,11 @@ class Ticket(Protocol):
         sources. Errors: what the copy failed with."""
         ...
 
+    def hold_back(self) -> None:
+        """After `fence`, for what the caller does on other streams, or on another thread: that too comes after all
+        reads. Any thread."""
+        ...
+
     def wait(self) -> None:
         """Returns when the bytes are in the targets. Any thread. Errors: what the copy failed with."""
         ...
@@ -186,6 +191,9 @@ class CpuTicket:
             self.cancel()
             raise
         self.wait()
+
+    def hold_back(self) -> None:
+        wait(self._running)
 
     def cancel(self) -> None:
         """Copies no more than what was begun, and waits for that: a unit for each thread."""

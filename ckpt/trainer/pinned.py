@@ -198,6 +198,12 @@ class CudaTicket:
                 self._waits.append((before, after))
         self._host.fence()
 
+    def hold_back(self) -> None:
+        for one in self._started:
+            with self._copier.cuda.device(one.device):
+                self._copier.cuda.current_stream(one.device).wait_event(one.read)
+        self._host.hold_back()
+
     def wait(self) -> None:
         for one in self._started:
             one.landed.synchronize()

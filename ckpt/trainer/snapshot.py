@@ -89,12 +89,13 @@ class Snapshotter:
         self._bound: dict[int, _Binding] = {}
         self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
         self._pending: _Pending | None = None
+        self._reading: _Reading | None = None  # was looked at, while a device still reads
         self._taken = 0
         self._trainer: int | None = None  # the thread that takes
         self._binding = threading.Lock()
         self._settling = threading.RLock()  # the hook may run on a thread of autograd
         self._tasks = Tasks("snapshot", pool_size=1)
-        self._hook = StepHook(lambda: self._pending is not None, self._on_step) if lazy else None
+        self._hook = StepHook(self._is_waiting, self._on_step) if lazy else None
 
     def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
         """Prepares copies of `walk` into `data`, the data region of that slot's arena; on one thread at a time for a
@@ -158,12 +159,12 @@ class Snapshotter:
 
     def fence(self) -> None:
         """Returns when tensors may be changed by hand; counts as the optimizer's own announcement of a step."""
-        if self._pending is not None:
+        if self._is_waiting():
             self._settle(Cause.FENCE)
 
     def poll(self) -> None:
         """Ends a copy that still runs, between steps or in the middle of one. Unlike `fence` it proves nothing."""
-        if self._pending is not None:
+        if self._is_waiting():
             self._settle(Cause.POLL)
 
     def proven(self) -> list[str]:
@@ -182,6 +183,7 @@ class Snapshotter:
         if not self._tasks.stopping.is_set():
             self._tasks.submit(lambda: None).result()  # after all that a device still works on
         self._tasks.close()
+        self._reading = None
         with self._binding:
             self._bound = {}
         for slot in list(self._regions):
@@ -226,9 +228,13 @@ class Snapshotter:
 
     # -- the end of a late copy, and the proof
 
+    def _is_waiting(self) -> bool:
+        return self._pending is not None or self._reading is not None
+
     def _on_step(self, optimizer: Optimizer) -> None:
-        pending = self._pending
-        if pending is not None and owns_any(optimizer, pending.plan.storages):
+        pending, reading = self._pending, self._reading
+        known = pending.plan.storages if pending is not None else reading.storages if reading is not None else None
+        if known is not None and owns_any(optimizer, known):
             self._settle(Cause.HOOK)
 
     def _settle_for_waiter(self, snapshot: Snapshot) -> None:
@@ -241,7 +247,8 @@ class Snapshotter:
         with self._settling, _plain():
             pending = self._pending
             if pending is None:
-                return  # another thread was first
+                self._hold_back()  # another optimizer was first, maybe on another thread or stream
+                return
             if pending.is_looked_at:
                 return  # a signal's handler, in the middle of the look: which sees what it changes, if it may matter
             pending.is_looked_at = True
@@ -253,8 +260,20 @@ class Snapshotter:
                 self._interrupt(pending.snapshot, pending)
                 raise
             finally:
+                if pending.late is not None and not self._copier.blocking:
+                    self._reading = _Reading(pending.snapshot, pending.late, pending.plan.storages)
                 if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
                     self._pending = None
+
+    def _hold_back(self) -> None:
+        """The look has made one stream wait for the reads, and whoever comes now may be on another one."""
+        reading = self._reading
+        if reading is None:
+            return
+        if reading.snapshot.done.done():  # so the reads are over
+            self._reading = None
+        else:
+            reading.late.hold_back()
 
     def _look(self, pending: _Pending, cause: Cause) -> None:
         """Asks all questions on the training thread; the answers may come later, where a device works on them."""
@@ -366,6 +385,15 @@ class _Pending:
     late: Ticket | None
     spot: tuple[Piece, Piece] | None
     is_looked_at: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is left of a late copy after the look, until its snapshot is done. It holds no view of the arena."""
+
+    snapshot: Snapshot
+    late: Ticket
+    storages: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

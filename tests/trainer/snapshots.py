@@ -164,6 +164,9 @@ class TearingTicket:
         while self.left:
             self.one()
 
+    def hold_back(self) -> None:
+        pass
+
     def wait(self) -> None:
         assert not self.left, "a snapshot was done before its copy"
 

@@ -171,6 +171,36 @@ def test_a_late_copy_leaves_the_waiting_to_the_optimizer_step() -> None:
         assert not it.events
 
 
+def test_optimizers_on_other_streams_wait_for_the_reads_too_until_they_are_over() -> None:
+    device = Device()
+    params, _ = large_state()
+    one, other = Stamper([params["w0"]]), Stamper([params["w1"], params["w2"], params["cloned"]])
+    go = threading.Event()
+    with rig(lambda: (params, set(params)), copier=copier(device)) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            one.step()
+            other.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        snapshot = it.take()
+        assert snapshot.lazy
+        it.snapshotter._tasks.submit(go.wait)  # the device takes its time
+        one.step()
+        was_done = snapshot.done.done()
+        device.log.clear()
+        device.now = Stream(device, "other")
+        other.step()
+        go.set()
+        assert not was_done
+        assert [line.split(" event ")[0] for line in device.log] == ["other waits for"]
+        assert device.log[0].endswith("of side")
+        snapshot.done.result(60)
+        device.log.clear()
+        other.step()
+        assert device.log == []
+
+
 def test_a_change_before_the_step_abandons_the_snapshot_here_too() -> None:
     params, optimizer = large_state()
     with rig(lambda: (params, set(params)), copier=copier(Device())) as it:
