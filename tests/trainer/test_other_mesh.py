@@ -52,6 +52,27 @@ def test_tensors_that_each_rank_has_of_its_own_are_named_on_another_number_of_ra
         assert without.extra == ("expert",)
 
 
+def test_buffers_of_a_module_that_differ_are_those_of_the_first_rank_and_that_is_said() -> None:
+    """The statistics of a BatchNorm under DDP, which keeps rank 0's."""
+
+    def norm(mean: float) -> nn.Module:
+        made = nn.BatchNorm1d(3)
+        torch.nn.init.constant_(made.running_mean, mean)
+        return made
+
+    checkpoint = save_on({"rank": 4}, [{"m": norm(float(rank + 1))} for rank in range(4)])
+    for rank in range(2):
+        state = {"m": norm(0.0)}
+        assert planned(state, checkpoint, {"rank": 2}, rank).firsts == ("m.running_mean",)
+        assert restored(state, checkpoint, {"rank": 2}, rank)["m"].running_mean.tolist() == [1.0] * 3
+    weights = [{"m": nn.utils.skip_init(nn.Linear, 2, 2)} for _ in range(4)]
+    for rank, each in enumerate(weights):
+        nn.init.constant_(each["m"].weight, rank)
+        nn.init.zeros_(each["m"].bias)
+    named = planned({"m": nn.Linear(2, 2)}, save_on({"rank": 4}, weights), {"rank": 2})
+    assert named.mismatch.missing == ("m.weight",), "parameters are not taken from one rank"
+
+
 def test_one_expert_of_many_that_differs_on_one_rank_only_is_named() -> None:
     states = experts(1) * 3 + experts(2)[1:]
     found = planned(experts(1)[0], save_on({"rank": 4}, states), {"rank": 2})

@@ -173,27 +173,6 @@ def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_though_
     lose_the_coordinator_on_the_way(cluster, step)
 
 
-def test_a_link_that_is_cut_for_a_moment_takes_nothing_from_what_is_safe_by_parity_either(
-    cluster: Cluster, links: Links
-) -> None:
-    cluster.forbid_commits()
-    cluster.options = {**cluster.options, "peers": {"data": 2, "parity": 1}}
-    cluster.start(0, 1, 2)
-    step = cluster.checkpoint("peer")
-    (slow,) = (node for node in (1, 2) if step in steps_of(cluster.status(node)))
-    (gives,) = {1, 2} - {slow}  # and keeps nothing: of so little state there is no parity for each to have
-    links.of[0].hang()
-    step = cluster.checkpoint("local")
-    await_kept(cluster, step, 0)
-    cut_off(cluster, links, gives)
-    links.of[0].mend()
-    links.of[0].cut()
-    assert not cluster.job[0].wait_level(Tick(step), "peer")
-    links.of[0].hang()
-    links.of[0].cut()
-    lose_the_coordinator_on_the_way(cluster, step)
-
-
 def test_what_a_node_staged_is_written_by_who_has_its_copy_though_other_copies_are_still_on_their_way(
     cluster: Cluster, links: Links, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
