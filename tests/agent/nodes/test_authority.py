@@ -155,4 +155,5 @@ def test_a_memory_only_node_hears_nobody_else_until_the_outcome_of_a_start_and_t
     starting.say(node, {"t": "outcome", "epoch": None}, [])
     starting.alive(node)
     cluster.await_event("peers.done", 2)
-    assert all(each.split("-")[2] > f"{step:012d}.0000" for each in cluster.lending_status()["whole"])
+    newer = lambda each: each.split("-")[2] > f"{step:012d}.0000"  # noqa: E731
+    cluster.await_lending(lambda status: all(map(newer, status["whole"])))  # it hears so a moment later
