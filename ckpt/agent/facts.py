@@ -138,8 +138,7 @@ class Facts:
         self._planned_version = 0
         self._dividing = False
         self._saves: dict[int, Save] = {}
-        self._unsavable: dict[int, tuple[Tick, str]] = {}  # ranks that cannot save at that tick, and why
-        self._gave_up: dict[int, Tick] = {}  # the newest of those ticks, by rank
+        self._unsavable: dict[int, tuple[Tick, str]] = {}  # by rank: the newest tick that it does not ask for, and why
         self._asked_s: float | None = None  # since when all ranks wait in a save
         self._awaited_s: float | None = None  # since when some wait there for others; inf: that was told
         self._settled: Settled | None = None  # saves up to that tick have their outcome
@@ -343,7 +342,6 @@ class Facts:
     def unsavable(self, rank: int, tick: Tick, why: str) -> None:
         """That rank does not ask for a snapshot at that tick, as the others do, or has given it up."""
         self._unsavable[rank] = tick, why
-        self._gave_up[rank] = tick
 
     def leave(self, rank: int, request: Request, in_order: bool = True, insists: bool = False) -> None:
         """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts.

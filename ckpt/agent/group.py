@@ -277,7 +277,8 @@ class Group(Verdicts):
             passed = [r for r in range(self.world) if r not in saves and steps[r] > tick.step + 1]
             astray = self._gone_on_from(tick)
             if astray is not None:
-                gone_on = f"rank {astray} has gone on from {self._gave_up[astray]}, which failed, and not to {tick}"
+                failed, _ = self._unsavable[astray]
+                gone_on = f"rank {astray} has gone on from {failed}, which failed, and not to {tick}"
                 self._refuse_saves("usage", f"ck.save() has to be called by all ranks at the same step; {gone_on}")
             elif passed:
                 went, first = f"rank {passed[0]} went past", next(iter(saves))
@@ -292,7 +293,7 @@ class Group(Verdicts):
         """A rank that has seen another save of that step fail and gone on, as it seems: those that wait may keep it in
         the next step, where it never gets past them. At the end all ask again, however long that takes."""
         told = self._awaited_s == math.inf and not self._all_exit()
-        gave_up = ((rank, at) for rank, at in self._gave_up.items() if told and rank not in self._saves)
+        gave_up = ((rank, at) for rank, (at, _) in self._unsavable.items() if told and rank not in self._saves)
         return next((rank for rank, at in gave_up if at.step == tick.step and at < tick), None)
 
     def _is_exit_behind(self) -> bool:
@@ -309,7 +310,6 @@ class Group(Verdicts):
         for rank, (tick, why) in self._unsavable.items():
             if self._settled is None or tick > self._settled.tick:
                 self._settled = Settled(tick, "save-failed", f"rank {rank} cannot save {tick}: {why}")
-        self._unsavable.clear()
 
     def _name_awaited(self, now_s: float) -> None:
         """Ranks wait in a save for others, which may never come to one: these are named, once."""

@@ -34,7 +34,7 @@ from ckpt.agent.peers.sockets import (
     tune,
     wait_at_most,
 )
-from ckpt.agent.peers.transport import Frames, Ledger
+from ckpt.agent.peers.transport import STREAM_FRAMES, Frames, Ledger
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import FrameHasher
 from ckpt.tasks import Tasks
@@ -44,7 +44,8 @@ log = logging.getLogger("ckpt")
 WANT, GO, BUSY = 1, 2, 3  # kinds of the records on a data connection
 NUMBER = struct.Struct(">I")
 COUNT = struct.Struct(">Q")
-ASK_BYTES, ASK_FRAMES = 32 << 20, 512  # asked for and not yet here, on one connection; asked again below half of it
+# Asked for and not yet here, on one connection; asked again below half of it.
+ASK_BYTES, ASK_FRAMES = 32 << 20, STREAM_FRAMES
 CUTS_MAX = 20  # connections that brought something, but no frame to its end: then a transfer fails
 PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # before a connection is made anew; half of it to one and a half
 

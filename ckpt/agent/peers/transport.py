@@ -26,7 +26,7 @@ from ckpt.types import FRAME_BYTES_MAX, FRAMES_MAX
 if TYPE_CHECKING:
     from ckpt.agent.peers.auth import Dialler, Session
 
-STREAM_FRAMES = 512  # of one stream
+STREAM_FRAMES = 512  # of one stream, which asks for all of them at once
 WRONG_MAX = 3  # how often one frame may arrive with another hash
 
 U64 = npt.NDArray[np.uint64]

@@ -79,13 +79,6 @@ class Carrying:
             self.done.set_exception(AgentError("called off"))
 
 
-@pytest.fixture
-def turned() -> Iterator[Turned]:
-    made = Turned()
-    yield made
-    made.close()
-
-
 class Held:
     """One who has snapshots and one who is to keep them."""
 

@@ -57,13 +57,6 @@ def arenas() -> Iterator[dict[int, Arena]]:
 
 
 @pytest.fixture
-def turned() -> Iterator[Turned]:
-    made = Turned()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def manifest(arenas: dict[int, Arena]) -> Manifest:
     return put_together(STEP, Reader().sealed(STEP, WORLD, arenas), arenas).manifest
 

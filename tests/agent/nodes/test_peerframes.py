@@ -119,13 +119,6 @@ class Start:
 
 
 @pytest.fixture
-def turned() -> Iterator[Turned]:
-    made = Turned()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def begin(turned: Turned) -> Iterator[Callable[..., Start]]:
     made: list[Start] = []
 

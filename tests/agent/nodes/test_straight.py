@@ -134,13 +134,6 @@ class Trainer:
 
 
 @pytest.fixture
-def turned() -> Iterator[Turned]:
-    made = Turned()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def begun(turned: Turned) -> Iterator[Callable[..., tuple[Start, Streams]]]:
     made: list[tuple[Start, Streams]] = []
 
