@@ -328,13 +328,19 @@ def _move(piece: Piece) -> Unit:
 
 
 def is_same(source: Tensor, target: Tensor) -> bool:
-    """Whether two host tensors of one dtype and shape hold the same bytes (NaN is equal to itself, -0 is not 0)."""
-    _check_storage(source)
+    """Whether two host tensors of one dtype and shape hold the same bytes (NaN is equal to itself, -0 is not 0). What
+    lost its storage holds none."""
+    if _has_shrunk(source):
+        return False
     one, other = flat_bytes(source.cpu()), flat_bytes(target.cpu())
     return bool(_memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
 
 
 def _check_storage(source: Tensor) -> None:
-    last = sum((n - 1) * stride for n, stride in zip(source.shape, source.stride(), strict=True))
-    if (source.storage_offset() + last + 1) * source.element_size() > source.untyped_storage().nbytes():
+    if _has_shrunk(source):
         raise CkptError("a tensor's storage shrank after its views were made; walk the state again before the snapshot")
+
+
+def _has_shrunk(source: Tensor) -> bool:
+    last = sum((n - 1) * stride for n, stride in zip(source.shape, source.stride(), strict=True))
+    return (source.storage_offset() + last + 1) * source.element_size() > source.untyped_storage().nbytes()

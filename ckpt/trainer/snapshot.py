@@ -282,7 +282,11 @@ class Snapshotter:
         watch = plan.watch
         assert watch is not None
         if pending.late is not None:
-            pending.late.fence()
+            try:
+                pending.late.fence()
+            except CkptError:  # of what was freed meanwhile, every snapshot would fail
+                self._trust.distrust(watch.moved())
+                raise
         asked: list[Callable[[], set[Key]]] = [watch.look()]
         proving = cause in (Cause.HOOK, Cause.FENCE)
         if proving and plan.unproven_pieces:

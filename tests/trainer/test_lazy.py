@@ -475,6 +475,56 @@ def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: in
         assert snapshot.abandoned == "w changed while the copy was under way"
 
 
+def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, 1 << 15).t())  # rows of 12 bytes, and not contiguous
+    optimizer = Stamper([param])
+    copier = TearingCopier()
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            optimizer.step()
+            it.snapshotter.boundary()
+        for edit in (0.0, 7.0):
+            snapshot = it.take()
+            param.data[0].add_(edit)
+            copier.copy_some(1 << 15)
+            param.data[0].sub_(edit)
+            optimizer.step()
+            assert snapshot.lazy
+            assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_is_freed_under_a_late_copy_is_not_read_and_copied_at_the_boundary_from_then_on(is_copied: bool) -> None:
+    loop = Loop(2)
+    copier = CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        for _ in range(PROOFS + 1):
+            loop.update()
+            it.snapshotter.boundary()
+            it.walk_again()
+            it.take()
+        for is_lazy_then in (True, False):
+            held = threading.Event()
+            copier.submit(held.wait if not is_copied else lambda: True)
+            loop.update()
+            it.snapshotter.boundary()
+            it.walk_again()
+            snapshot = it.take()
+            copier.submit(held.set if is_copied else lambda: None)
+            if is_copied:
+                assert held.wait(60)  # the one thread has copied all before that
+            storage = loop.params["layer0"].untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            held.set()
+            it.snapshotter.fence()
+            storage.resize_(nbytes)
+            assert snapshot.lazy
+            assert (snapshot.abandoned is not None) == is_lazy_then
+        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+
+
 def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:
     loop = Loop(1)
     with rig(loop.state, copier=loop.copier) as it:
