@@ -31,7 +31,6 @@ SESSION_NICE = 10
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
-    os.umask(0o077)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     loud = _Loud()
     logging.getLogger().addHandler(loud)

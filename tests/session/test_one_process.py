@@ -50,6 +50,16 @@ def run(url: Path, steps: int, job: Job | None = None, **options: Any) -> tuple[
     return found, ck
 
 
+def test_what_lies_in_a_folder_is_for_whom_the_users_umask_says(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        run(tmp_path / "run", 2)
+    finally:
+        os.umask(former)
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in (tmp_path / "run").rglob("*")}
+    assert modes == {(True, 0o750), (False, 0o640)}
+
+
 def test_a_run_that_ended_goes_on_where_it_ended(tmp_path: Path) -> None:
     first, ck = run(tmp_path, 5)
     assert ck.restored.step == 0
