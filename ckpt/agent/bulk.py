@@ -71,7 +71,11 @@ class Bulk:
 
 def failure(done: Future[T]) -> str:
     """What went wrong, in words fit for a message; "" when nothing did."""
-    error = done.exception()
+    return told(done.exception())
+
+
+def told(error: BaseException | None) -> str:
+    """As `failure`, of what came of it."""
     if error is None:
         return ""
     text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

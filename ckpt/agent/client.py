@@ -341,9 +341,9 @@ class Connection:
                         asked.future.set_result(message)
                     else:
                         message.close()
-                elif message.kind == "moving":
+                elif "id" in message.fields and message.kind == "moving":
                     with self._lock:
-                        moving = self._pending.get(message.fields.get("id", 0))
+                        moving = self._pending.get(message.fields["id"])
                     if moving is not None:
                         moving.moves.set()
                 else:

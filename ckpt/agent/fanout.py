@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.agent.arena import Arena
-from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.bulk import Bulk, Lane, failure, told
 from ckpt.agent.fanning import Asked, Given
 from ckpt.agent.fetch import Near, same_frames
 from ckpt.agent.peers.transport import Fetch
@@ -417,12 +417,12 @@ class FanOut:
         wanted = asked.landed(frame)
         self.landed(sorted(self._wanted.pop(frame, ())) if wanted else [], cell)
 
-    def _ended(self, home: int, fetch: Fetch, left: list[int], error: str) -> None:
+    def _ended(self, home: int, fetch: Fetch, left: list[int], error: BaseException | None) -> None:
         self._fetches[home].discard(fetch)
         if self._closed:
             return
-        if error:
-            self._give_up(home, error)
+        if error is not None:
+            self._give_up(home, told(error))
         self.pump()
 
     def _give_up(self, home: int, why: str) -> None:

@@ -27,10 +27,11 @@ import numpy.typing as npt
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.memory import WINDOW_BYTES
+from ckpt.agent.moving import SAY_S, Progress
 from ckpt.agent.straight import Receiver
 from ckpt.agent.window import Window
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, CkptError, NewerFormat, NotFound, StorageError
+from ckpt.errors import AgentError, CkptError, DamagedData, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import FRAMES_MAX, Identity
 
@@ -151,6 +152,8 @@ class Restore:
         self._window_bytes = window_bytes
         self._reading = False
         self._closed = False
+        self._progress = Progress()
+        self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
 
     def request(self, receiver: Receiver, frames: Collection[int], whole: Collection[int] = ()) -> None:
         """A rank asks for frames (numbers below the manifest's count). `whole`: those of them whose bytes lie with it
@@ -176,6 +179,7 @@ class Restore:
                 continue
             source = self._release(frame, receiver)
             read_here = source is From.STORE or (source is None and frame in asked.home)
+            self._progress.moved()
             if good:
                 asked.left.discard(frame)
                 level = "store" if read_here else "local" if source is None else "peer"
@@ -260,6 +264,20 @@ class Restore:
             asked.whole = {frame for frame in asked.whole if wanted[frame] == 1}
             self._send(asked, set(asked.left))
             self._finish(asked)
+        if self._said is None:
+            self._said = self._progress.count
+            self._later(SAY_S, self._say_moving)
+
+    def _say_moving(self) -> None:
+        """A rank whose turn has not come waits as long as others get what they asked for."""
+        said, self._said = self._said, None
+        if self._closed or not self._asked:
+            return
+        self._said = self._progress.count
+        if self._said != said:
+            for asked in self._asked.values():
+                asked.receiver.send({"t": "moving"})
+        self._later(SAY_S, self._say_moving)
 
     def _send(self, asked: Asked, frames: set[int]) -> None:
         """Each from the nearest source that may have it right."""
@@ -470,6 +488,7 @@ class Restore:
         """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
         if self._window is None:
             return
+        self._progress.moved()
         self._cells[offset] = Cell(source, frames)
         for frame in frames:
             self._in_window[frame] = offset
@@ -522,13 +541,16 @@ class Restore:
 
     def _fail(self, asked: Asked, message: str, error: object = None) -> None:
         if self._asked.get(id(asked.receiver)) is asked:
+            kind = kind_of(error)
+            if kind == DamagedData.kind and self._peers is not None and self._peers.unreached & asked.left:
+                kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
             self.drop(asked.receiver)
             fields = {
                 "t": "fetched",
                 "ok": False,
                 "message": message[:4000],
                 "sources": asked.sources,
-                "kind": _kind(error),
+                "kind": kind,
             }
             asked.receiver.send(fields)
 
@@ -538,13 +560,13 @@ class Restore:
             asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
 
 
-def _kind(error: object) -> str:
+def kind_of(error: object) -> str:
     """Of what ended a fetch: only what is "damaged" is struck out, and for all that this agent restores later."""
     if isinstance(error, StorageError) and not isinstance(error, NotFound):
-        return "storage"
+        return StorageError.kind
     if isinstance(error, NewerFormat):
         return NewerFormat.kind
-    return "agent" if isinstance(error, AgentError | OSError | MemoryError) else "damaged"
+    return AgentError.kind if isinstance(error, AgentError | OSError | MemoryError) else DamagedData.kind
 
 
 def frames_asked(message: Message) -> tuple[list[int], list[int]]:

@@ -24,7 +24,7 @@ from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Word
 from ckpt.agent.fanout import FanOut
-from ckpt.agent.fetch import Near, Restore, frames_asked
+from ckpt.agent.fetch import Near, Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import MemoryPlan, Taken
 from ckpt.agent.moving import Moving
@@ -42,7 +42,7 @@ from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide, options_from
 from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, NotLed
+from ckpt.errors import AgentError, CkptError, NotLed
 from ckpt.events import Event
 from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.types import Epoch, Identity
@@ -380,10 +380,12 @@ class Following:
             return
         waiting, self._fetching = self._fetching, []
         self._end_restore()
+        kind = AgentError.kind  # what nobody could look at may be as good as any
         if answer is not None:
             try:
                 self._restore = self._restore_from(identity, answer)
             except Exception as exc:  # whatever it may have sent: ranks wait for this
+                kind = kind_of(exc) if isinstance(exc, CkptError) else kind
                 error = f"the coordinator's word on {identity} cannot be read: {exc!r:.500}"
         for peer, wanted, asked in waiting:
             if wanted != identity:
@@ -392,7 +394,7 @@ class Following:
                 self._restore.request(peer, *asked)
             else:
                 text = f"where {identity} is to be had is not known: {error}"
-                peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": "damaged"})
+                peer.send({"t": "fetched", "ok": False, "message": text, "sources": {}, "kind": kind})
         if self._fetching:
             self._ask_where(self._fetching[0][1])
 

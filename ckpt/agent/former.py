@@ -50,7 +50,8 @@ def ask_former(
     later: Callable[[float, Callable[[], None]], None],
 ) -> None:
     """Asks what they hold, unless the newest epoch lies in the memory of those that take part. `start.former`: those
-    that answer in time. `guard`: runs what follows while that start is under way."""
+    that were asked, and so do nothing until they hear the outcome. `guard`: runs what follows while that start is under
+    way."""
     view, complete = start.view, start.inventory.complete()
     if view is None or any(identity.epoch == view.newest_epoch for identity in complete):
         return
@@ -66,6 +67,7 @@ def _ask(network: Network, start: Start, node: NodeAt, guard: Callable[[Callable
         if error:
             answered(None, error)
         else:
+            start.former.append(node)
             network.ask(node.name, {"t": "look"}, (), lambda *found: guard(lambda: answered(*found)))
 
     def answered(answer: Message | None, error: str) -> None:
@@ -77,7 +79,6 @@ def _ask(network: Network, start: Start, node: NodeAt, guard: Callable[[Callable
                 log.info("agent %s of an earlier start cannot be asked what it holds: %s", node.name, error)
                 return
             start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
-            start.former.append(node)
         except Exception as exc:  # whatever it may have sent: a start waits for this
             log.warning("what agent %s of an earlier start says it holds cannot be read: %r", node.name, exc)
 

@@ -16,13 +16,14 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from ckpt.agent.bulk import told
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.pulling import pull
 from ckpt.agent.straight import Receiver, Straight
 from ckpt.agent.window import Window
-from ckpt.errors import CkptError
+from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
@@ -59,6 +60,8 @@ class PeerFrames:
         self._wanted: set[int] = set()  # fetched, or to be
         self._waiting: dict[Line, collections.deque[int]] = {}  # of these: to be fetched once there are cells
         self._fetches: dict[Fetch, Line] = {}
+        self.unreached: set[int] = set()  # which a node may have all the same that did not give them
+        self._gone: set[str] = set()  # asked last: they may only have been cut off
         self._closed = False
         self.straight = Straight(self._post)
 
@@ -93,9 +96,10 @@ class PeerFrames:
     def source_gone(self, name: str) -> None:
         """That agent is not connected any more: what another holds, too, is not waited for from there for as long as a
         transfer would. What nobody else holds is: it may only have been cut off."""
+        self._gone.add(name)
         self.straight.source_gone(name)
         for line in [line for line in self._waiting if line[1][0] == name and len(line[1]) > 1]:
-            self._elsewhere(line, list(self._waiting.pop(line)), f"agent {name} is gone")
+            self._elsewhere(line, list(self._waiting.pop(line)), AgentError(f"agent {name} is gone"))
         for fetch in [fetch for fetch, (_, held) in self._fetches.items() if held[0] == name and len(held) > 1]:
             fetch.cancel()
         self.pump()
@@ -115,7 +119,8 @@ class PeerFrames:
         return self._network.transport.stream(node.name, self._network.addresses(node), name, numbers)
 
     def _holders(self, rank: int) -> tuple[str, ...]:
-        return tuple(name for name in self._places.holders.get(rank, ()) if name in self._nodes)
+        known = [name for name in self._places.holders.get(rank, ()) if name in self._nodes]
+        return tuple(sorted(known, key=self._gone.__contains__))
 
     def _busy(self) -> collections.Counter[str]:
         """Transfers that are on their way, by holder."""
@@ -128,8 +133,10 @@ class PeerFrames:
         self._wanted.difference_update(frames)
         self.lacking(frames, why)
 
-    def _elsewhere(self, line: Line, frames: list[int], why: str) -> None:
-        self._wait((line[0], line[1][1:]), frames, why)
+    def _elsewhere(self, line: Line, frames: list[int], error: BaseException | None) -> None:
+        if not isinstance(error, DamagedData):
+            self.unreached.update(frames)
+        self._wait((line[0], line[1][1:]), frames, told(error))
 
     def _begin(self, line: Line) -> bool:
         """One more transfer of what waits there; whether there is, or others are asked for it now."""
@@ -156,7 +163,7 @@ class PeerFrames:
                 self._ended,
             )
         except (CkptError, OSError) as exc:
-            self._elsewhere(line, list(cells), str(exc))
+            self._elsewhere(line, list(cells), exc)
             return True
         self._fetches[fetch] = line
         return True
@@ -166,12 +173,12 @@ class PeerFrames:
             self._wanted.discard(frame)
             self.landed(frame, cell)
 
-    def _ended(self, fetch: Fetch, left: list[int], error: str) -> None:
+    def _ended(self, fetch: Fetch, left: list[int], error: BaseException | None) -> None:
         line = self._fetches.pop(fetch)
         if self._closed:
             return
         if left:
-            log.warning("frames of rank %d of %s: %s", line[0], self._places.identity, error)
+            log.warning("frames of rank %d of %s: %s", line[0], self._places.identity, told(error))
             self._elsewhere(line, left, error)
         self.pump()
 

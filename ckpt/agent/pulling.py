@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.bulk import failure
 from ckpt.agent.peers.transport import Fetch, Frames
 from ckpt.agent.window import Window
 from ckpt.errors import CkptError
@@ -29,7 +28,7 @@ def pull(
     cells: Mapping[int, int],
     offered: npt.NDArray[np.int64],
     landed: Callable[[int, int], None],
-    ended: Callable[[Fetch, list[int], str], None],
+    ended: Callable[[Fetch, list[int], BaseException | None], None],
 ) -> Fetch:
     """Begins a transfer of frames that `node` offers as `name`. `cells`: by frame, the offset of the cell of `window`
     that it comes to. `offered`: all frames of the offer, ascending. `landed(frame, cell)`: it is there and right,
@@ -44,7 +43,7 @@ def pull(
     def has_ended(done: Future[None]) -> None:
         for cell in left.values():
             window.release(cell)
-        ended(fetch, list(left), failure(done))
+        ended(fetch, list(left), done.exception())
 
     try:
         fetch = network.transport.fetch(

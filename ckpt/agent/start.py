@@ -28,7 +28,7 @@ class Start:
     what they and this node do; `gathered`: what was put together of that; `failed`: what could not be, and why.
     `listed`: whether the store was asked what it holds; `view`: what it said, None where it did not answer. `job`: once
     its epoch is begun. `told_of_loss`: of a newer checkpoint than what was chosen.
-    `former`: nodes of earlier starts that have no part in this one and have said what they hold.
+    `former`: nodes of earlier starts that have no part in this one and were asked what they hold.
     `told`: the blobs of the answer to where the candidate's frames are. `part`: where memory has some of a candidate
     that is read from the store."""
 

@@ -26,6 +26,7 @@ from ckpt.errors import CkptError
 log = logging.getLogger("ckpt")
 
 STREAMS = 2  # at a time from one holder: as many as a transfer has connections
+RANK_STREAMS = 3  # at a time to one rank, which has a thread for each, and one for what comes by the window
 SHARE_MIN = 8  # frames: fewer are not divided among connections
 
 
@@ -76,9 +77,11 @@ class Straight:
             self._by_frame.update(((frame, id(receiver)), stream) for frame in part)
 
     def pump(self) -> None:
-        """Begins what waits, as far as its holder has not enough to give."""
+        """Begins what waits, as far as its holder has not enough to give, and its rank not enough to take."""
         while (stream := self._next()) is not None:
             self._waiting.remove(stream)
+            served = stream.receiver
+            self._waiting = collections.deque(sorted(self._waiting, key=lambda each: each.receiver is served))
             self._begin(stream)
 
     def has_come(self, frame: int, receiver: Receiver) -> bool:
@@ -122,8 +125,13 @@ class Straight:
     # -- inside
 
     def _next(self) -> Stream | None:
+        """Of a rank that gets the least now, and got something longest ago: none waits until others have all theirs."""
         busy = collections.Counter(stream.holder for stream in self._open.values())
-        return next((stream for stream in self._waiting if busy[stream.holder] < STREAMS), None)
+        gets = collections.Counter(id(stream.receiver) for stream in self._open.values())
+        able = [
+            each for each in self._waiting if busy[each.holder] < STREAMS and gets[id(each.receiver)] < RANK_STREAMS
+        ]
+        return min(able, key=lambda stream: gets[id(stream.receiver)], default=None)
 
     def _begin(self, stream: Stream) -> None:
         number = next(self._numbers)

@@ -22,6 +22,7 @@ import numpy as np
 from ckpt.agent.arena import Arena
 from ckpt.agent.peers.limit import PIECE_BYTES
 from ckpt.agent.peers.sockets import Receiver, cut
+from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher
 from ckpt.tasks import Tasks
@@ -30,7 +31,7 @@ from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
 
-SILENCE_S = 600.0  # how long the agent may deliver nothing; its own store operations give up long before
+SILENCE_S = 600.0  # without a frame or a word that others get theirs; the store's operations give up long before
 BATCH_BYTES = 16 << 20  # per job of a copying thread: each ends with a message to the agent
 
 STALL_S = 30.0  # in which a connection moves something, or is given up
@@ -103,7 +104,7 @@ def fetch(
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
                 streams.append(sock)
                 begin(_receive, sock, number, coming, rooms, received)
-            else:
+            elif message.kind != "moving":
                 for job in jobs:
                     job.result()
                 if not message.fields["ok"]:
@@ -116,6 +117,10 @@ def fetch(
             cut(sock)
         for job in jobs:
             job.exception()
+        while not inbox.empty():  # nobody else ends what came with it
+            left = inbox.get()
+            if isinstance(left, Message):
+                left.close()
         # The kernel takes the pages out of our address space one by one: nobody has to wait for that.
         tasks.start("unmap", lambda: _close(regions))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from ckpt.agent.former import ask_former, former_nodes
+from ckpt.agent.holdings import Inventory
 from ckpt.agent.network import NodeAt
 from ckpt.agent.peers import secret
 from ckpt.agent.start import Start
@@ -17,6 +20,7 @@ from ckpt.store.lineage import Claim
 from ckpt.store.run import RunView
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.cluster import COPIED, Cluster
+from tests.agent.nodes.staged import Net
 
 
 def newer_in_memory(cluster: Cluster, *spread: int) -> tuple[int, int]:
@@ -96,6 +100,32 @@ def test_nobody_is_asked_where_the_nodes_that_take_part_hold_the_newest_epoch(ne
     ask_former(Net(), start, lambda what: what(), lambda seconds, what: None)  # type: ignore[arg-type]
     assert asked == ([] if newest else ["b", "a"])
     assert start.silent == set(asked)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_was_asked_hears_the_outcome_also_where_the_answer_came_too_late(is_late: bool) -> None:
+    connected: list[Callable[[str], None]] = []
+
+    class Asking(Net):
+        run = "r"
+
+        def connect(self, node: NodeAt, then: Callable[[str], None]) -> None:
+            connected.append(then)
+
+    net = Asking(me="me")
+    start = Start(None, 1, "l", 1, False)  # type: ignore[arg-type]
+    start.view = RunView((claim(2, "r", "a"),), frozenset(), (), {}, frozenset(), {})
+    timers: list[Callable[[], None]] = []
+    ask_former(net, start, lambda what: what(), lambda seconds, what: timers.append(what))  # type: ignore[arg-type]
+    assert start.former == []
+    connected[0]("")
+    if is_late:
+        timers[0]()
+    theirs = Inventory()
+    theirs.add_epoch(None, at(2), 5)
+    net.asked[0].answer({}, [msgpack.packb(theirs.fields())])
+    assert [node.name for node in start.former] == ["a"], "or it would do nothing for as long as this agent lives"
+    assert start.inventory.steps == ({} if is_late else {at(2): 5})
 
 
 def test_who_knows_another_secret_learns_nothing_and_starts_from_the_store(cluster: Cluster) -> None:

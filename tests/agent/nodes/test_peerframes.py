@@ -14,7 +14,7 @@ from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peerframes import IN_FLIGHT, PeerFrames
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, DamagedData
 from tests.agent.nodes.staged import FRAME_BYTES, Net, Turned, identity, staged
 from tests.agent.receiver import Rank
 
@@ -42,6 +42,7 @@ class Carrier:
         self.offers = {rank: places.frames(rank, manifest).places() for rank in arenas}
         self.coming: list[tuple[str, int, Coming]] = []
         self.fetched: list[int] = []  # bytes of each transfer
+        self.asked: list[str] = []  # and of whom
         self.broken: set[str] = set()  # of these agents nothing comes
 
     def fetch(
@@ -58,6 +59,7 @@ class Carrier:
         numbers: list[int],
     ) -> Coming:
         assert urgent
+        self.asked.append(peer)
         if peer in self.broken:
             raise AgentError("it is gone")
         made = Coming(target, frames, numbers, landed)
@@ -93,7 +95,8 @@ class Start:
         network = cast(Network, Net(transport=self.carrier))
         nodes = [NodeAt(name, (), ()) for name in {name for each in holders for name in each}]
         self.peers = PeerFrames(places, made.manifest, network, nodes, turned.post)
-        later = lambda delay_s, what: None  # noqa: E731
+        self.timers: list[Callable[[], None]] = []
+        later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
         services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
         self.restore = Restore(STEP, made.manifest, count, None, None, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
@@ -109,6 +112,13 @@ class Start:
         over = lambda: all(rank.outcome for rank in self.ranks)  # noqa: E731
         while not over():
             self.turned.until(lambda: bool(self.carrier.coming) or over())
+            if self.carrier.coming:
+                self.carrier.come()
+
+    def end_of(self, rank: Rank) -> None:
+        """As `end`, for one of them."""
+        while not rank.outcome:
+            self.turned.until(lambda: bool(self.carrier.coming) or bool(rank.outcome))
             if self.carrier.coming:
                 self.carrier.come()
 
@@ -258,3 +268,66 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     start.carrier.coming = stuck
     start.end()
     assert rank.got == start.bytes_of
+
+
+def test_ranks_hear_that_it_goes_on_only_while_something_comes(begin: Callable[..., Start]) -> None:
+    start = begin(2, ("a",))
+    heard: list[str] = []
+    start.ranks[1].send = lambda fields, fds=(): heard.append(fields["t"])  # type: ignore[method-assign]
+    for rank, frames in zip(start.ranks, (start.frames, start.frames[-1:]), strict=True):
+        start.restore.request(rank, frames)
+
+    def a_while() -> None:
+        due, start.timers[:] = list(start.timers), []
+        for what in due:
+            what()
+
+    a_while()
+    assert heard == []
+    start.carrier.come()
+    start.turned.until(lambda: start.ranks[0].got)
+    a_while()
+    assert heard[-1] == "moving"
+    before = list(heard)
+    a_while()
+    assert heard == before, "nothing has come since"
+    start.end_of(start.ranks[0])
+    start.restore.got(start.ranks[1], start.frames[-1:], [])
+    a_while()
+    assert not start.timers, "nobody waits any more"
+
+
+@pytest.mark.parametrize("other", ["alone", "refused", "wrong"])
+def test_what_is_not_had_while_a_node_that_has_it_is_out_of_reach_is_not_called_damaged(
+    other: str, begin: Callable[..., Start]
+) -> None:
+    start = begin(1, ("a",) if other == "alone" else ("a", "b"))
+    start.restore.request(start.ranks[0], start.frames)
+    start.carrier.broken = {"a", "b"} - {"b" if other == "wrong" else ""}
+
+    def end() -> bool:
+        for peer, _, each in start.carrier.coming:
+            each.done.set_exception(AgentError("nothing came") if peer == "a" else DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        return start.ranks[0].outcome is not None
+
+    start.turned.until(end)
+    outcome = start.ranks[0].outcome
+    assert outcome is not None
+    assert outcome["kind"] == "agent", "or it would be struck out, and what is older taken for the newest"
+    assert "could not be reached" in outcome["message"]
+
+
+def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[..., Start]) -> None:
+    start = begin(1, ("a", "b"))
+    start.restore.request(start.ranks[0], start.frames)
+
+    def end() -> bool:
+        for _, _, each in start.carrier.coming:
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        return start.ranks[0].outcome is not None
+
+    start.turned.until(end)
+    assert start.ranks[0].outcome is not None
+    assert start.ranks[0].outcome["kind"] == "damaged"

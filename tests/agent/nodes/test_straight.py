@@ -3,6 +3,7 @@ comes as all the rest does, and the bytes are the same. The ranks here are fetch
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.peers.transport import STREAM_FRAMES
-from ckpt.agent.straight import SHARE_MIN, STREAMS, Straight
+from ckpt.agent.straight import RANK_STREAMS, SHARE_MIN, STREAMS, Straight
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.frames import frame_hash
@@ -174,6 +175,7 @@ def test_what_does_not_come_straight_or_not_right_comes_through_the_window(
         turned.until(lambda: any(each.sock is not None for each in start.peers.straight._open.values()))
         start.restore.source_gone("a")
     start.end()
+    assert start.carrier.asked[0] == ("b" if how == "gone" else "a"), "who is gone is asked last"
     assert rank.error is None
     assert rank.has() == start.bytes_of
     assert rank.sources == {"peer": start.total}
@@ -217,6 +219,28 @@ def test_a_copy_that_raises_ends_the_fetch_at_once(begun: Callable[..., tuple[St
     rank = Trainer(start, set(), raises)
     start.end()
     assert isinstance(rank.error, ZeroDivisionError)
+
+
+def test_what_a_fetch_that_failed_has_not_read_yet_is_closed() -> None:
+    fds = [os.memfd_create("region") for _ in range(2)]
+
+    class Link:
+        fetching: queue.SimpleQueue[Any] | None = None
+        connection: Any = None
+
+        def request(self, kind: str, fields: dict[str, Any], blobs: list[bytes]) -> None:
+            assert self.fetching is not None
+            self.fetching.put(Message({"t": "fetched", "ok": False, "kind": "agent", "message": "no"}, [], []))
+            for number, fd in enumerate(fds):
+                self.fetching.put(Message({"t": "region", "region": number}, [fd], []))
+
+    link = Link()
+    link.connection = link
+    with Tasks("trainer") as tasks, pytest.raises(AgentError):
+        fetch(cast(Any, link), tasks, STEP, [0], lambda frame, raw: True)
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 class Opened:
@@ -264,6 +288,21 @@ def test_who_asks_for_other_streams_when_one_is_given_back_changes_nothing_of_th
     assert sorted([*each.left, *begun]) == list(range(count)), "of the other, which was dropped, nothing is given back"
     assert not straight._waiting
     assert not other.futures
+
+
+def test_ranks_take_turns_and_none_gets_more_streams_than_it_can_read() -> None:
+    straight, ranks = Straight(lambda what: what()), [Opened() for _ in range(3)]
+    count = STREAM_FRAMES * 4
+    for rank in ranks:
+        straight.add(rank, "b", list(range(count)), rank.open, rank.left.extend)
+    straight.pump()
+    assert [len(rank.futures) for rank in ranks] == [1, 1, 0], "of one that holds all, one each"
+    ranks[0].futures[0][1].set_exception(AgentError("no"))
+    assert [len(rank.futures) for rank in ranks] == [1, 1, 1]
+    for holder in "cdef":
+        straight.add(ranks[0], holder, list(range(count, 2 * count)), ranks[0].open, ranks[0].left.extend)
+    straight.pump()
+    assert len(ranks[0].futures) == 1 + RANK_STREAMS
 
 
 def test_few_frames_are_not_divided_among_connections() -> None:
