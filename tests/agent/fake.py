@@ -23,7 +23,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.nodelist import encode_nodes, leader_of
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError, from_kind
 from ckpt.format import values
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.format.frames import frame_hash
@@ -192,7 +192,7 @@ class FakeRank:
         page.close()
 
     def restore(self, decision: wire.Message) -> Identity | None:
-        """Fetches the candidate into the tensors. Errors: AgentError; CkptError when no source has a frame."""
+        """Fetches the candidate into the tensors. Errors: AgentError; DamagedData when no source has a frame."""
         candidate = decision.fields["candidate"]
         self.parent, self.ancestors = decision.fields["parent"], list(decision.fields["ancestors"])
         if candidate is None:
@@ -252,7 +252,7 @@ class FakeRank:
                     for level, count in message.fields["sources"].items():
                         self.fetched[level] = self.fetched.get(level, 0) + count
                     if not message.fields["ok"]:
-                        raise CkptError(message.fields["message"])
+                        raise from_kind(message.fields["kind"], message.fields["message"])
                     return
         finally:
             for arena in regions.values():

@@ -13,11 +13,12 @@ import pytest
 
 from ckpt.agent.facts import UNKEPT
 from ckpt.agent.peers import secret
-from ckpt.errors import CkptError
+from ckpt.errors import AgentError, CkptError
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.nodes.test_former import allow_reading, newer_in_memory
 from tests.agent.nodes.test_kills import await_level, busy
 
 KILLS = int(os.environ.get("CKPT_NODE_KILLS", "6"))
@@ -62,6 +63,26 @@ def test_when_the_trainers_node_is_lost_its_state_comes_back_from_there_onto_any
     assert decision.fields["candidate"]["level"] == "peer"
     assert set(lent.fetched()) == {"peer"}
     assert lent.checkpoint("peer") > step
+
+
+def test_a_memory_only_node_that_stops_in_the_middle_of_a_restore_costs_that_start_and_nothing_that_it_has(
+    lent: Cluster,
+) -> None:
+    _, step = newer_in_memory(lent, 0)
+    lent.kill(0)
+    allow_reading(lent)
+    lent.connect(1, launch="another")
+    decision = lent.job[0].begin()
+    lent.job[0].join(decision.fields["epoch"])
+    assert decision.fields["candidate"]["step"] == step
+    os.kill(lent.lending[0].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AgentError, match="could not be reached"):
+            lent.job[0].restore(decision)
+    finally:
+        os.kill(lent.lending[0].pid, signal.SIGCONT)
+    lent.hang_up()
+    assert lent.start(1, launch="a third").fields["candidate"]["step"] == step == lent.job[0].step
 
 
 def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_there(
