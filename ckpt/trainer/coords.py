@@ -96,6 +96,11 @@ def coordinate(state: dict[str, Any], rank: int, world: int, mesh: Any = None) -
         found = _in_mesh(candidate, world)
         if found is not None:
             return found
+    return by_rank(rank, world)
+
+
+def by_rank(rank: int, world: int) -> Coordinate:
+    """Where nothing is known of a mesh."""
     return Coordinate((Axis("rank", rank, world),))
 
 
@@ -106,7 +111,7 @@ def _in_mesh(mesh: Any, world: int) -> Coordinate | None:
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     axes = tuple(Axis(n, int(i), int(s)) for n, i, s in zip(names, at, mesh.shape, strict=True) if s > 1)
     if not axes or (len(axes) == 1 and axes[0].name not in SAME_DATA):
-        return Coordinate((Axis("rank", axes[0].index if axes else 0, world),))
+        return by_rank(axes[0].index if axes else 0, world)
     return Coordinate(axes)
 
 

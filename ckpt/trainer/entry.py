@@ -28,7 +28,7 @@ from ckpt.settings import Settings, store_environment
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, restore
 from ckpt.trainer.asked import Asked
-from ckpt.trainer.coords import Coordinate
+from ckpt.trainer.coords import Coordinate, by_rank
 from ckpt.trainer.coords import coordinate as find_coordinate
 from ckpt.trainer.initial import load_weights
 from ckpt.trainer.link import Terms
@@ -99,7 +99,7 @@ def enter(
 ) -> tuple[Saver, Found]:
     """Runs on every rank. Errors: those of ckpt.Checkpointer, on all ranks."""
     group = collective.open_group(asked.process_group)
-    coordinate = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+    coordinate = _agree_on_coordinate(group, asked, events)
     saver = collective.together(
         group, lambda: _prepare(asked, settings, tasks, events, receipt, stack, coordinate, group.world > 1)
     )
@@ -166,6 +166,29 @@ def _join_and_restore(
     if not is_told and (found.identity is not None or asked.init is not None):
         saver.doubt()  # the agent knows what was there before
     return found
+
+
+def _agree_on_coordinate(group: collective.Group, asked: Asked, events: Events) -> Coordinate:
+    """This rank's, in the mesh that all ranks are in. Each finds one in its own part of the state: where these are not
+    the same (a pipeline of which one stage is sharded), the ranks are told apart by their numbers, at each start.
+
+    Errors: UsageError where a mesh was given."""
+    mine = collective.together(group, lambda: find_coordinate(asked.state, group.rank, group.world, asked.mesh))
+    said = [msgpack.unpackb(each) for each in group.gather(msgpack.packb([mine.mesh, asked.mesh is not None]))]
+    other = next((rank for rank, (mesh, _) in enumerate(said) if mesh != said[0][0]), None)
+    if other is None:
+        return mine
+    differ = f"rank 0 stands in the mesh {_shown(said[0][0])}, rank {other} in {_shown(said[other][0])}"
+    if any(is_given for _, is_given in said):
+        raise UsageError(f"{differ}: give mesh= to all ranks, and the same one")
+    if group.rank == 0:
+        text = f"{differ}, by their parts of the state; ranks are told apart by number: give mesh= to name their axes"
+        events.emit("mesh.differs", f"ckpt: {text}", loud=True, rank=other)
+    return by_rank(group.rank, group.world)
+
+
+def _shown(mesh: list[Any]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh)
 
 
 def _prepare(

@@ -129,6 +129,15 @@ def test_a_loader_that_cannot_be_divided_anew_is_an_error_that_says_the_choices(
     assert "loader" in saw(together.another_world)[0]["anew"]["said"][0]
 
 
+def test_ranks_that_find_different_meshes_are_told_apart_by_number_at_each_start(saw: Saw) -> None:
+    for rank, each in enumerate(saw(together.stages_of_which_one_is_sharded)):
+        assert each["step"] == 1
+        assert each["own"] == [float(rank)] * 4
+        assert each["as_before"]
+        assert each["told"] == (2 if rank == 0 else 0)
+        assert "give mesh= to all ranks" in each["error"]
+
+
 def test_no_step_of_any_rank_waits_for_an_agent_that_is_gone(saw: Saw) -> None:
     for rank, each in enumerate(saw(together.agent_that_dies)):
         assert each.pop("slowest_s") < 5.0, "a step waited for another agent, which nobody could start"

@@ -311,6 +311,41 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
     }
 
 
+def stages_of_which_one_is_sharded(job: Job) -> dict[str, Any]:
+    """Half of the ranks find a mesh in their part of the state, the others find none; then they start again."""
+    url, r = job.folder / "stages", job.rank
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    seen, drawn = Seen(), []
+    for attempt in range(2):
+        stage = nn.Sequential()
+        stage.add_module(f"layer{r // 2}", nn.Linear(8, 8))
+        if r < 2:
+            fully_shard(stage, mesh=mesh["dp"])
+        torch.manual_seed(100 * attempt + r)
+        own = torch.full((4,), float(r) if attempt == 0 else -1.0)
+        with ckpt.Checkpointer(url, {"stage": stage, "own": own}, policy=LATER, sinks=(seen,)) as ck:
+            if attempt == 0:
+                ck.step()
+            else:
+                drawn.append(torch.rand(3).tolist())
+        if attempt == 0:
+            drawn.append(torch.rand(3).tolist())
+    job.ended(url)
+    error = ""
+    try:
+        with ckpt.Checkpointer(job.folder / "unnamed", {"stage": stage}, mesh=mesh if r < 2 else None):
+            pass
+    except ckpt.UsageError as exc:
+        error = str(exc)
+    return {
+        "step": ck.restored.step,
+        "own": own.tolist(),
+        "as_before": drawn[0] == drawn[1],
+        "told": len(seen.named("mesh.differs")),
+        "error": error,
+    }
+
+
 def refused_before_the_agent_died(job: Job) -> dict[str, Any]:
     """Two ranks are refused a save, and go on; the agent dies; the others come to it."""
     url, r, seen = job.folder / "refused", job.rank, Seen()
@@ -352,6 +387,7 @@ CHECKS = (
     change_on_one_rank,
     another_world,
     agent_that_dies,
+    stages_of_which_one_is_sharded,
     refused_before_the_agent_died,
 )
 
