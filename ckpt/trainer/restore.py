@@ -136,10 +136,11 @@ def check_match(
     identity: Identity,
     overwritten: Overwritten,
 ) -> None:
-    """What is only in the checkpoint is extra where no rank wants it. Errors: StateMismatch names all differences; or
+    """What is only in the checkpoint is extra where no rank wants it, and none of those that could have it. Errors: StateMismatch names all differences; or
     what this candidate would leave as one that failed has left it, be that on one rank only."""
     mine = {
         "extra": list(targets.extra),
+        "own": list(targets.own_extra),
         "lines": list(targets.mismatch.lines),
         "beside": overwritten.beside(targets),
         "spoilt": overwritten.names,
@@ -153,6 +154,8 @@ def check_match(
     extra = sorted(set.intersection(*(set(each["extra"]) for each in every)))
     lines = [line for line in any_of("lines") if not line.startswith(ONLY)]
     lines += [f"{ONLY}{name}" for name in extra]
+    own = {name: rank for rank, each in reversed(list(enumerate(every))) for name in each["own"]}
+    lines += [f"{ONLY}{name} of rank {rank}" for name, rank in sorted(own.items()) if name not in extra]
     beside, spoilt, firsts = any_of("beside"), any_of("spoilt"), any_of("firsts")
     more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
     text = "; ".join(lines[:LINES_MAX]) + more

@@ -36,7 +36,8 @@ HOST_STATE = frozenset({"step", "mu_product"})
 class Targets:
     """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`: what
     does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
-    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out. `dropped`:
+    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out; and `own_extra`,
+    which only this rank could have back. `dropped`:
     generators of the process that were saved, and that this one has not (CUDA's, before CUDA is used). `firsts`: paths
     of this state whose values differed between the ranks that saved, where the first rank's are taken."""
 
@@ -44,6 +45,7 @@ class Targets:
     tensors: list[torch.Tensor]
     mismatch: Mismatch
     extra: tuple[str, ...]
+    own_extra: tuple[str, ...]
     dropped: tuple[str, ...]
     firsts: tuple[str, ...]
     _installs: list[Callable[[], None]]
@@ -101,7 +103,8 @@ def plan_targets(
     dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
     mismatch = wants.mismatch(extra if alone else ())
     firsts = tuple(sorted(path for path in differing if any(_is_in(path, node.path) for node in scan.nodes)))
-    return Targets(wants.wants, wants.tensors, mismatch, extra, dropped, firsts, wants.installs)
+    filled = wants.wants, wants.tensors
+    return Targets(*filled, mismatch, extra, tuple(wants.unused_own()), dropped, firsts, wants.installs)
 
 
 def _is_in(path: str, node: str) -> bool:

@@ -91,6 +91,10 @@ class Wants:
         names = {n for n, owner in self.specs if self.coordinate is None or owner.partition("@")[0] in mine}
         return sorted(names - self.used)
 
+    def unused_own(self) -> list[str]:
+        """Of `unused`, what only this rank could have back."""
+        return [name for name in self.unused() if self.coordinate is not None and (name, "") not in self.specs]
+
     def mismatch(self, extra: Sequence[str]) -> Mismatch:
         for name in extra:
             self.differ("extra", name, f"{ONLY}{name}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import StateMismatch
@@ -18,7 +19,9 @@ from ckpt.plan.reshard import cuts
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.trainer.asked import Asked, make_options
 from ckpt.trainer.restore import Overwritten, check_match
+from ckpt.trainer.walk import StateWalker
 from ckpt.types import Epoch, Identity, Tick
+from tests.trainer.test_targets import on, save_on
 
 WORLD = 2
 OLDER = Identity(Epoch(1, "0" * 16), Tick(2))
@@ -81,6 +84,26 @@ def test_what_was_overwritten_on_one_rank_is_an_error_on_all(strict: bool) -> No
     assert first == second
     assert "A newer one was tried before and is damaged: a now" in first
     assert "Nothing was changed" not in first
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_one_rank_saved_as_its_own_and_has_no_place_for_is_named_whatever_the_others_hold(lost: int) -> None:
+    mesh = {"rank": WORLD}
+    saved = save_on(mesh, [{"m": nn.ParameterDict({"t": torch.full((3,), float(rank))})} for rank in range(WORLD)])
+    said, barrier = [b""] * WORLD, threading.Barrier(WORLD)
+
+    def enter(rank: int) -> str:
+        held = nn.ParameterDict({} if rank == lost else {"t": torch.zeros(3)})
+        walker = StateWalker({"m": held}, on(mesh, rank), False)
+        group, targets = Threads(rank, said, barrier), rt.plan(walker, saved)
+        with pytest.raises(StateMismatch) as found:
+            check_match(group, targets, asked(True), Events(), OLDER, Overwritten(walker))
+        return str(found.value)
+
+    with ThreadPoolExecutor(WORLD) as ranks:
+        first, second = ranks.map(enter, range(WORLD))
+    assert first == second
+    assert f"only in the checkpoint: m.t of rank {lost}. " in first
 
 
 def test_only_tensors_of_which_a_frame_came_count_and_only_where_they_stay() -> None:
