@@ -18,9 +18,10 @@ from ckpt.errors import UsageError
 from ckpt.trainer.names import modules
 from ckpt.trainer.shard import Shard, is_dtensor
 
-# Axes along which ranks work on the same data. Every other axis counts as data-parallel: taking too many axes for
-# data-parallel keeps more positions than are needed, taking too few would lose some.
-SAME_DATA = frozenset({"tp", "pp", "cp", "sp", "mp", "tensor", "pipe", "pipeline", "context", "sequence", "model"})
+# Axes along which ranks work on the same data, in lower case. Every other axis counts as data-parallel: taking too many
+# axes for data-parallel keeps more positions than are needed, taking too few would lose some.
+_KINDS = "tensor", "pipeline", "context", "sequence", "model"
+SAME_DATA = frozenset({"tp", "pp", "cp", "sp", "mp", "pipe", "ulysses", *_KINDS, *(f"{k}_parallel" for k in _KINDS)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Axis:
     name: str
     index: int
     size: int
+
+    @property
+    def same_data(self) -> bool:
+        """Whether ranks along it work on the same data, by its name."""
+        return self.name.lower() in SAME_DATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Coordinate:
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        return tuple(a for a in self.axes if a.name not in SAME_DATA)
+        return tuple(a for a in self.axes if not a.same_data)
 
     @property
     def data(self) -> str:
@@ -110,7 +116,7 @@ def _in_mesh(mesh: Any, world: int) -> Coordinate | None:
         return None
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     axes = tuple(Axis(n, int(i), int(s)) for n, i, s in zip(names, at, mesh.shape, strict=True) if s > 1)
-    if not axes or (len(axes) == 1 and axes[0].name not in SAME_DATA):
+    if not axes or (len(axes) == 1 and not axes[0].same_data):
         return by_rank(axes[0].index if axes else 0, world)
     return Coordinate(axes)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import DamagedData
-from ckpt.trainer.coords import SAME_DATA, Axis, Coordinate
+from ckpt.trainer.coords import Axis, Coordinate
 from ckpt.trainer.saved import Own
 
 
@@ -121,7 +121,7 @@ def derive(name: str, saved: Mapping[tuple[Axis, ...], Mapping[str, Any]], here:
     part = [
         f"{axis.name}={axis.index}"
         for axis in here.axes
-        if len(set(digests.values())) > 1 and not equal.get(axis.name, axis.name in SAME_DATA)
+        if len(set(digests.values())) > 1 and not equal.get(axis.name, axis.same_data)
     ]
     material = repr((name, seed, step, ",".join(part))).encode()
     return int.from_bytes(hashlib.blake2b(material, digest_size=8).digest(), "big")

@@ -104,8 +104,12 @@ def _lacks(saved: Shared, scan: Scan, manifest: Manifest) -> bool:
             params = {param.name for line in scan.views[node.path].params for param in line}
             if held is None or not params <= held.home.keys():
                 return True
-        elif isinstance(node, (ObjectNode, DataNode)) and saved.kind_of(node.path) is None:
-            return True
+        elif isinstance(node, (ObjectNode, DataNode)):
+            kind = saved.kind_of(node.path)
+            if kind is None or (
+                isinstance(node, ObjectNode) and kind == "value" and saved.data[node.path].value is None
+            ):
+                return True
     return any(name not in names for name in scan.tensors)
 
 
@@ -136,8 +140,9 @@ def check_match(
     identity: Identity,
     overwritten: Overwritten,
 ) -> None:
-    """What is only in the checkpoint is extra where no rank wants it, and none of those that could have it. Errors: StateMismatch names all differences; or
-    what this candidate would leave as one that failed has left it, be that on one rank only."""
+    """What is only in the checkpoint is extra where no rank wants it, and none of those that could have it. Errors:
+    StateMismatch names all differences; or what this candidate would leave as one that failed has left it, be that on
+    one rank only."""
     mine = {
         "extra": list(targets.extra),
         "own": list(targets.own_extra),

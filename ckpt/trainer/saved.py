@@ -123,7 +123,8 @@ class Own:
 def merge_shared(trees: Sequence[Any]) -> Any:
     """One tree of several ranks' shared values that differ (pipeline stages hold different parameters, and so different
     optimizer state): what the first does not have comes from the next. Groups of an optimizer are joined where their
-    numbers and hyper-parameters are the same; else each stays a group of its own, for the parameters that it had.
+    numbers and hyper-parameters are the same; else each stays a group of its own, for the parameters that it had. Where
+    a rank has None for what is an object on another (a scheduler of the last stage), it is the object.
     Errors: DamagedData."""
     if not trees:
         raise DamagedData("the checkpoint has no values")
@@ -132,7 +133,7 @@ def merge_shared(trees: Sequence[Any]) -> Any:
     for tree in trees:
         aliases = {**_get(tree, "aliases", dict), **aliases}
         for path, body in _get(tree, "objects", dict).items():
-            if path not in objects:
+            if path not in objects or (_is_none(objects[path]) and _get(body, "kind", str) != "data"):
                 objects[path] = body
             elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
                 extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
@@ -149,8 +150,12 @@ def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
     known = {(path, part) for tree in before for path, part, _ in _parts(tree)}
     first: dict[tuple[str, str], bytes] = {}
     found: set[str] = set()
+    kinds = {(path, _get(body, "kind", str)) for tree in trees for path, body in _get(tree, "objects", dict).items()}
+    objects = {path for path, kind in kinds if kind != "data"}
     for tree in trees:
         for path, part, told in _parts(tree):
+            if path in objects and _is_none(_get(tree, "objects", dict).get(path)):
+                continue
             if (path, part) not in known and first.setdefault((path, part), told) != told:
                 found.add(path)
     return found
@@ -170,6 +175,15 @@ def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
                     yield join(path, "param_groups", number), name, told
         else:
             yield path, "", _told(body)
+
+
+def _is_none(body: Any) -> bool:
+    return body is not None and _get(body, "kind", str) == "data" and _get(body, "value", object) is None
+
+
+def is_other(one: Any, another: Any) -> bool:
+    """Whether two stored values differ."""
+    return one is not another and values.encode(one) != values.encode(another)
 
 
 def _told(body: Any) -> bytes:

@@ -23,7 +23,7 @@ from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
-from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared
+from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, is_other
 from ckpt.trainer.shard import Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
@@ -34,12 +34,12 @@ HOST_STATE = frozenset({"step", "mu_product"})
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`: what
-    does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold another
-    part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out; and `own_extra`,
-    which only this rank could have back. `dropped`:
-    generators of the process that were saved, and that this one has not (CUDA's, before CUDA is used). `firsts`: paths
-    of this state whose values differed between the ranks that saved, where the first rank's are taken."""
+    """`wants[i]` is a box, `tensors[i]` the local tensor that it is to be filled into (see Filler). `mismatch`:
+    what does not fit. `extra`: names only in the checkpoint, as this rank sees it. Of several ranks, each may hold
+    another part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out;
+    and `own_extra`, which only this rank could have back. `dropped`: generators of the process that were saved, and
+    that this one has not (CUDA's, before CUDA is used). `firsts`: paths of this state whose values differed between
+    the ranks that saved, where the first rank's are taken."""
 
     wants: list[Want]
     tensors: list[torch.Tensor]
@@ -178,7 +178,8 @@ class _Plan:
         objects, except where one has two names here and the checkpoint has two tensors."""
         saved = self.saved.data.get(node.path)
         if saved is None:
-            self.other_kind(node.path, "value")
+            if not self.is_others(node):
+                self.other_kind(node.path, "value")
             return
         live = {name: (path, t) for path, name, t in trees.named(node.path, trees.split(node.value, node.path)[1])}
         made: list[tuple[trees.Path, Any]] = []
@@ -195,8 +196,10 @@ class _Plan:
             else:
                 self.wants.fill(name, pieces)
                 made.append((path, tensor))
+        elsewhere = []  # in the tree of another rank: each has other names here
         for name, (path, tensor) in live.items():
-            self.wants.missing(name)
+            if self.wants.fill(name, self.scan.tensors[self.scan.aliases.get(name, name)][1]):
+                elsewhere.append((path, tensor))
             made.append((path, tensor))
 
         def install() -> None:
@@ -204,9 +207,15 @@ class _Plan:
             for path, tensor in made:
                 if tensor is not None and trees.has(value, path):
                     value = trees.merge(value, [(path, tensor)])
+            for path, tensor in elsewhere:
+                trees.plant(value, path, tensor)
             node.put(trees.settle(node.value, value))
 
         self.wants.installs.append(install)
+
+    def is_others(self, node: DataNode) -> bool:
+        """Whether this rank has nothing where others have an object: a scheduler of the last stage."""
+        return node.value is None and self.saved.kind_of(node.path) not in (None, "value")
 
     def part(self, name: str, live: Any) -> torch.Tensor | None:
         """A tensor of its own instead of the live one, which is another's too. What is tied in the checkpoint stays
@@ -226,7 +235,16 @@ class _Plan:
 
     def loader(self, node: LoaderNode, own: Own | None, others: Sequence[Own], strict: bool) -> None:
         here, loader, path = self.walker.coordinate, node.value, node.path
-        saved = {rank.data_rank: rank for rank in (*others, *([own] if own else [])) if path in rank.loaders}
+        saved: dict[int, Own] = {}
+        for rank in (*others, *([own] if own else [])):
+            first = saved.setdefault(rank.data_rank, rank) if path in rank.loaders else None
+            if first is not None and is_other(first.loaders[path], rank.loaders[path]):
+                self.wants.differ(
+                    "reshaped",
+                    path,
+                    f"{path} was saved at several positions by ranks that count as one data-parallel rank "
+                    f"({rank.data}): one of them would be taken for all; save with a mesh= whose axes have other names",
+                )
         world = max((rank.data_world for rank in saved.values()), default=0)
         if not (here.data_rank in saved if own or world == here.data_world else len(saved) == world > 0):
             self.wants.missing(path, " (the position of a loader)")
@@ -336,6 +354,7 @@ class _Plan:
         """What the checkpoint has and this state has no place for."""
         paths = {node.path for node in self.scan.nodes}
         found = set(self.wants.unused())
+        found |= {node.path for node in self.scan.nodes if isinstance(node, DataNode) and self.is_others(node)}
         for held in (self.saved.data, self.saved.objects, self.saved.optimizers, self.saved.modules):
             found |= {path for path in held if path not in paths}
         for path, keys in self.saved.modules.items():

@@ -100,6 +100,15 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
     return tree
 
 
+def plant(tree: Any, path: Path, value: Any) -> None:
+    """Puts it under a new key of a dict that is there; elsewhere nothing is put."""
+    if path and has(tree, path[:-1]) and not has(tree, path):
+        for key in path[:-1]:
+            tree = tree[key]
+        if isinstance(tree, dict):
+            tree[path[-1]] = value
+
+
 def has(tree: Any, path: Path) -> bool:
     """Whether the path leads to a place in the tree."""
     for key in path:

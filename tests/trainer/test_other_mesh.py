@@ -198,3 +198,64 @@ def test_values_that_differed_by_rank_are_named_where_the_first_ranks_are_taken(
         found = planned({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)
         assert found.firsts == ()
         assert restored({"seen": 0, "note": None, "deep": {}}, checkpoint, {"rank": 4}, rank)["seen"] == 100 + rank
+
+
+def test_what_got_another_name_on_each_rank_goes_wherever_that_name_is() -> None:
+    checkpoint = save_on({"rank": 2}, [{"experts": {f"e{rank}": torch.full((4,), rank + 1.0)}} for rank in range(2)])
+    for mesh, rank, names in (
+        ({"rank": 1}, 0, "01"),
+        ({"rank": 3}, 1, "1"),
+        ({"rank": 2}, 0, "1"),
+        ({"rank": 2}, 1, "0"),
+    ):
+        held = {f"e{name}": torch.zeros(4) for name in names}
+        state = restored({"experts": held}, checkpoint, mesh, rank)
+        for name in names:
+            assert state["experts"][f"e{name}"] is held[f"e{name}"]
+            assert held[f"e{name}"].tolist() == [int(name) + 1.0] * 4
+
+
+class Position:
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_an_object_that_one_rank_alone_has_is_found_where_the_others_have_none(holder: int) -> None:
+    checkpoint = save_on({"pp": 2}, [{"sched": Position(7) if rank == holder else None} for rank in range(2)])
+    targets = planned({"sched": Position(0)}, checkpoint, {"rank": 1})
+    assert targets.firsts == ()
+    assert restored({"sched": Position(0)}, checkpoint, {"rank": 1})["sched"].at == 7
+    for rank in range(2):
+        there = restored({"sched": Position(0) if rank == holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        assert (there.at if there is not None else None) == (7 if rank == holder else None)
+        moved = restored({"sched": Position(0) if rank != holder else None}, checkpoint, {"pp": 2}, rank)["sched"]
+        assert (moved.at if moved is not None else None) == (7 if rank != holder else None)
+    nowhere = planned({"sched": None}, checkpoint, {"rank": 1})
+    assert nowhere.extra == ("sched",), "it is not dropped without a word"
+
+
+class Loader(Position):
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def reshard(self, states: list[dict[str, int]], rank: int, world: int) -> None:
+        self.at = sum(state["at"] for state in states)
+
+
+def test_loaders_that_stood_elsewhere_on_ranks_that_count_as_one_are_a_difference() -> None:
+    apart = save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank)} for rank in range(4)])
+    alike = save_on({"dp": 2, "tp": 2}, [{"loader": Loader(rank // 2)} for rank in range(4)])
+    assert "count as one data-parallel rank" in str(planned({"loader": Loader(0)}, apart, {"rank": 2}).mismatch)
+    assert restored({"loader": Loader(9)}, alike, {"rank": 2}, 1)["loader"].at == 1
+
+
+@pytest.mark.parametrize("axis", ["TP", "tensor_parallel", "Model_Parallel", "ulysses", "cp"])
+def test_ranks_along_an_axis_of_a_usual_name_share_their_data(axis: str) -> None:
+    assert [on({"dp": 2, axis: 2}, rank).data_rank for rank in range(4)] == [0, 0, 1, 1]
