@@ -82,8 +82,8 @@ def make_division(
         more = f" and {len(holes) - 5} more" if len(holes) > 5 else ""
         raise CkptError(
             f"no rank holds some part of {', '.join(holes[:5])}{more}: give every part of its global shape to some "
-            "rank (ckpt.Shard(tensor, global_shape, offset)), or say a smaller one; of a DTensor, all ranks of its mesh "
-            "belong to process_group="
+            "rank (ckpt.Shard(tensor, global_shape, offset)), or say a smaller one; of a DTensor, all ranks of its "
+            "mesh belong to process_group="
         )
     distinct = {id(layout): layout for layout in layouts}  # equal ones are one object, and are worked on once
     held = {key: sum(b.size * ITEMSIZE[e.dtype] for e in one.entries for b in e.boxes) for key, one in distinct.items()}
