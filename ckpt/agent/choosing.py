@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ckpt.plan.placement import Kept
 
 SLACK = 1.5  # times the seconds that saving took so far
+PAST_S = 10.0  # a deadline that has passed when it is told may come at any moment: so long it is taken to be ahead
+OUTLIVES_S = 60.0  # a machine may be there so long after it was to go, and its notice with it
 
 
 class Course(enum.Enum):

@@ -21,7 +21,7 @@ from typing import Any
 from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Emit, Outcome
-from ckpt.agent.choosing import SLACK, Course, Measured, When, choose, outlasts
+from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, When, choose, outlasts
 from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
@@ -32,7 +32,6 @@ SAVING_S = 60.0  # hashing and commit, before one was measured: leave early rath
 STEP_S = 1.0  # a step, before one was measured
 STEPS_TO_HOLD = 3  # the two that an appointment is made ahead, and the one under way
 PACE_S = 1.0  # the pace is measured over at least so long
-PAST_S = 10.0  # a deadline that has passed when it is told may come at any moment: so long it is taken to be ahead
 END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
 # Before a deadline, whatever is still under way: ranks wait until a second before it, and in a container the agent ends
 # with them.
@@ -90,7 +89,7 @@ class Leaving(Facts):
         super().__init__(*given, **named)
         self.notices: dict[tuple[str, str], Standing] = {}
         self.course = Course.STAY
-        self._due: set[tuple[str, str]] = set()  # once it is time to leave by one it stays so
+        self._due: set[tuple[str, str]] = set()  # once it is time to leave by one it stays so, unless it proves false
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
         self._paced: tuple[float, int] | None = None
         self._step_s: float | None = None  # as measured
@@ -205,11 +204,15 @@ class Leaving(Facts):
         return self._least_s() * SLACK + RESERVE_S
 
     def is_warned(self, now_s: float) -> bool:
-        """Whether a machine is certain to go soon, or should have gone. One may also be told of days ahead (the end of
-        an allocation, a maintenance): until then that changes nothing."""
-        certain = [each for each in self.notices.values() if each.certain]
-        near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain)
-        return bool(self._due) or near
+        """Whether a machine is certain to go soon, or should just have gone. One may also be told of days ahead (the
+        end of an allocation, a maintenance): until then that changes nothing."""
+        certain = {n: each for n, each in self.notices.items() if each.certain and now_s < each.deadline_s + OUTLIVES_S}
+        near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values())
+        return near or any(name in self._due for name in certain)
+
+    def _is_due(self, now_s: float) -> bool:
+        """Whether it is time to leave, or for one checkpoint more, by a notice whose deadline is ahead."""
+        return any(self.notices[name].deadline_s > now_s for name in self._due)
 
     @property
     def doomed(self) -> frozenset[str]:
@@ -328,8 +331,10 @@ class Leaving(Facts):
 
     def _find_due(self, now_s: float) -> None:
         """By which it is time to leave; by what a start has left before it is time for one checkpoint more, and for
-        another where saving turns out to be so quick that this one was early."""
+        another where saving turns out to be so quick that this one was early. One that proves false is due no more."""
         for name, each in self.notices.items():
+            if now_s >= each.deadline_s + OUTLIVES_S:
+                self._due.discard(name)
             if each.when is When.NOT_AGAIN and self._extra is None and now_s < each.deadline_s - 2 * self.need_s:
                 self._due.discard(name)
             due_s = self._due_from_s(each)
@@ -344,7 +349,7 @@ class Leaving(Facts):
             near_s = self._near_from_s(each)
             if not each.certain or now_s < near_s - NEAR_S:  # put off; no estimate moves by so much
                 self._is_far(name)
-            elif now_s >= near_s and name not in self._near and name not in self._due:
+            elif near_s <= now_s < each.deadline_s and name not in self._near and name not in self._due:
                 self._near.add(name)
                 newest = self.newest.round if self.newest is not None else None
                 if newest is None:

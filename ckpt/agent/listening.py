@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.choosing import When
+from ckpt.agent.choosing import OUTLIVES_S, When
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.settings import NOTICES, Settings, variables
@@ -28,7 +28,6 @@ Post = Callable[[Callable[[], None]], None]
 TEXT_MAX = 4096  # of a path or an address
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_AGAIN_S = 1.0
-OUTLIVES_S = 60.0  # a machine may be there so long after it was to go, and its notice with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.choosing import SLACK, Course, When
+from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
@@ -356,6 +356,40 @@ def test_a_certain_notice_costs_one_commit_out_of_turn_before_it_is_time_to_leav
     driver.group.assembled(word.slot, word.round, "")
     driver.decide()
     assert driver.group.committing == word.slot
+
+
+def stays(driver: Warned, answers: When) -> None:
+    """What a notice of 40 s says comes to nothing, and nobody takes it back."""
+    driver.warn(40.0, when=answers)
+    deadline_s = driver.now_s + 40.0
+    if answers is not When.NOT_AGAIN:  # one rank is late, so that all go on
+        while not driver.is_hold():
+            driver.train(1.0)
+        word = driver.take(range(1))
+        driver.hold(word, range(1))
+        driver.now_s = max(driver.now_s, deadline_s)
+        driver.decide()
+        driver.group.missed(1, word.round, "late")
+        driver.steps = [max(driver.steps)] * 2
+        assert driver.answers("held")[0]["leave"] is False
+    while driver.now_s <= deadline_s:
+        committed(driver, 1)
+
+
+@pytest.mark.parametrize("answers", list(When))
+def test_a_notice_that_was_false_and_is_never_taken_back_costs_nothing_more_after_its_deadline(answers: When) -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.group.paced(10.0, 100.0, driver.now_s)
+    assert committed(driver, 50) == 5
+    stays(driver, answers)
+    deadline_s = min(each.deadline_s for each in driver.group.notices.values())
+    assert driver.group.is_warned(deadline_s + OUTLIVES_S - 1.0), "the machine may still go"
+    assert not driver.group.is_warned(deadline_s + OUTLIVES_S)
+    assert committed(driver, 50) <= 6, "as few as before"
+    assert not driver.group.doomed, "it stays as far as anybody knows"
+    driver.warn(60.0)
+    assert driver.group.is_warned(driver.now_s), "the same one with a time ahead is news"
 
 
 def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.choosing import When
-from ckpt.agent.listening import OUTLIVES_S, Listening, Sources
+from ckpt.agent.choosing import OUTLIVES_S, When
+from ckpt.agent.listening import Listening, Sources
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.notices.cloud import VARIABLES
