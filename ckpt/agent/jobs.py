@@ -294,8 +294,8 @@ class Job(TakenOver):
                 if in_order and not sent_away and group.all_gone:  # it has what it came for without the others
                     self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")
             case "notice":
-                name, deadline_s = str(fields["key"])[:50], finite(fields["deadline_s"], "notice: deadline_s")
-                told = Notice(deadline_s, SIGNAL, True, name, f"rank {rank} got {name}")
+                name, left_s = str(fields["key"])[:50], finite(fields["left_s"], "notice: left_s")
+                told = Notice(time.time() + left_s, SIGNAL, True, name, f"rank {rank} got {name}")
                 self.hear(told, When.AT_ONCE, node=self.ranks.node_of(rank))
                 peer.reply(int(fields["id"]), {})
             case "got" if self.restore is not None:

@@ -241,7 +241,8 @@ class Parting:
         restarts = self._link.restarts
         try:
             for notice in came:
-                self._link.request("notice", {"key": notice.key, "deadline_s": notice.deadline_s}, TELL_S)
+                told = {"key": notice.key, "left_s": notice.deadline_s - time.time()}  # other hosts have other clocks
+                self._link.request("notice", told, TELL_S)
         except CkptError:
             return heard  # there is no agent just now
         return restarts, len(came)

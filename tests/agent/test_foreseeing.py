@@ -223,7 +223,7 @@ def test_what_raises_has_failed_unless_the_job_was_at_its_end_or_told_to_leave(
         start(job)
         wait_for(lambda: bool(predictions(job[0])))
         if warned == "soon":
-            job[0].request("notice", {"key": "SIGTERM", "deadline_s": time.time() + 3600})
+            job[0].request("notice", {"key": "SIGTERM", "left_s": 3600.0})
         elif warned:
             wait_for(lambda: bool(status(url)["job"]["notices"]["standing"]))
         job[1].notify("leave", {"id": 10**6, "outcome": first})

@@ -13,6 +13,7 @@ import pytest
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.events import Events
+from ckpt.notices.notice import Notice
 from ckpt.settings import read
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import End, Link
@@ -93,3 +94,31 @@ def test_a_held_rank_that_no_agent_answers_any_more_does_not_go_on_alone(nodes: 
     with Tasks("rank", pool_size=1) as tasks:
         parting = Parting(cast(Link, Gone(nodes)), tasks, Events(), read({}))
         assert parting.held(1) is leaves
+
+
+class Hears:
+    """A link to an agent that answers at once. `heard`: what this rank told it of its signals."""
+
+    end: End | None = None
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.told = threading.Event()
+
+    def request(self, kind: str, fields: dict[str, Any], timeout_s: float | None) -> Message:
+        self.heard.append({"t": kind, **fields})
+        self.told.set()
+        return SAID
+
+
+def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_have_another_clock() -> None:
+    link = Hears()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        assert link.told.wait(30)
+        parting.end_threads()
+    (told,) = link.heard
+    assert (told["t"], told["key"], set(told)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
+    assert 0.0 < told["left_s"] <= 30.0

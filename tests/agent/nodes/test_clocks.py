@@ -1,4 +1,4 @@
-"""The monotonic clocks of two hosts have nothing to do with each other: until when is said in seconds from now."""
+"""The clocks of two hosts have nothing to do with each other: until when is said in seconds from now."""
 
 from __future__ import annotations
 
