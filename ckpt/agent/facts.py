@@ -162,7 +162,7 @@ class Facts:
         self._copies_lost_of_it = False  # the same, of what is being copied
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
-        self._leave_by_s: float | None = None  # the deadline then
+        self._leave_by_s: float | None = None  # the earliest deadline then, or since
         self._ended = False  # the ranks were told to end where they are
         self._end_why = ""
         self._end_waits = False

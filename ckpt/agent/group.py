@@ -67,6 +67,7 @@ class Group(Verdicts):
         self._since_s = since_s
         self._tend_notices(now_s, steps)
         self._end_attempts(now_s)
+        self._bring_forward(now_s)
         self._abandon_hopeless(now_s, steps)
         self._judge_holds(now_s)
         self._ask_who_is_late(now_s)

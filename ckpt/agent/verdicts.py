@@ -4,13 +4,14 @@
 - A SIGTERM to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
   ends. Then the attempt ends at once, for all ranks: as soon as one of them is known to be gone, or none comes to a
   boundary within a few steps. No launcher restarts by SIGUSR1: then only a rank that is gone ends it early.
+- Whoever was told to leave is told of a deadline that comes nearer meanwhile.
 - What an agent that has died may have told some ranks holds for the others.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.agent.actions import Answer, LeftBy, Request, SetVerdict, Tell
@@ -182,6 +183,23 @@ class Verdicts(Leaving):
 
     def _tell_end(self) -> None:
         self._out.append(Tell({"t": "end", "why": self._end_why, "wait": self._end_waits, "by_s": self._leave_by_s}))
+
+    def _bring_forward(self, now_s: float) -> None:
+        """A deadline that is heard of once the ranks were told to leave, and is earlier, holds for them as well, for
+        copies, and for when it is said what was saved."""
+        by_s = self.deadline_s(now_s)
+        if by_s is None:
+            return
+        if self._report is not None and by_s < self._report.deadline_s:
+            self._report = replace(self._report, deadline_s=by_s)
+        if self._copy_by_s is not None:
+            self._copy_by_s = min(self._copy_by_s, by_s)
+        if self._leave_by_s is not None and by_s < self._leave_by_s:
+            self._leave_by_s = by_s
+            if self._ended:
+                self._tell_end()
+            else:
+                self._out.append(Tell({"t": "leave-by", "by_s": by_s}))
 
     # -- small steps
 

@@ -132,6 +132,7 @@ class Link:
     superseded_by: str | None = None
     end: End | None = None
     on_end: Callable[[End], None] = lambda end: None
+    on_leave_by: Callable[[float], None] = lambda by_s: None
     on_late: Callable[[int, int], None] = lambda round_, step: None  # see Saver.late
     slots: dict[int, Slot] = field(default_factory=dict)
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
@@ -404,6 +405,8 @@ class Link:
         elif message.kind == "end":
             self.end = End(str(fields["why"]), bool(fields["wait"]), float(fields["by_s"]))
             self.on_end(self.end)
+        elif message.kind == "leave-by":
+            self.on_leave_by(float(fields["by_s"]))
         elif message.kind == "awaited":
             self._awaited(int(fields["word"]))
         elif message.kind == "recovered":

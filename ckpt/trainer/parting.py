@@ -57,6 +57,7 @@ class Parting:
 
     def begin(self) -> None:
         self._link.on_end = self._on_end
+        self._link.on_leave_by = self._on_leave_by
         if self._settings.notices == "off":
             return
         leads_s = {signal.SIGTERM: self._settings.sigterm_s, signal.SIGUSR1: self._settings.sigusr1_s}
@@ -202,6 +203,11 @@ class Parting:
         self._bring_forward(end.by_s)
         self._attend()
 
+    def _on_leave_by(self, by_s: float) -> None:
+        """The same. The training thread may be waiting already, for longer."""
+        self._bring_forward(by_s)
+        self._attend()
+
     def _bring_forward(self, by_s: float) -> None:
         with self._changed:
             self.leave_by_s = min(self.leave_by_s, by_s)
@@ -229,7 +235,7 @@ class Parting:
             if end is not None and not (end.wait and exiting):
                 self._end_here(end)
             left_s = by_s - RESERVE_S - time.monotonic()
-            if left_s <= 0 and (came or end is not None):
+            if left_s <= 0:
                 _end_process("the deadline has come")
             if heard != (self._link.restarts, len(came)):
                 heard = self._tell(came, heard)

@@ -345,7 +345,7 @@ class Sim:
         self.after(0.0, self.answer, action.request, self.ranks[action.request[1]], None)
 
     def do_Tell(self, action: do.Tell) -> None:
-        assert action.body["t"] in ("level", "superseded", "end", "recovered", "awaited")
+        assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
         if action.body["t"] == "awaited" and not self.fault(0.2):
             for rank in self.ranks:
                 self.after(self.delay_s(rank), self.awaited, rank, rank.connection, action.body["word"])

@@ -600,6 +600,45 @@ def test_a_commit_that_ends_at_the_last_moment_is_reported_all_the_same() -> Non
     assert (late["level"], late["committed_step"], late["left_s"]) == ("store", word.step, 0.5)
 
 
+def leave_by(driver: Warned) -> list[float]:
+    """What the ranks were told once they were told to leave."""
+    return [a.body["by_s"] for a in driver.said if isinstance(a, do.Tell) and a.body["t"] == "leave-by"]
+
+
+def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_the_outcome_before_it() -> None:
+    driver, word = leaving_in_20_s()
+    driver.warn(60.0, "2")
+    assert leave_by(driver) == [], "the earliest counts"
+    driver.warn(6.0, "3")
+    at_s = driver.now_s + 6.0
+    assert leave_by(driver) == [at_s]
+    driver.group.withdrawn("cloud", "3")
+    driver.decide()
+    driver.group.held(1, word.round, ("held", 1))
+    driver.decide()
+    assert driver.answers("held")[1] == {"leave": True, "by_s": at_s}, "who asks again hears it, too"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s == at_s - OUTCOME_S
+    driver.now_s = wake_s
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["left_s"]) == ("left", "local", OUTCOME_S)
+    assert len(leave_by(driver)) == 1, "once"
+
+
+def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as_well() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.train(2.0)
+    signalled(driver)
+    driver.now_s += 10.0
+    driver.decide()
+    driver.warn(6.0)
+    first, second = driver.ends()
+    assert second == {**first, "by_s": driver.now_s + 6.0}
+    assert leave_by(driver) == []
+
+
 def sent_away(driver: Warned, *ranks: int, why: str = "", committed: Tick | None = None) -> None:
     """To an agent that has told nobody to leave."""
     for rank in ranks:
@@ -618,7 +657,7 @@ def test_an_agent_started_again_reports_what_comes_of_ranks_that_a_former_one_se
     driver.commit()
     sent_away(driver, 1)
     (body,) = driver.outcomes()
-    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", 7, 17.0)
+    assert (body["how"], body["level"], body["step"], body["left_s"]) == ("left", "store", 7, 15.0)
     assert body["notices"] == ["signal SIGTERM"]
 
 

@@ -1,13 +1,16 @@
 """Notices under random schedules: they arrive, move, are taken back, come several at once, uncertain, far ahead or too
-late; ranks are signalled, because the machine goes or because a rank is dead; the agent dies and another takes over.
+late; some when the ranks leave already, for an earlier time; ranks are signalled, because the machine goes or because a
+rank is dead; the agent dies and another takes over.
 
 What is added here to the faults of test_group_sim: whoever is told to leave is not alone, nobody stays past its bound,
-and what was taken back makes nobody leave. A schedule is one seed; `run(seed)` replays it.
+what was taken back makes nobody leave, and who leaves is told of the earliest deadline, before which what was saved is
+said. A schedule is one seed; `run(seed)` replays it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections import Counter
 from typing import Any
@@ -42,6 +45,8 @@ class Noticed(Sim):
         self.sizes: dict[int, tuple[int, ...]] = {}
         self.end_told = False
         self.told: set[int] = set()  # ranks that were told to leave by a notice, or read that on the page
+        self.by_s, self.told_by_s = math.inf, math.inf  # since the verdict: the earliest deadline; what ranks were told
+        self.nearer = False  # whether they were told of an earlier one
 
     # -- what happens
 
@@ -79,6 +84,12 @@ class Noticed(Sim):
         self.standing[told.source, told.key] = told
         self.group.warn(told)
         self.decide()
+
+    def notice_nearer(self) -> None:
+        """While the ranks leave."""
+        rng = self.random
+        lead_s, when = rng.choice((0.3, 2.0, 6.0)), rng.choice((When.AT_ONCE, When.IN_TIME))
+        self.say(Standing("cloud", "nearer", self.now_s + lead_s, self.now_s, when=when))
 
     def move(self, key: str) -> None:
         told = self.standing.get(("cloud", key))
@@ -135,6 +146,12 @@ class Noticed(Sim):
         ended = not rank.alive or rank.left or any(k[0] == "leave" and k[1] == rank.number for k in self.unanswered)
         if self.restarts == restarts:  # the next agent knows nothing of the dead: the deadline bounds it then
             assert ended, f"rank {rank.number} is not ended {RESTART_S} s after the signal, with a dead one"
+
+    def decide(self) -> None:
+        super().decide()
+        if self.verdict and not (self.restarts or self.broken):
+            self.by_s = min(self.by_s, self.group.deadline_s(self.now_s) or math.inf)
+            assert self.told_by_s in (math.inf, self.by_s), "the ranks were told of another deadline than the earliest"
 
     # -- the agent's death, and the next one
 
@@ -224,7 +241,19 @@ class Noticed(Sim):
 
     def do_Tell(self, action: do.Tell) -> None:
         self.end_told = self.end_told or action.body["t"] == "end"
+        if action.body["t"] == "leave-by":
+            self.nearer, self.told_by_s = True, action.body["by_s"]
         super().do_Tell(action)
+
+    def do_Answer(self, action: do.Answer) -> None:
+        super().do_Answer(action)
+        if action.request[0] == "held" and action.body["leave"] and action.body["by_s"] is not None:
+            self.told_by_s = action.body["by_s"]
+
+    def do_Outcome(self, action: do.Outcome) -> None:
+        super().do_Outcome(action)
+        if self.verdict and not (self.restarts or self.broken):
+            assert self.now_s <= self.by_s, "what was saved is said when the earliest deadline has passed"
 
     def do_Commit(self, action: do.Commit) -> None:
         self.copied_first = self.copied_first or bool(self.group.left_to_others)
@@ -234,6 +263,8 @@ class Noticed(Sim):
         super().do_SetVerdict(action)
         live = [n for n in self.group.notices.values() if n.sends_away and n.deadline_s > self.now_s]
         assert live or self.group.is_lost_cause or self.end_told, "they leave though nothing stands to leave by"
+        if self.random.random() < 0.4:
+            self.in_agent(self.random.uniform(0, 3), self.notice_nearer)
 
 
 def run(seed: int) -> Noticed:
@@ -272,7 +303,8 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
     count = SCHEDULES // 2
     reached = Counter[str]()
     # The schedules have to reach what they are there for: some of it one in two hundred does.
-    wanted = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed") if SCHEDULES >= 1000 else ()
+    all_of_it = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed", "nearer")
+    wanted = all_of_it if SCHEDULES >= 1000 else ()
     for seed in range(first, first + 10 * count):
         if seed >= first + count and all(reached[what] for what in wanted):
             break
@@ -284,6 +316,7 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
         reached["ended"] += sim.end_told
         reached["agents"] += bool(sim.restarts)
         reached["copied"] += sim.copied_first
+        reached["nearer"] += sim.nearer
         reached["restarted"] += bool(sim.restarts and sim.completed)
         reached.update(each["how"] for each in sim.outcomes)
     assert all(reached[what] for what in wanted), reached

@@ -17,7 +17,7 @@ from ckpt.notices.notice import Notice
 from ckpt.settings import read
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import End, Link
-from ckpt.trainer.parting import NOTICE_CODE, Parting
+from ckpt.trainer.parting import NOTICE_CODE, RESERVE_S, Parting
 
 SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
 
@@ -122,3 +122,24 @@ def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_hav
     (told,) = link.heard
     assert (told["t"], told["key"], set(told)) == ("notice", "SIGTERM", {"t", "key", "left_s"})
     assert 0.0 < told["left_s"] <= 30.0
+
+
+def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, is_ended = list[int](), threading.Event()
+    settings = read({"CKPT_NOTICES": "off"})
+
+    def end(code: int) -> None:
+        ended.append(code)
+        parting.end_threads()
+        is_ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    with Tasks("rank", pool_size=1) as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        link = Link("url", settings, Events(), tasks, nothing, nothing)
+        parting = Parting(link, tasks, Events(), settings)
+        parting.begin()
+        parting._bring_forward(time.monotonic() + 100.0)
+        link._on_message(Message({"t": "leave-by", "by_s": time.monotonic() + RESERVE_S}, [], []))
+        assert is_ended.wait(30)
+    assert ended == [NOTICE_CODE]

@@ -77,6 +77,7 @@ def there(rank: Rank) -> Iterator[Following]:
     [
         {"t": "reply", "id": 7, "leave": True, "by_s": HERE_S + 30.0},
         {"t": "end", "why": "", "wait": True, "by_s": HERE_S + 30.0},
+        {"t": "leave-by", "by_s": HERE_S + 30.0},
     ],
 )
 def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
