@@ -6,16 +6,18 @@ with a connection is made up for. Clocks of two hosts differ: how much time is l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.agent.choosing import When
+from ckpt.agent.choosing import PAST_S, When
 from ckpt.errors import AgentError
 from ckpt.notices.notice import MOVED_S, Notice, Withdrawn, Word
 
 OPERATOR = "preempt"  # the key of what an operator asks for
 NOTICES_MAX = 64  # that stand on one node
+LEFT_S_MAX = 1e12  # further away than any time that a source can name
 
 Name = tuple[str, str]  # source and key
 
@@ -69,11 +71,17 @@ def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When
 
 
 def _left_s(each: Any) -> float:
-    """Errors: AgentError, ValueError, TypeError, LookupError."""
+    """One that is as far away as can be hides no other. Errors: AgentError, ValueError, TypeError, LookupError."""
     left_s = float(each["left_s"])
-    if not abs(left_s) < 1e9:
+    if math.isnan(left_s):
         raise AgentError(f"a node says that it has {left_s} s left")
-    return left_s
+    return min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
+
+
+def _is_same(left_s: float, known_s: float) -> bool:
+    """Whether what is told is no other time than what is known. What has passed is taken to be PAST_S ahead when it is
+    told first: told again it is the same, and not put off."""
+    return abs(known_s - left_s) <= MOVED_S or (left_s <= 0 and known_s <= PAST_S)
 
 
 def _end(node: str) -> str:
@@ -104,7 +112,7 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
         name = str(each["source"])[:200], str(each["key"])[:200] + end
         left_s = _left_s(each)
         stand.add(name)
-        if name in known and abs(known[name] - left_s) <= MOVED_S:
+        if name in known and _is_same(left_s, known[name]):
             continue
         text = f"node {node}: {str(each['message'])[:500]}"
         found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), When(each["when"])))

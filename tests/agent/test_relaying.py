@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ckpt.agent.choosing import When
-from ckpt.agent.relaying import NOTICES_MAX, Standing, words
+from ckpt.agent.choosing import PAST_S, When
+from ckpt.agent.relaying import NOTICES_MAX, Standing, given_back, words
 from ckpt.errors import CkptError
 from ckpt.notices.notice import Notice, Withdrawn
 from tests.agent.nodes.staged import spoiled
@@ -25,6 +25,34 @@ def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved()
     known = {(first.source, first.key): 30.0}
     assert words("b", there.told(1000.0), known, 5000.0) == []
     assert len(words("b", there.told(1010.0), known, 5000.0)) == 1
+
+
+def test_what_is_past_is_told_once_and_again_when_its_time_is_ahead_after_all() -> None:
+    """Once told it is taken to be a little ahead; then it passes."""
+    there = Standing()
+    there.hear(Notice(950.0, "azure", True, "E1", "reboot"))
+    ((first, _),) = words("b", there.told(1000.0), {}, 5000.0)
+    assert isinstance(first, Notice)
+    for later_s in (0.0, PAST_S, 100.0):
+        known = {(first.source, first.key): PAST_S - later_s}
+        assert words("b", there.told(1000.0 + later_s), known, 5000.0) == []
+    there.hear(Notice(1108.0, "azure", True, "E1", "reboot"))
+    assert len(words("b", there.told(1100.0), {(first.source, first.key): PAST_S - 100.0}, 5000.0)) == 1
+    there.hear(Notice(950.0, "azure", True, "E1", "reboot"))
+    assert len(words("b", there.told(1000.0), {(first.source, first.key): 60.0}, 5000.0)) == 1, "it has moved to now"
+
+
+@pytest.mark.parametrize("far_s", [0.0, 253_402_300_799.0, 1e300, math.inf])
+def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
+    there = Standing()
+    there.hear(Notice(far_s, "file", True, "/word", "it has appeared"))
+    there.hear(SPOT)
+    for told in (words("b", there.told(1000.0), {}, 5000.0), given_back(there.told(1000.0), 5000.0)):
+        (far, _), (spot, _) = told
+        assert isinstance(far, Notice)
+        assert isinstance(spot, Notice)
+        assert math.isfinite(far.deadline_s)
+        assert spot.deadline_s == 5030.0
 
 
 def test_what_does_not_stand_there_any_more_is_withdrawn_and_what_other_nodes_say_is_not() -> None:
