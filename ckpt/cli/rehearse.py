@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -58,7 +59,7 @@ def rehearse(
     Neither touches what is at URL: they save beside it."""
     from ckpt import storage
 
-    scratch = f"{storage.canonical(url)}-rehearsal-{secrets.token_hex(4)}"
+    scratch = scratch_for(storage.canonical(url))
     straight, killed = (Run(url, f"{scratch}/{name}", command) for name in ("undisturbed", "killed"))
     with tempfile.TemporaryDirectory(prefix="ckpt-r-", dir="/tmp") as runtime:
         try:
@@ -118,6 +119,13 @@ def _say(compared: Compared) -> None:
 
 def note(text: str) -> None:
     print(f"rehearse: {text}", file=sys.stderr, flush=True)
+
+
+def scratch_for(url: str) -> str:
+    """Where nothing is yet, beside what is at a canonical URL; within it where that is a whole bucket."""
+    name = f"rehearsal-{secrets.token_hex(4)}"
+    _, mark, path = url.partition("://")
+    return f"{url}/{name}" if mark and "/" not in path else f"{url}-{name}"
 
 
 @dataclass(frozen=True)
@@ -329,7 +337,8 @@ def compare(straight: str, killed: str, back_at: int) -> Compared:
 
 
 class _Checkpoint:
-    """`parts`: the values, two levels deep, such as "rank=0['generators']['torch']"."""
+    """`parts`: the values, two levels deep, such as "rank=0['generators']['torch']", and the dicts above them by their
+    keys alone."""
 
     def __init__(self, store: Backend, ref: CommitRef) -> None:
         from ckpt.store.reader import FrameReader, load_values, open_record
@@ -337,17 +346,29 @@ class _Checkpoint:
         self.step = ref.identity.tick.step
         self.reader = FrameReader(store, open_record(store, ref))
         values = load_values(self.reader)
-        self.parts: dict[str, Any] = {}
-        for name, tree in (("shared", values.shared), *values.own_shared.items(), *values.own.items()):
-            for key, branch in tree.items() if isinstance(tree, dict) else [("", tree)]:
-                for inner, leaf in branch.items() if isinstance(branch, dict) else [("", branch)]:
-                    self.parts[f"{name}[{key!r}][{inner!r}]"] = leaf
+        others = {f"{coordinate} shared": tree for coordinate, tree in values.own_shared.items()}
+        trees = {"shared": values.shared, **others, **values.own}
+        self.parts = {part: leaf for name, tree in trees.items() for part, leaf in _parts(tree, name, 2)}
+
+
+def _parts(tree: Any, path: str, levels: int) -> Iterator[tuple[str, Any]]:
+    from ckpt.format.values import encode
+    from ckpt.store.diff import ORDER
+
+    if not levels or not isinstance(tree, dict):
+        yield path, tree
+        return
+    for key, branch in tree.items():
+        yield from _parts(branch, f"{path}[{key!r}]", levels - 1)
+    keys = copy(tree)
+    dict.update(keys, dict.fromkeys(tree))
+    yield f"{path}{ORDER}", encode(keys)  # that, and which kind of dict it is
 
 
 def _tensors(here: _Checkpoint, there: _Checkpoint) -> list[str]:
     from ckpt.store.diff import diff
 
-    found = diff(here.reader, there.reader, only=["*"])
+    found = diff(here.reader, there.reader)
     lines = [f"tensor {name}: only in the undisturbed run" for name in found.removed]
     lines += [f"tensor {name}: only in the run that was killed" for name in found.added]
     lines += [f"tensor {name}: {mine} undisturbed, {other} after the kill" for name, mine, other in found.retyped]
@@ -360,8 +381,9 @@ def _values(here: _Checkpoint, there: _Checkpoint) -> dict[str, str]:
 
     found = {}
     for part in [*here.parts, *(part for part in there.parts if part not in here.parts)]:
-        first = next(differences(here.parts.get(part), there.parts.get(part), part), None)
-        if first is not None:
+        if part not in here.parts or part not in there.parts:
+            found[part] = part
+        elif first := next(differences(here.parts[part], there.parts[part], part), None):
             found[part] = first
     return found
 

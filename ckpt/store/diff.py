@@ -7,22 +7,24 @@ at a time, however the two were sharded.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from ckpt.errors import UsageError
+from ckpt.format import values
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.reshard import Cut
-from ckpt.store.numbers import Bits, values_of
+from ckpt.store.numbers import INTEGERS, Bits, distances, values_of
 from ckpt.store.reader import FrameReader, load_values
 from ckpt.store.slabs import chosen, cuts_by_want, exported_name, slabs_of, stream
 from ckpt.types import FRAME_BYTES
 
 PATHS_MAX = 50
+ORDER = " (order of keys)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def _kind(spec: TensorSpec) -> str:
 
 @dataclass(slots=True)
 class _Sums:
+    """`squares`: of the differences as parts of `max_abs`, so that they neither overflow nor vanish."""
+
     elements: int = 0
     max_abs: float = 0.0
     squares: float = 0.0
@@ -105,10 +109,12 @@ class _Sums:
         self.nans[0] += int(np.isnan(x).sum())
         self.nans[1] += int(np.isnan(y).sum())
         finite = np.isfinite(x) & np.isfinite(y)
-        far = np.abs(x[finite] - y[finite])
-        if far.size:
-            self.max_abs = max(self.max_abs, float(far.max()))
-            self.squares += float(np.square(far).sum())
+        far = distances(a, b) if dtype in INTEGERS else distances(x[finite], y[finite])
+        top = max(self.max_abs, float(far.max(initial=0.0)))
+        if top:
+            self.squares *= (self.max_abs / top) ** 2
+            self.squares += float(np.square(far / top).sum())
+            self.max_abs = top
 
 
 def _compare(
@@ -144,7 +150,7 @@ def _result(spec: TensorSpec, sums: _Sums) -> Changed:
         elements=sums.elements,
         size=size,
         max_abs=sums.max_abs if sums.are_numbers else None,
-        rms=math.sqrt(sums.squares / size) if sums.are_numbers else None,
+        rms=sums.max_abs * math.sqrt(sums.squares / size) if sums.are_numbers else None,
         nans=(sums.nans[0], sums.nans[1]),
     )
 
@@ -177,25 +183,35 @@ def _changed_values(first: FrameReader, second: FrameReader) -> tuple[str, ...]:
 
 
 def differences(a: Any, b: Any, path: str) -> Iterator[str]:
-    """The paths at which two trees of values differ. Floats are compared by their bits, so that NaN equals itself."""
+    """The paths at which two trees of values would be restored otherwise: to other bits (so that NaN equals itself), to
+    another type, or a dict to other keys or another order of them, which has a path of its own."""
+    if values.encode(a) == values.encode(b):
+        return
     if type(a) is not type(b):
         yield path
-    elif isinstance(a, dict):
-        for key in [*a, *(key for key in b if key not in a)]:
-            where = f"{path}[{key!r}]"
-            if key in a and key in b:
-                yield from differences(a[key], b[key], where)
+        return
+    for name in ("maxlen", "default_factory"):
+        if getattr(a, name, None) != getattr(b, name, None):
+            yield f"{path}.{name}"
+    if isinstance(a, dict):
+        ours, theirs = _by_key(a), _by_key(b)
+        for code in [*ours, *(code for code in theirs if code not in ours)]:
+            where = f"{path}[{ours.get(code, theirs.get(code))!r}]"
+            if code in ours and code in theirs:
+                yield from differences(a[ours[code]], b[theirs[code]], where)
             else:
                 yield where
-    elif isinstance(a, (list, tuple)):
-        missing = object()
-        for i, (x, y) in enumerate(zip_longest(a, b, fillvalue=missing)):
+        if ours.keys() == theirs.keys() and list(ours) != list(theirs):
+            yield f"{path}{ORDER}"
+    elif isinstance(a, (list, tuple, deque)):
+        for i, (x, y) in enumerate(zip(a, b, strict=False)):
             yield from differences(x, y, f"{path}[{i}]")
-    elif isinstance(a, (np.ndarray, np.generic)):
-        if a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
-            yield path
-    elif isinstance(a, float):
-        if a.hex() != b.hex():
-            yield path
-    elif a != b:
+        for i in range(*sorted((len(a), len(b)))):
+            yield f"{path}[{i}]"
+    else:
         yield path
+
+
+def _by_key(tree: dict[Any, Any]) -> dict[bytes, Any]:
+    """Each key by its encoding, in which 1, True and 1.0 are three, and NaN is one."""
+    return {values.encode(key): key for key in tree}

@@ -27,6 +27,7 @@ _FLOAT8 = {  # exponent bits, mantissa bits, bias, what the special patterns are
     "float8_e5m2": (5, 2, 15, "ieee"),
     "float8_e5m2fnuz": (5, 2, 16, "fnuz"),
 }
+INTEGERS = frozenset(name for name in _NUMPY if "int" in name)
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e8m0fnu", *_FLOAT8})
 TARGETS = ("float16", "bfloat16", "float32", "float64")
 
@@ -50,6 +51,15 @@ def values_of(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
         if dtype not in _NUMPY:
             return None
         return bits.astype(np.complex128 if dtype.startswith("complex") else np.float64)
+
+
+def distances(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """How far each number is from the other, rounded once, of integers too; at most the largest float64."""
+    if a.dtype.kind in "iu":
+        wrapped = np.where(a > b, a - b, b - a)  # modulo what the type holds: right where it is read without a sign
+        return np.asarray(wrapped.view(f"u{a.itemsize}"), np.float64)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.minimum(np.abs(a - b), np.finfo(np.float64).max), np.float64)
 
 
 def converted(bits: Bits, dtype: str, target: str) -> Bits:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict, deque
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ckpt.cli.rehearse import Run
-from tests.cli.stores import Said, ckpt
+from ckpt.cli.rehearse import Run, compare
+from tests import servers
+from tests.cli.stores import Said, begin, ckpt, opened, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,3 +145,46 @@ def test_a_script_that_is_run_again_but_enters_no_checkpointer_proves_nothing(
 def test_it_is_said_where_the_restart_came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _rehearse(monkeypatch, tmp_path / "run", "exact")
     assert "came back at step 2 from store, and ran 2 steps from there" in said.out
+
+
+def compared(folder: Path, undisturbed: Any, killed: Any, tensors: dict[str, np.ndarray]) -> list[str]:
+    """What differs where only these values, shared by the ranks, do, and changed in both runs."""
+    for name, end in (("undisturbed", undisturbed), ("killed", killed)):
+        epoch = begin(folder / name)
+        save(folder / name, epoch, 1, tensors, shared={"x": "at first"})
+        save(folder / name, epoch, 2, tensors, shared={"x": end})
+    return compare(str(folder / "undisturbed"), str(folder / "killed"), 1).differences
+
+
+@pytest.mark.parametrize(
+    ("undisturbed", "killed", "differences"),
+    [
+        (deque([np.zeros(3), float("nan")], 8), deque([np.zeros(3), float("nan")], 8), []),
+        (deque([1], 8), deque([1], 9), ["value shared['x'].maxlen"]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, ["value shared['x'] (order of keys)"]),
+        ({"a": 1}, OrderedDict(a=1), ["value shared['x'] (order of keys)"]),
+        ({"a": None}, {}, ["value shared['x']['a']", "value shared['x'] (order of keys)"]),
+    ],
+)
+def test_values_are_compared_by_what_would_be_restored_of_them(
+    undisturbed: Any, killed: Any, differences: list[str], tmp_path: Path
+) -> None:
+    assert compared(tmp_path, undisturbed, killed, {"w": np.ones(3)}) == differences
+
+
+def test_a_state_without_tensors_is_compared(tmp_path: Path) -> None:
+    assert compared(tmp_path / "equal", 5, 5, {}) == []
+    assert compared(tmp_path / "not", 5, 6, {}) == ["value shared['x']"]
+
+
+def test_a_run_that_has_a_bucket_for_itself_is_rehearsed_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with servers.moto() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        script = [sys.executable, "-m", "tests.cli.fake_train", "{url}", "4", "exact"]
+        said = ckpt(monkeypatch, "rehearse", "s3://bucket", "--at", "2", "--lose-memory", "--", *script)
+        assert said.code == 0, said.err
+        assert "s3://bucket/rehearsal-" in said.err
+        with opened("s3://bucket") as store:
+            assert list(store.list("")) == []

@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import tracemalloc
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 
 from ckpt.backends.memory import open_memory
 from ckpt.errors import AccessDenied, DamagedData, NoCheckpoint, UsageError
+from ckpt.format import values
 from ckpt.store import export as export_module
 from ckpt.store import keys
 from ckpt.store.branch import branch
 from ckpt.store.commit import Committed, Committer
-from ckpt.store.diff import diff
+from ckpt.store.diff import diff, differences
 from ckpt.store.export import INDEX, export
 from ckpt.store.lineage import Claim
 from ckpt.store.numbers import FLOATS, TARGETS, bits_dtype, converted, values_of
@@ -142,6 +144,27 @@ def test_equal_numbers_of_other_bits_are_changed() -> None:
     assert [(c.elements, c.max_abs) for c in found.changed] == [(1, 0.0)]
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "max_abs", "rms"),
+    [
+        (np.array([2**62, 1]), np.array([2**62 + 1, 1]), 1.0, math.sqrt(0.5)),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), 2.0**64, 2.0**64),
+        (np.array([0], np.uint64), np.array([2**64 - 1], np.uint64), 2.0**64, 2.0**64),
+        (np.array([-128], np.int8), np.array([127], np.int8), 255.0, 255.0),
+        (np.array([1e200, np.inf]), np.array([-1e200, 1.0]), 2e200, 2e200 / math.sqrt(2)),
+        (np.array([3e-200]), np.array([7e-200]), 4e-200, 4e-200),
+        (np.array([1.7e308]), np.array([-1.7e308]), np.finfo(np.float64).max, np.finfo(np.float64).max),
+        (np.array([3 + 4j, 1e200]), np.array([0, -1e200j]), math.sqrt(2) * 1e200, 1e200),
+    ],
+)
+def test_how_far_numbers_are_is_said_of_very_large_and_very_small_ones(
+    a: np.ndarray, b: np.ndarray, max_abs: float, rms: float
+) -> None:
+    ours, theirs = (snapshot({"w": Tensor(str(a.dtype), bits)}) for bits in (a, b))
+    (change,) = compared(ours, theirs)[0].changed
+    assert (change.max_abs, change.rms) == pytest.approx((max_abs, rms), rel=1e-12)
+
+
 def test_tensors_are_compared_across_shardings() -> None:
     bits = floats(40, 30).bits
     other = bits.copy()
@@ -194,6 +217,43 @@ def test_every_dtype_can_be_compared(dtype: str) -> None:
     found, _ = compared(snapshot({"w": Tensor(dtype, bits)}), snapshot({"w": Tensor(dtype, other)}))
     changed = sum(a.tobytes() != b.tobytes() for a, b in zip(bits, other, strict=True))
     assert sum(c.elements for c in found.changed) == changed
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "paths"),
+    [
+        (deque([np.zeros(3)]), deque([np.zeros(3)]), []),
+        (deque([1.0, NAN]), deque([1.0, NAN]), []),
+        (complex(NAN, 0.0), complex(NAN, 0.0), []),
+        ({NAN}, {NAN}, []),
+        ({NAN: 1}, {NAN: 1}, []),
+        ({NAN: [1, 2]}, {NAN: [1, 3]}, ["v[nan][1]"]),
+        (deque([0.0, [1]]), deque([-0.0, [2], 3]), ["v[0]", "v[1][0]", "v[2]"]),
+        (deque([1], 5), deque([1], 9), ["v.maxlen"]),
+        (complex(0.0, 0.0), complex(-0.0, 0.0), ["v"]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, ["v (order of keys)"]),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), ["v (order of keys)"]),
+        ({1: 0}, {True: 0}, ["v[1]", "v[True]"]),
+        ({1: 0}, {1.0: 0}, ["v[1]", "v[1.0]"]),
+        ({None: 0}, {None: 1}, ["v[None]"]),
+        (range(0), range(1, 1), ["v"]),
+        (slice(0), slice(0, None, 1), ["v"]),
+        (defaultdict(int, a=1), defaultdict(list, a=1), ["v.default_factory"]),
+        (Counter(a=1), Counter(a=2), ["v['a']"]),
+        ([1, [2]], [1], ["v[1]"]),
+        (1, True, ["v"]),
+        (np.float32(0.0), np.float32(-0.0), ["v"]),
+        (np.zeros(2, "<i4"), np.zeros(2, ">i4"), ["v"]),
+        (deque(), [], ["v"]),
+    ],
+)
+def test_values_differ_where_they_would_be_restored_otherwise(a: Any, b: Any, paths: list[str]) -> None:
+    a, b = (values.decode(values.encode(each)) for each in (a, b))
+    assert list(differences(a, b, "v")) == paths
+    assert list(differences({"k": (a,)}, {"k": (b,)}, "")) == [f"['k'][0]{path[1:]}" for path in paths]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
