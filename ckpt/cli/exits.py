@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from ckpt import errors
 
@@ -16,8 +20,11 @@ class Exit(enum.IntEnum):
     IN_USE = 5
     AGENT = 6
     FAILED = 7
+    # As of a process that the signal has ended: 128 and its number.
+    HUNG_UP = 129
     INTERRUPTED = 130
-    UNREAD = 141  # as of a process that SIGPIPE has ended
+    UNREAD = 141
+    TERMINATED = 143
 
 
 MEANING: dict[Exit, str] = {
@@ -29,8 +36,10 @@ MEANING: dict[Exit, str] = {
     Exit.IN_USE: "a living job owns the URL",
     Exit.AGENT: "no agent runs here for the URL, or it could not be understood",
     Exit.FAILED: "anything else that went wrong, such as a save that did not arrive or a script that failed",
+    Exit.HUNG_UP: "ended by SIGHUP: its terminal is gone",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.UNREAD: "whoever read what it printed has seen enough, as in `ckpt ls URL | head`",
+    Exit.TERMINATED: "ended by SIGTERM",
 }
 
 # The first class that fits counts.
@@ -49,3 +58,26 @@ _OF_ERROR: tuple[tuple[type[errors.CkptError], Exit], ...] = (
 
 def exit_of(error: errors.CkptError) -> Exit:
     return next(code for kind, code in _OF_ERROR if isinstance(error, kind))
+
+
+_OF_SIGNAL = {signal.SIGHUP: Exit.HUNG_UP, signal.SIGTERM: Exit.TERMINATED}
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block by SystemExit, as Ctrl-C does by KeyboardInterrupt, so that what it started and
+    wrote is cleared away; a further one does not end that. What was ignored before (by nohup) stays so."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in former:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(_OF_SIGNAL[signal.Signals(number)])
+
+    former = {each: signal.getsignal(each) for each in _OF_SIGNAL if signal.getsignal(each) is not signal.SIG_IGN}
+    try:
+        for each in former:
+            signal.signal(each, end)
+        yield
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)

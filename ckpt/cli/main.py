@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.exits import MEANING, Exit, exit_of
+from ckpt.cli.exits import MEANING, Exit, exit_of, in_order
 from ckpt.errors import CkptError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
@@ -83,7 +83,8 @@ _WRONG_CALL = next(each for each in typer.BadParameter.__mro__ if each.__name__ 
 
 def main() -> None:
     try:
-        status = _run()
+        with in_order():
+            status = _run()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there

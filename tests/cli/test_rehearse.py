@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from ckpt.cli.exits import Exit
 from ckpt.cli.rehearse import Run, compare
 from tests import servers
 from tests.cli.stores import Said, begin, ckpt, opened, save
@@ -188,3 +193,46 @@ def test_a_run_that_has_a_bucket_for_itself_is_rehearsed_within_it(monkeypatch: 
         assert "s3://bucket/rehearsal-" in said.err
         with opened("s3://bucket") as store:
             assert list(store.list("")) == []
+
+
+# Saves something, starts what is in a session of its own, as an agent is, says so, and does not end.
+ENDLESS = """
+import os, signal, subprocess, sys
+os.makedirs(sys.argv[1])
+other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("begun", other.pid, os.getpid(), os.environ["CKPT_RUNTIME_DIR"], flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ignored", "sent", "code"),
+    [
+        ([], [signal.SIGTERM], Exit.TERMINATED),
+        ([], [signal.SIGHUP], Exit.HUNG_UP),
+        ([signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], Exit.TERMINATED),  # as under nohup
+    ],
+)
+def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
+    ignored: list[signal.Signals], sent: list[signal.Signals], code: Exit, tmp_path: Path
+) -> None:
+    words = ["rehearse", tmp_path / "run", "--", sys.executable, "-c", ENDLESS, "{url}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt.cli.main", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+    )
+    assert process.stderr is not None
+    with process:
+        begun = next(line for line in process.stderr if line.startswith("begun"))
+        *pids, runtime = begun.split()[1:]
+        script = [psutil.Process(int(pid)) for pid in pids]
+        for number in sent:
+            process.send_signal(number)
+        assert process.wait(60) == code
+        assert "Traceback" not in process.stderr.read()
+    assert psutil.wait_procs(script, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(runtime).exists()

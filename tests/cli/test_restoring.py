@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +154,39 @@ def test_a_prefix_that_no_name_has_or_that_tells_two_apart_is_refused(
         assert said.code == 2
         assert says in said.err
     assert not (tmp_path / "x.safetensors").exists()
+
+
+# The store is on a file system that sends SIGTERM when data is read for the second time.
+ENDED_MEANWHILE = """
+import os, signal, sys
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from ckpt.cli.main import main
+
+class Ending(LocalFileSystem):
+    reads = 0
+
+    def cat_file(self, path, **options):
+        Ending.reads += ".pack" in path
+        if Ending.reads == 2:
+            assert os.listdir(os.path.dirname(sys.argv[-1])), "it writes already"
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().cat_file(path, **options)
+
+fsspec.register_implementation("file", Ending, clobber=True)
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "folder"])
+def test_a_restore_that_is_told_to_end_leaves_nothing(name: str, tmp_path: Path) -> None:
+    url, to = tmp_path / "run", tmp_path / "out"
+    to.mkdir()
+    large = {n: np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8) for n in ("a", "b", "c")}
+    save(url, begin(url), 1, large)
+    words = ["restore", f"fsspec+file://{url}", "--to", to / name]
+    said = subprocess.run([sys.executable, "-c", ENDED_MEANWHILE, *map(str, words)], capture_output=True, text=True)
+    assert said.returncode == Exit.TERMINATED, said.stderr
+    assert said.stderr == ""
+    assert list(to.iterdir()) == []
+    assert list((url / "leases").iterdir()) == []
