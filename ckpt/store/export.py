@@ -243,20 +243,33 @@ class _TorchFile:
             return torch.frombuffer(mapped, dtype=dtype, count=count, offset=self._at[head.name]).reshape(head.shape)
 
         with open(self._path, "wb") as file:
-            torch.save({head.name: tensor(head) for head in self._heads}, file)
+            try:
+                torch.save({head.name: tensor(head) for head in self._heads}, file)
+            except RuntimeError as exc:
+                if isinstance(exc.__context__, OSError):  # then it is about the end of a file that takes no more
+                    raise exc.__context__ from None
+                raise
             file.flush()
             os.fsync(file.fileno())
 
 
 @contextmanager
 def _under_another_name(path: Path) -> Iterator[Path]:
-    """Renamed when the block ends well; removed otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
+    """Renamed when the block ends well; removed otherwise. An empty folder that is there already stays the one it is,
+    as it may be a link, a mount or where somebody is: what was made moves into it, by name, and so the index last."""
+    is_there = path.is_dir()
+    parent = path if is_there else path.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    temporary = parent / f".{path.name[:200]}.{secrets.token_hex(4)}.part"
     try:
         yield temporary
-        os.replace(temporary, path)
-        _sync(path.parent)
+        if is_there:
+            for file in sorted(temporary.iterdir()):
+                os.replace(file, path / file.name)
+            temporary.rmdir()
+        else:
+            os.replace(temporary, path)
+        _sync(parent)
     except BaseException:
         if temporary.is_dir():
             shutil.rmtree(temporary)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -190,3 +192,46 @@ def test_a_restore_that_is_told_to_end_leaves_nothing(name: str, tmp_path: Path)
     assert said.stderr == ""
     assert list(to.iterdir()) == []
     assert list((url / "leases").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "folder"])
+def test_a_file_that_the_disk_has_no_room_for_is_named(name: str, tmp_path: Path) -> None:
+    """A limit on the size of a file stands in for the disk: the tensors fit, not what a file has around them."""
+    url, to, room = tmp_path / "run", tmp_path / "out", 70_000
+    save(url, begin(url), 1, {f"layer.{n:04}": np.zeros(16, np.float32) for n in range(1000)})
+    said = subprocess.run(
+        [sys.executable, "-m", "ckpt.cli.main", "restore", url, "--to", to / name],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )
+    assert said.returncode == Exit.STORAGE, said.stderr
+    assert said.stderr.startswith(f"error: cannot write {to / name}: [Errno ")
+    assert "Traceback" not in said.stderr
+    assert list(to.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", [".", "link", "folder"])
+def test_an_empty_folder_is_filled_and_stays_the_one_it_was(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "run")
+    for name in ("folder", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    monkeypatch.chdir(tmp_path if to != "." else tmp_path / "here")
+    before = os.stat(to)
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", to, "--json")
+    assert said.code == 0, said.err
+    assert os.path.samestat(os.stat(to), before)
+    assert sorted(os.listdir(to)) == sorted(os.path.basename(file) for file in said.json["files"])
+    assert "model.safetensors.index.json" in os.listdir(to)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "here", "link", "run"]
+
+
+def test_an_empty_folder_stays_empty_where_it_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "run")
+    sorted((tmp_path / "run").rglob("*.pack"))[-1].unlink()
+    (tmp_path / "folder").mkdir()
+    assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "folder").code == Exit.DIFFERENT
+    assert os.listdir(tmp_path / "folder") == []
