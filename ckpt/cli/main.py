@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt.cli import out
 from ckpt.cli.exits import MEANING, Exit, exit_of, in_order
 from ckpt.errors import CkptError, UsageError
 
@@ -98,7 +99,7 @@ def _run() -> int:
         app = make_app(sys.argv[1:])
         return int(app(standalone_mode=False) or Exit.OK)  # the status that a command ends with, or None
     except CkptError as error:
-        print(f"error: {error}", file=sys.stderr)
+        out.say(f"error: {error}", sys.stderr)
         _as_json(error.kind, str(error))
         return exit_of(error)
     except typer.Abort:

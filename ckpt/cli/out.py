@@ -33,12 +33,17 @@ class Unread(BrokenPipeError):
     """Nobody reads on what is printed. Without a number: what has that of a broken pipe click ends with 1."""
 
 
-def say(text: str = "") -> None:
-    """Errors: Unread."""
+def say(text: str = "", to: TextIO | None = None) -> None:
+    """Lines, on standard output if nothing else is said. Errors: Unread."""
     try:
-        print(text)
+        print("\n".join(map(plain, text.split("\n"))), file=to)
     except BrokenPipeError:
         raise Unread from None
+
+
+def plain(said: str) -> str:
+    """Nothing in it moves the cursor or colours the terminal: names and messages come from stores and programs."""
+    return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
 
 
 def as_json(body: Mapping[str, Any]) -> None:
@@ -47,16 +52,18 @@ def as_json(body: Mapping[str, Any]) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> None:
-    """Columns named in `right` are aligned to the right. Plain, so that it can be piped to other tools."""
+    """Columns named in `right` are aligned to the right; what a terminal has no room for in the others goes on in the
+    next line, since names differ at their ends. Plain, so that it can be piped to other tools."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
-        drawn.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+        is_right = column in right
+        drawn.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(str(cell)) for cell in row))
+        drawn.add_row(*(Text(plain(str(cell))) for cell in row))
     text = io.StringIO()
     _console(text, None if sys.stdout.isatty() else WIDTH_MAX).print(drawn)
     for line in text.getvalue().splitlines():

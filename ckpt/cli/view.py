@@ -102,7 +102,7 @@ def _rows(rows: Iterator[Row], hidden: Collection[str] = ()) -> Table:
     for label, said, style in rows:
         of = label or of
         if of not in hidden:
-            grid.add_row(Text(label, "bold"), Text(plain(said), style))
+            grid.add_row(Text(label, "bold"), Text(out.plain(said), style))
     return grid
 
 
@@ -188,7 +188,7 @@ def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
             str(interval["by"]) if interval else "",
             "; ".join(_under_way(each) for each in job["under_way"] if each["level"] == level),
         ]
-        rows.append([plain(cell) for cell in cells])
+        rows.append([out.plain(cell) for cell in cells])
     return ["level", "safe step", "age", "saved", "interval", "by", "under way"], rows
 
 
@@ -356,11 +356,6 @@ def _predictions(found: Facts | None) -> Iterator[Row]:
         number += 1
     if unseen:
         yield "foreseen" * (not number), f"nothing seen yet of {', '.join(unseen)}", ""
-
-
-def plain(said: str) -> str:
-    """Nothing in it moves the cursor or colours the terminal: messages come from stores and from other programs."""
-    return "".join(c if c.isprintable() else "?" for c in said)
 
 
 def span(seconds: float) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckpt.cli import out
 from ckpt.types import Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, save
 
@@ -75,3 +79,39 @@ def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(
     said = ckpt(monkeypatch, "show", tmp_path, "--step", "300.3")
     assert said.code == 3
     assert "300, 300.1, 300.2" in said.err
+
+
+def test_what_a_store_has_neither_colours_the_terminal_nor_moves_its_cursor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = begin(tmp_path)
+    save(tmp_path, epoch, 1, {"a\x1b]0;name\x07b": np.ones(3), "c\nd\x9b": np.ones(3)}, metrics={"\x1b[31m": 1.0})
+    save(tmp_path, epoch, 2, {"e": np.ones(3)})
+    for words in (["show", "--step", "1", "-t"], ["show", "--step", "1"], ["diff", "1"], ["ls", "-l"]):
+        said = ckpt(monkeypatch, words[0], tmp_path, *words[1:])
+        assert said.out.replace("\n", "").isprintable(), words
+    to = ["--to", tmp_path / "x", "--step", "1", "--strip", "z"]
+    said = ckpt(monkeypatch, "restore", tmp_path, *to)
+    assert said.err.replace("\n", "").isprintable()
+    assert "a?]0;name?b" in said.err
+    assert "a?]0;name?b " in ckpt(monkeypatch, "show", tmp_path, "--step", "1", "-t").out
+    assert "c?d? " in ckpt(monkeypatch, "show", tmp_path, "--step", "1", "-t").out
+    tensors = ckpt(monkeypatch, "show", tmp_path, "--step", "1", "--json").json["tensors"]
+    assert tensors[0]["name"] == "a\x1b]0;name\x07b", "programs get what it is called"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_narrow_terminal_names_go_on_in_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model.transformer.layers.{n}.self_attention.in_projection.weight" for n in (0, 1, 10)]
+    monkeypatch.setenv("COLUMNS", "60")
+    with contextlib.redirect_stdout(Terminal()) as said:
+        out.table(("name", "dtype", "bytes"), [(name, "float32", "12.0 MiB") for name in names], right=("bytes",))
+    lines = said.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert "…" not in said.getvalue()
+    assert "".join(line.split()[0] for line in lines[2:]) == "".join(names)
+    assert [line.split()[1:] for line in lines if "MiB" in line] == [["float32", "12.0", "MiB"]] * 3
