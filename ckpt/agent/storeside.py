@@ -313,7 +313,8 @@ class StoreSide:
         from ckpt.store.keys import new_writer
 
         if (codec, bandwidth) not in self._committers:
-            self._committers[codec, bandwidth] = Committer(self.backend, new_writer(), codec, bandwidth)
+            made = Committer(self.backend, new_writer(), codec, bandwidth, events=self.events)
+            self._committers[codec, bandwidth] = made
         return self._committers[codec, bandwidth]
 
     def check(self, epoch: Epoch) -> None:

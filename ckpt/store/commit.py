@@ -5,7 +5,8 @@ and the tombstones; then the record. So at any crash the store holds some packs 
 
 Must-invariants:
 - No key is ever written by two attempts: every attempt at an identity after the first takes a new writer name.
-- A record refers to another checkpoint's packs only through `base`, which must be unretired when the record is put.
+- A record refers to another checkpoint's packs only through `base`, which must be unretired when the record is put, and
+  to those only that were there, with their size, when the commit began.
 - After an error or a cancel the attempt's threads have ended when `commit` raises, and nothing more is written by them.
   What others write for it (`Elsewhere`) may still land then, and nothing refers to it.
 - Frames are hashed again just before they are encoded: what changed in memory since it was staged is not committed.
@@ -24,7 +25,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt.clock import Clock, SystemClock
-from ckpt.errors import AlreadyExists, NotFound, SaveFailed, Superseded, TransientError, Unsettled, UsageError
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    NotFound,
+    SaveFailed,
+    Superseded,
+    TransientError,
+    Unsettled,
+    UsageError,
+)
+from ckpt.events import Events
 from ckpt.format import record
 from ckpt.format.codecs import CodecOption
 from ckpt.format.manifest import Manifest, Record
@@ -34,10 +45,10 @@ from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.packs import PACK_BYTES, Indices, Pace, Packs, Written, pack_keys
 from ckpt.store.placing import Placing
-from ckpt.tasks import Tasks
+from ckpt.store.run import in_parallel
 from ckpt.types import Identity
 
-LOOKS_MAX = 16  # at once, at what others have put
+LOOKS_MAX = 16  # at once, at packs that were put before
 CANCEL_S = 1.0  # between looks at whether a commit that waits for others was cancelled
 
 
@@ -82,6 +93,7 @@ class Committer:
         *,
         clock: Clock | None = None,
         pack_bytes: int = PACK_BYTES,
+        events: Events | None = None,
     ) -> None:
         self.backend = backend
         self.writer = writer
@@ -89,6 +101,7 @@ class Committer:
         self.bandwidth = bandwidth
         self.pack_bytes = pack_bytes
         self._clock = clock or SystemClock()
+        self._events = events or Events()
         self._pace = Pace(self._clock, bandwidth)
         self._attempted: set[Identity] = set()
         self._busy = threading.Lock()
@@ -124,7 +137,7 @@ class Committer:
             writer = self._writer_for(identity)
             cancel = cancel or threading.Event()
             try:
-                placing = Placing(manifest.frames, base)
+                placing = self._placing(manifest.frames, base)
                 theirs = elsewhere(placing.todo) if elsewhere is not None else []
                 own = np.setdiff1d(placing.todo, [n for numbers, _ in theirs for n in numbers], assume_unique=True)
                 written = [
@@ -177,22 +190,43 @@ class Committer:
         at = lambda i: frame(numbers[i])  # noqa: E731
         return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
 
+    def _placing(self, frames: Array, base: Record | None) -> Placing:
+        """Data that was put once may have been removed since, by somebody or by a rule of the bucket. What is in memory
+        here can be written again: else no later checkpoint could be restored, and all of them would say committed."""
+        placing = Placing(frames, base)
+        lost = self._not_there(placing.packs)
+        if not lost:
+            return placing
+        self._events.emit(
+            "packs.lost",
+            f"ckpt: unchanged parts of the state are gone from {self.backend.url}, or cannot be trusted there, and are "
+            f"written anew (packs: {len(lost)}; the first: {next(iter(lost.values()))}). ckpt verify "
+            f"{self.backend.url} says which older checkpoints are damaged",
+            loud=True,
+            packs=len(lost),
+        )
+        return Placing(frames, base, lost)
+
     def _check_there(self, packs: Sequence[tuple[str, int]]) -> None:
         """What others say they have put is not taken on trust: a record must refer to nothing that is not there.
         Errors: SaveFailed names the first that is not, or has another size."""
+        for key, why in self._not_there(packs).items():
+            raise SaveFailed(f"another node says it has put {key}: {why}")
 
-        def look(key: str, size: int) -> None:
+    def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
+        """The keys of those that nothing should refer to, since they are gone, have another size or may not be looked
+        at, and what the store says of them. Errors: StorageError where it says nothing."""
+
+        def look(pack: tuple[str, int]) -> str:
+            key, size = pack
             try:
                 found = self.backend.head(key).size
-            except NotFound as exc:
-                raise SaveFailed(f"{key}, which another node says it has put, is not there") from exc
-            if found != size:
-                raise SaveFailed(f"{key} has {found} bytes, and another node says it has put {size}")
+            except (NotFound, AccessDenied) as exc:
+                return str(exc)
+            return "" if found == size else f"{key} has {found} bytes where {size} were put"
 
-        if packs:
-            with Tasks("look", pool_size=min(LOOKS_MAX, len(packs))) as tasks:
-                for each in [tasks.submit(look, *pack) for pack in packs]:
-                    each.result()
+        told = in_parallel(look, packs, LOOKS_MAX)
+        return {key: why for (key, _), why in zip(packs, told, strict=True) if why}
 
     def _writer_for(self, identity: Identity) -> str:
         """The first attempt's puts may still land, so a second one must not share its keys."""

@@ -3,6 +3,8 @@ written, by one writer or by several. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from ckpt.format.manifest import FRAME, PLACE, Record
@@ -13,14 +15,15 @@ REFERRED_SHARE_MIN = 0.5  # a pack of which less is still wanted is not referred
 
 
 class Placing:
-    """`frames`: the manifest's. `base`: the record to whose packs unchanged frames may refer. `todo`: the numbers of
-    those that have to be written, each of them in one `add`; after it `places` and `packs` are the record's."""
+    """`frames`: the manifest's. `base`: the record to whose packs unchanged frames may refer, but for those whose keys
+    are `lost`. `todo`: the numbers of those that have to be written, each of them in one `add`; after it `places` and
+    `packs` are the record's; before, `packs` are those of the base that are referred to."""
 
-    def __init__(self, frames: Array, base: Record | None) -> None:
+    def __init__(self, frames: Array, base: Record | None, lost: Collection[str] = ()) -> None:
         self.places: Array = np.zeros(len(frames), PLACE)
         self.packs: list[tuple[str, int]] = []
         self._frames = frames
-        new = np.arange(len(frames)) if base is None else self._refer(base)
+        new = np.arange(len(frames)) if base is None else self._refer(base, lost)
         self.todo, self._same_as = _distinct(frames, new)
 
     @property
@@ -41,7 +44,7 @@ class Placing:
         for copy, original in self._same_as:
             self.places[copy] = self.places[original]
 
-    def _refer(self, base: Record) -> Indices:
+    def _refer(self, base: Record, lost: Collection[str]) -> Indices:
         """Gives the frames that `base` holds with equal bytes their places there; returns the other frames' numbers."""
         known = {key: i for i, key in enumerate(_keys_of(base.manifest.frames))}
         found = np.array([known.get(key, -1) for key in _keys_of(self._frames)], np.int64)
@@ -49,6 +52,7 @@ class Placing:
         once = base.places[np.unique(found[held])]
         wanted = np.bincount(once["pack"], once["length"], minlength=len(base.packs))
         worth = wanted >= REFERRED_SHARE_MIN * np.array([size for _, size in base.packs])
+        worth &= np.array([key not in lost for key, _ in base.packs], bool)
         held[held] = worth[base.places["pack"][found[held]]]
         places = base.places[found[held]]
         packs = np.unique(places["pack"])

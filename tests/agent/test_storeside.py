@@ -134,6 +134,14 @@ def test_a_failed_commit_costs_no_full_one_where_what_it_referred_to_is_still_th
     assert saver.save(300) == FROZEN_BYTES
 
 
+def test_data_that_somebody_removes_is_written_anew_once_and_that_is_told(store: Store, saver: Saver) -> None:
+    saver.save(100)
+    assert saver.save(200) == FROZEN_BYTES
+    store.delete(store.held(f"{keys.DATA}{Identity(saver.claim.epoch, Tick(100))}/"))
+    assert [saver.save(step) for step in (300, 400)] == [0, FROZEN_BYTES]
+    assert [event.name for event in saver.side.told if event.loud] == ["packs.lost"]
+
+
 A, B = Epoch(5, "a" * 16), Epoch(4, "b" * 16)
 WENT_ON = Claim(A, Identity(Epoch(3, "c" * 16), Tick(40)), launch="A")  # from memory, while the store was down
 

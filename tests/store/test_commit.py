@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ckpt.clock import ManualClock
-from ckpt.errors import SaveFailed, Superseded, UsageError
+from ckpt.errors import AccessDenied, SaveFailed, Superseded, TransientError, UsageError
+from ckpt.events import Event, Events
 from ckpt.format import record
 from ckpt.format.manifest import Record
-from ckpt.storage.contract import Buffer, PutMode
+from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.store import keys, packs
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
@@ -26,7 +27,8 @@ from tests.store.sim import Fault, Sim
 
 
 def commit(store: Any, step: int, snap: Snapshot, writer: str = "w", codec: Any = "raw", **options: Any) -> Committed:
-    committer = Committer(store, writer, codec, pack_bytes=options.pop("pack_bytes", 4096))
+    pack_bytes, events = options.pop("pack_bytes", 4096), options.pop("events", None)
+    committer = Committer(store, writer, codec, pack_bytes=pack_bytes, events=events)
     options.setdefault("check", lambda: None)
     return committer.commit(identity(1, step), snap.manifest, snap.frame, **options)
 
@@ -100,6 +102,52 @@ def test_a_pack_of_which_little_is_still_wanted_is_not_kept_alive_by_reference()
     second = commit(store, 20, changed, base=first.record)
     assert second.referred_bytes == 4096  # all of the second pack, and not the last quarter of the first
     assert same(read_all(store, second.record), changed.tensors)
+
+
+class Refusing(Sim):
+    """One that answers no head of data, but with that error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def head(self, key: str) -> ObjectInfo:
+        if key.startswith(keys.DATA):
+            raise self.error
+        return super().head(key)
+
+
+@pytest.mark.parametrize("what", ["is gone", "has another size"])
+def test_frames_of_a_pack_of_the_base_that_is_gone_are_written_anew_and_that_is_told(what: str) -> None:
+    """Somebody, or a rule of the bucket, may remove data that a living job refers to, and has in memory."""
+    store, told = Sim(), list[Event]()
+    events = Events(told.append)
+    parts = {f"t{i}": floats(16, 16, seed=i) for i in range(12)}  # one frame each, four to a pack
+    first = commit(store, 10, snapshot(parts), events=events)
+    assert first.packs == 3
+    gone, _ = first.record.packs[1]
+    if what == "is gone":
+        store.delete([gone])
+    else:
+        store.spoil(gone, lambda data: data[:-1])
+    second = commit(store, 20, snapshot(parts), base=first.record, events=events)
+    assert (second.packs, second.referred_bytes) == (1, 8192)
+    assert gone not in dict(second.record.packs)
+    assert same(read_all(store, open_record(store, second.ref)), snapshot(parts).tensors)
+    assert [(event.name, event.loud, event.data) for event in told] == [("packs.lost", True, {"packs": 1})]
+    assert gone in told[0].message
+    third = commit(store, 30, snapshot(parts), base=second.record, events=events)
+    assert (third.packs, len(told)) == (0, 1)
+
+
+def test_what_may_not_be_looked_at_is_not_referred_to_and_what_cannot_be_now_fails_the_save() -> None:
+    store, snap = Refusing(AccessDenied("head: 403")), some()
+    first = commit(store, 10, snap)
+    second = commit(store, 20, snap, base=first.record)
+    assert second.referred_bytes == 0
+    store.error = TransientError("head: 503")
+    with pytest.raises(SaveFailed, match="head: 503"):
+        commit(store, 30, snap, base=second.record)
 
 
 def test_raw_frames_that_lie_together_in_memory_are_put_as_one_slice_of_it() -> None:
