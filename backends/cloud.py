@@ -13,6 +13,7 @@ AZURE_STORAGE_ENDPOINT, ...), and for S3 from AWS_PROFILE and ~/.aws through bot
 - Nothing on the way is trusted for integrity: the payload is not signed over TLS or the loopback, where that would
   only cost CPU; every reader checks its own hashes.
 - A server that answers a ranged get with 200 (rclone) is found out by the first one; see signed_http.py.
+- A foreign object whose name obstore takes for no path (a//b, a/../b) hides nothing on s3: botocore lists then.
 - Unfinished multipart uploads are ended on s3 only. Azure drops them by itself in a week; Google keeps them until a
   lifecycle rule of the bucket ends them.
 """
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ckpt.backends.signed_http import SignedHttp
@@ -234,10 +235,7 @@ class CloudBackend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        found = []
-        with self._translated(f"list {prefix}"):
-            for chunk in obstore.list(self._small, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK):
-                found += [self._info(meta) for meta in chunk if is_key(meta["path"])]
+        found = [info for info in self._listed(prefix) if is_key(info.key)]
         found.sort(key=lambda info: info.key)  # not every store lists in order
         return iter(found)
 
@@ -257,10 +255,9 @@ class CloudBackend:
     ) -> int:
         if self._scheme != "s3":
             return 0
-        from ckpt.backends.aws_uploads import abort_uploads
+        from ckpt.backends.aws_listing import abort_uploads
 
-        at = self.url, self._bucket, self._prefix, self._config
-        return abort_uploads(*at, self.now_s() - older_than_s, prefixes, is_ours)
+        return abort_uploads(*self._at, self.now_s() - older_than_s, prefixes, is_ours)
 
     def now_s(self) -> float:
         """From the Date header of a reply; where none can be had, the modification time of a new object."""
@@ -286,6 +283,23 @@ class CloudBackend:
                 retry_config={"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=BULK_TIMEOUT_S)},
                 **self._config,
             )
+
+    def _listed(self, prefix: str) -> Sequence[ObjectInfo]:
+        """All objects below a prefix, keys or none."""
+        try:
+            with self._translated(f"list {prefix}"):
+                chunks = obstore.list(self._small, prefix.rstrip("/") or None, chunk_size=LIST_CHUNK)
+                return [self._info(meta) for chunk in chunks for meta in chunk]
+        except _NoPath:
+            if self._scheme != "s3":
+                raise
+        from ckpt.backends.aws_listing import list_objects
+
+        return list_objects(*self._at, prefix)
+
+    @property
+    def _at(self) -> tuple[str, str, str, dict[str, Any]]:
+        return self.url, self._bucket, self._prefix, self._config
 
     def _sign(self, method: str, key: str) -> str:
         with self._translated(f"sign a request for {key}", asks=False):
@@ -334,6 +348,10 @@ class CloudBackend:
             return exc
         text = str(exc)
         said = text.partition("\n\nDebug source")[0]
+        if isinstance(exc, InvalidPathError):  # the text has a name that somebody else has chosen
+            return _NoPath(
+                f"{self.url}: {what}: {said}; obstore lists nothing beside such an object: remove or rename it"
+            )
         if "non-partial response" in text:
             return _NotPartial(said)
         if _METADATA_SERVICE.search(text):
@@ -371,6 +389,10 @@ class CloudBackend:
                 f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
             )
         return from_reply(self.url, what, status, text)
+
+
+class _NoPath(StorageError):
+    """A foreign object has a name that obstore takes for no path, such as a//b, and nothing beside it is listed."""
 
 
 class _NotPartial(StorageError):

@@ -57,6 +57,31 @@ def attempts(cloud: CloudBackend) -> dict[str, Callable[[], object]]:
     }
 
 
+NO_PATHS = ["commits//x", "commits/a/../b", "commits/./x", "commits/a\nb", "certificate//x", "/x"]
+
+
+@pytest.mark.parametrize("name", NO_PATHS)
+def test_a_foreign_object_whose_name_is_no_path_hides_nothing(server: TinyS3, cloud: CloudBackend, name: str) -> None:
+    server.objects = {"run/commits/a": b"1", f"run/{name}": b"", "run/epochs/b": b"22", "running/c": b"3"}
+    assert [(info.key, info.size) for info in cloud.list("")] == [("commits/a", 1), ("epochs/b", 2)]
+    assert [info.key for info in cloud.list("commits/")] == ["commits/a"]
+    listed = list(cloud.list(""))
+    del server.objects[f"run/{name}"]
+    assert listed == list(cloud.list("")), "in all that is told of an object"
+
+
+def test_where_such_an_object_hides_the_others_the_error_names_it(
+    server: TinyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BASE_URL", server.at.endpoint)
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "any")
+    backend = open_cloud("gs://bucket/run", timeout_s=5)
+    server.objects = {"run/commits/a": b"1", "run/commits//x": b""}
+    with pytest.raises(StorageError, match=r"run/commits//x.*remove or rename it"):
+        backend.list("")
+    backend.close()
+
+
 @pytest.mark.parametrize("fault", [500, 502, 503, 504, 429, 408, 520, 527, RESET])
 def test_what_may_pass_is_transient_and_is_asked_once(server: TinyS3, cloud: CloudBackend, fault: int | str) -> None:
     for what, attempt in attempts(cloud).items():
@@ -280,6 +305,19 @@ def test_a_profile_gives_credentials_region_and_endpoint(
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(UsageError, match="nobody"):
         open_cloud(URL)
+
+
+def test_a_profile_that_is_gone_is_not_missed_where_variables_give_the_credentials(
+    server: TinyS3, cloud: CloudBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor by botocore, which ends uploads, and lists what obstore cannot."""
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    server.objects = {"run/a//b": b"", "run/c": b""}
+    assert [info.key for info in cloud.list("")] == ["c"]
+    (tmp_path / "config").write_text("no section = no config\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.fspath(tmp_path / "config"))
+    with pytest.raises(UsageError, match=r"check the AWS variables, ~/\.aws/config"):
+        cloud.abort_uploads(0)
 
 
 @pytest.mark.parametrize(
