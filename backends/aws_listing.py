@@ -46,13 +46,20 @@ def abort_uploads(
     ended = 0
     with _client(url, "abort uploads", config) as client:
         for each in below:
-            pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=folder + each)
-            for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
+            for upload in _unfinished(client, bucket, folder + each):
                 key = upload["Key"].removeprefix(folder)
                 mine = upload["Key"] == folder + key and key.startswith(each) and is_ours(key)
                 if mine and upload["Initiated"].timestamp() < before_s:
                     ended += _abort(client, bucket, upload, url)
     return ended
+
+
+def _unfinished(client: Any, bucket: str, prefix: str) -> list[Mapping[str, Any]]:
+    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+    try:
+        return [upload for page in pages for upload in page.get("Uploads", [])]
+    except client.exceptions.NoSuchUpload:  # rclone's answer where there never was one
+        return []
 
 
 def _abort(client: Any, bucket: str, upload: Mapping[str, Any], url: str) -> bool:

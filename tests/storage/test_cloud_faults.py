@@ -148,6 +148,13 @@ def test_a_refusal_has_its_class_and_says_what_to_do(
         assert "Debug source" not in str(caught.value)
 
 
+def test_a_server_that_finds_no_uploads_where_none_were_begun_has_none(server: TinyS3, cloud: CloudBackend) -> None:
+    server.body = "<Error><Code>NoSuchUpload</Code><Message>NoSuchUpload</Message></Error>"
+    server.plan = [("GET", 404)]
+    assert cloud.abort_uploads(0) == 0
+    assert server.plan == []
+
+
 def not_deleted(key: str, code: str) -> str:
     """The reply to a bulk delete that has left one key."""
     error = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>no</Message></Error>"
