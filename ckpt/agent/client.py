@@ -289,14 +289,7 @@ class Connection:
 
     def status(self, timeout_s: float | None = REQUEST_TIMEOUT_S) -> dict[str, Any]:
         """What the agent says of itself. Errors: as `request`."""
-        answer = self.request("status", timeout_s=timeout_s)
-        try:
-            found = msgpack.unpackb(answer.blobs[0])
-        except (LookupError, ValueError, msgpack.UnpackException) as exc:
-            raise AgentError("what the agent says of itself cannot be read") from exc
-        if not isinstance(found, dict):
-            raise AgentError("what the agent says of itself cannot be read")
-        return found
+        return body_of(self.request("status", timeout_s=timeout_s))
 
     def notify(self, kind: str, fields: dict[str, Any], fds: Sequence[int] = (), blobs: Sequence[bytes] = ()) -> None:
         """Sends without an answer. Errors: AgentError when the agent is gone."""
@@ -366,3 +359,14 @@ class Connection:
         for each in pending:
             if not each.future.done():
                 each.future.set_exception(AgentError("the agent went away before it answered"))
+
+
+def body_of(answer: wire.Message) -> dict[str, Any]:
+    """What an answer says that may be longer than a message. Errors: AgentError."""
+    try:
+        found = msgpack.unpackb(answer.blobs[0])
+    except (LookupError, ValueError, msgpack.UnpackException) as exc:
+        raise AgentError("what the agent says cannot be read") from exc
+    if not isinstance(found, dict):
+        raise AgentError("what the agent says cannot be read")
+    return found

@@ -22,7 +22,6 @@ from ckpt.agent.relaying import OPERATOR, Standing
 from ckpt.agent.remote import AnyPeer
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.showing import job_facts
-from ckpt.agent.starts import LISTED_MAX
 from ckpt.agent.storeside import Pass, keep_from
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, OtherVersion, RunInUse
@@ -206,7 +205,7 @@ class Node(Inheriting):
             if what is Pass.ALL:
                 self._refuse_led_elsewhere(job)
             self._bulk.run(
-                Lane.COMMIT,
+                Lane.FRONT if what is Pass.LOOK else Lane.COMMIT,  # who only looks waits for no commit
                 lambda: self._store.prune(epoch, rule, also, what),
                 lambda done: self._pruned(peer, request_id, done),
             )
@@ -225,8 +224,7 @@ class Node(Inheriting):
         if error is not None:
             peer.refuse(request_id, error)
             return
-        body = {k: list(v[:LISTED_MAX]) if isinstance(v, list | tuple) else v for k, v in done.result().items()}
-        peer.reply(request_id, body)
+        peer.reply(request_id, {}, blobs=[msgpack.packb(done.result())])  # it is as long as the run is large
 
     # -- what is shown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,13 @@ from ckpt.cli import live, out, target
 from ckpt.errors import DamagedData, UsageError
 
 if TYPE_CHECKING:
+    from ckpt.agent.client import Connection
     from ckpt.policy.every import Keep
     from ckpt.store.prune import PrunePlan
     from ckpt.store.run import Run, RunView
 
 LAUNCH = "ckpt command line"  # the launch that this is, for whoever watches the store
+SILENT_S = 2.0  # how long an agent is waited for without a word
 
 
 def branch(
@@ -68,13 +71,25 @@ def prune(
     else:
         with live.talk(sock) as agent:  # a running job has one decider, and that is its agent
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
-            request = {"yes": yes, "keep": options, "also": _identities(url, also or [])}
-            answer = agent.request("prune", request).fields
-            body = {key: value for key, value in answer.items() if key not in ("t", "id")}
+            body = _ask_agent(agent, {"yes": yes, "keep": options, "also": _identities(url, also or [])})
     if json:
         out.as_json({"url": canonical(url), "done": yes, **body})
     else:
         _say_plan(body, yes)
+
+
+def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
+    """Waits as long as the agent lives: a commit under way ends first, and may take hours. Errors: what the agent
+    answers; AgentError where it is gone."""
+    from ckpt.agent.client import body_of
+
+    pending = agent.ask("prune", request)
+    try:
+        return body_of(pending.answer(SILENT_S))
+    except TimeoutError:
+        first = ", which ends the commit under way first" if request["yes"] else ""
+        print(f"waiting for the job's agent{first}", file=sys.stderr, flush=True)
+        return body_of(pending.answer(None))
 
 
 def _identities(url: str, which: list[str]) -> list[str]:

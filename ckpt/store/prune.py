@@ -95,7 +95,7 @@ class Pruner:
     """The one decider of a run's deletions.
 
     `epoch`: the running epoch that it decides for; None for a closed run (the caller has made sure of that, by
-    Run.watch_other). Records are read once and remembered."""
+    Run.watch_other). Records are read once and remembered. Several threads may plan at once."""
 
     def __init__(self, run: Run, epoch: Epoch | None, *, grace_s: float = GRACE_S) -> None:
         self.run = run
@@ -233,8 +233,8 @@ class Pruner:
                 found = open_record(self.run.backend, ref)
             except (DamagedData, NotFound) as exc:
                 return exc
-            self._packs_of[ref] = found.packs
             self._metrics_of[ref] = found.metrics
+            self._packs_of[ref] = found.packs  # the last: for a plan on another thread it is read from now on
             return None
 
         new = [ref for ref in refs if ref not in self._packs_of]

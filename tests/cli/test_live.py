@@ -18,6 +18,8 @@ from ckpt.settings import read
 from ckpt.tasks import Tasks
 from tests.cli.stores import a_run, begin, ckpt, save
 
+LONG = ("status", "prune")  # requests whose answer may be longer than a message
+
 
 @contextlib.contextmanager
 def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Iterator[list[dict[str, Any]]]:
@@ -46,8 +48,8 @@ def an_agent(url: Path, answers: dict[str, dict[str, Any] | CkptError]) -> Itera
                 if isinstance(answer, CkptError):
                     body = {"t": "error", "kind": answer.kind, "message": str(answer)}
                 else:
-                    body = {"t": "reply", **({} if message.kind == "status" else answer)}
-                blobs = [msgpack.packb(answer)] if message.kind == "status" and isinstance(answer, dict) else []
+                    body = {"t": "reply", **({} if message.kind in LONG else answer)}
+                blobs = [msgpack.packb(answer)] if message.kind in LONG and isinstance(answer, dict) else []
                 wire.send(connection, {**body, "id": message.fields["id"]}, blobs=blobs)
             return True
 
@@ -78,7 +80,7 @@ def test_preempt_can_be_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_prune_of_a_running_job_is_left_to_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = a_run(tmp_path)
-    plan = {"retire": ["x"], "deleted_bytes": 5, "freed_later_bytes": 6}
+    plan = {"retire": ["x"], "packs": [f"data/{n:04}" for n in range(5000)], "deleted_bytes": 5, "freed_later_bytes": 6}
     with an_agent(tmp_path, {"prune": plan}) as asked:
         said = ckpt(
             monkeypatch, "prune", tmp_path, "--last", "1", "--best", "loss:min", "--also", "10", "--yes", "--json"

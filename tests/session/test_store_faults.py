@@ -5,6 +5,9 @@ A real Checkpointer, a real agent, and a real S3 server, where it has to misbeha
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -159,6 +162,30 @@ def test_a_server_that_is_slow_holds_up_the_commit_and_never_the_training(store:
     assert ck.receipt["committed_step"] == step
     assert seen.named("commit.failed") == []
     assert run(URL, step).from_step == step
+
+
+def test_a_prune_beside_a_commit_under_way_looks_at_once_and_deletes_once_that_has_ended(store: Proxy) -> None:
+    job = make()
+    with ckpt.Checkpointer(URL, job.state) as ck:
+        for step in ck.steps(2):
+            job.train(step)
+            ck.step()
+            if step == 1:
+                ck.save().wait("store", timeout_s=60)
+        store.fail(HELD, "PUT", f"{RUN}/data/*")
+        handle = ck.save()
+        store.wait_met(f"{RUN}/data/*")
+        prune = [sys.executable, "-m", "ckpt.cli.main", "prune", URL, "--last", "1"]
+        assert "nothing to do" in subprocess.run(prune, capture_output=True, text=True, check=True, timeout=60).stdout
+        with subprocess.Popen([*prune, "--yes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stderr is not None
+            assert "ends the commit under way first" in waiting.stderr.readline()
+            assert handle.level != "store"
+            store.heal()
+            said, wrong = waiting.communicate(timeout=60)
+        assert (waiting.returncode, said.count("retired: restored no more")) == (0, 1), wrong
+        handle.wait("store", timeout_s=60)
+    wait_agent_gone(URL)
 
 
 def test_an_agent_that_dies_while_it_puts_a_record_is_followed_by_one_that_puts_its_own(store: Proxy) -> None:

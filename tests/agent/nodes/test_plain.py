@@ -61,7 +61,7 @@ def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]
         sock = client.connect(cluster.url, cluster.settings(node))
         tool = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, "tool")
         try:
-            return tool.request("prune", fields).fields
+            return client.body_of(tool.request("prune", fields))
         finally:
             tool.close()
 
