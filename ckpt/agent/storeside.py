@@ -351,7 +351,7 @@ class StoreSide:
         plan = pruner.plan(view, keep, also)
         aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
         facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
-        for name in ("retire", "abandoned", "waiting"):
+        for name in ("retire", "abandoned", "waiting", "damaged"):
             facts[name] = [str(identity) for identity in facts[name]]
         return facts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,10 @@ from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
+    from ckpt.storage import Backend
     from ckpt.store.diff import Diff
-    from ckpt.store.reader import FrameReader
+    from ckpt.store.lineage import CommitRef
     from ckpt.store.verify import Verified
 
 
@@ -42,10 +45,11 @@ def verify(
             refs = sorted([*view.line, *(view.branches if every else [])])
         if not refs and not view.damaged:
             raise target.none_yet(url, view)
-        with out.progress("verifying", json=json) as report:
-            results = verify_all(run, refs, report)
+        records = [each for ref in refs for each in view.records[ref.identity]]
+        with target.held(store, refs), out.progress("verifying", json=json) as report:
+            results = verify_all(run, records, report)
         damaged_claims = [{"key": key, "what": what, "tensors": []} for key, what in view.damaged]
-    good = not damaged_claims and all(result.is_good for result in results)
+    good = not damaged_claims and all(result.is_good or result.is_retired for result in results)
     if json:
         out.as_json({"url": store.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
     else:
@@ -62,6 +66,7 @@ def _facts(result: Verified) -> dict[str, Any]:
         "step": result.ref.identity.tick.step,
         "sub": result.ref.identity.tick.sub,
         "good": result.is_good,
+        "retired": result.is_retired,
         "frames": result.frames,
         "checked_bytes": result.checked_bytes,
         "problems": [asdict(problem) for problem in result.problems],
@@ -76,12 +81,17 @@ def _say(results: list[Verified]) -> None:
             step += f" of epoch {result.ref.identity.epoch}"
         if result.is_good:
             out.say(f"step {step}: good, {result.frames} frames, {out.size(result.checked_bytes)} read and hashed")
+        elif result.is_retired:
+            out.say(f"step {step}: retired meanwhile, and deleted")
+            continue
         for problem in result.problems:
-            out.say(f"step {step}: DAMAGED {problem.key}: {problem.what}")
-            if problem.tensors:
+            what = "another record of it is damaged:" if result.is_good else "DAMAGED"
+            out.say(f"step {step}: {what} {problem.key}: {problem.what}")
+            if problem.tensors and not result.is_good:
                 out.say(f"    lost: {', '.join(problem.tensors)}")
-    bad = sum(not result.is_good for result in results)
-    out.say(f"{bad} of {len(results)} checkpoints are damaged" if bad else f"{len(results)} checkpoints, all good")
+    left = [result for result in results if not result.is_retired]
+    bad = sum(not result.is_good for result in left)
+    out.say(f"{bad} of {len(left)} checkpoints are damaged" if bad else f"{len(left)} checkpoints, all good")
 
 
 def diff(
@@ -96,27 +106,37 @@ def diff(
 
     The exit status is 1 if anything differs."""
     from ckpt.store.diff import diff as compare
+    from ckpt.store.reader import FrameReader, any_readable
+    from ckpt.store.run import Run
 
-    with target.store(url) as store, target.store(other or url) as other_store:
-        readers = (_reader(store, url, first), _reader(other_store, other or url, second))
-        with out.progress("comparing", json=json) as report:
-            found = compare(*readers, only or (), report)
+    with target.store(url) as store, target.store(other or url) as other_store, ExitStack() as stack:
+        one, two = _chosen(store, url, first), _chosen(other_store, other or url, second)
+        stack.enter_context(target.held(store, one if other else [*one, *two]))
+        if other:
+            stack.enter_context(target.held(other_store, two))
+        report = stack.enter_context(out.progress("comparing", json=json))
+
+        def compared(ours: Record, theirs: Record) -> Diff:
+            return compare(FrameReader(store, ours), FrameReader(other_store, theirs), only or (), report)
+
+        found = any_readable(
+            Run(store), one, lambda ours: any_readable(Run(other_store), two, lambda theirs: compared(ours, theirs))
+        )
     if json:
         out.as_json({"differ": not found.is_equal, **asdict(found)})
     else:
-        _say_diff(found, readers)
+        _say_diff(found, target.name_of(one[0]), target.name_of(two[0]))
     if not found.is_equal:
         raise typer.Exit(Exit.DIFFERENT)
 
 
-def _reader(store: Any, url: str, which: str | None) -> FrameReader:
-    from ckpt.store.reader import FrameReader, open_record
+def _chosen(store: Backend, url: str, which: str | None) -> list[CommitRef]:
+    """Its records."""
+    view = target.view(store)
+    return view.records[target.choose(url, view, which).identity]
 
-    return FrameReader(store, open_record(store, target.choose(url, target.view(store), which)))
 
-
-def _say_diff(found: Diff, readers: tuple[FrameReader, FrameReader]) -> None:
-    steps = [reader.record.identity.tick.label for reader in readers]
+def _say_diff(found: Diff, *steps: str) -> None:
     if found.changed:
         rows = [
             (

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli import out, target
+from ckpt.cli.exits import Exit
+from ckpt.errors import DamagedData, NoCheckpoint, NotFound
 from ckpt.types import Tick
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
     from ckpt.store.lineage import CommitRef
+    from ckpt.store.run import Run
 
 
 def ls(
@@ -23,7 +26,9 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, oldest first.
 
-    The last one is where the next start goes on."""
+    The last one is where the next start goes on. The exit status is 1 if a record that is read is damaged."""
+    from ckpt.store.run import Run
+
     with target.store(url) as store:
         run = target.view(store)
         refs = [(ref, "line") for ref in run.line]
@@ -33,15 +38,24 @@ def ls(
             raise target.none_yet(url, run)
         rows = [_row(ref, where) for ref, where in refs]
         if long:
-            for row, (ref, _) in zip(rows, refs, strict=True):
-                row |= _sizes(_open(store, ref))
+            read = [_read(Run(store), run.records[ref.identity]) for ref, _ in refs]
+            rows = [row | facts for row, facts in zip(rows, read, strict=True) if facts is not None]
     if json:
         out.as_json({"url": store.url, "checkpoints": rows, "branches": len(run.branches)})
-        return
+    else:
+        _say(rows, long, every)
+        if run.branches and not every:
+            out.say(f"{len(run.branches)} more on branches: ckpt ls --all {url}")
+    if any(row.get("error") for row in rows):
+        raise typer.Exit(Exit.DIFFERENT)
+
+
+def _say(rows: list[dict[str, Any]], long: bool, every: bool) -> None:
     columns = ["step", "saved", "age", "epoch"] + (["bytes", "stored", "metrics"] if long else []) + ["where"] * every
     out.table(columns, [_cells(row, long, every) for row in rows], right=("step", "bytes", "stored"))
-    if run.branches and not every:
-        out.say(f"{len(run.branches)} more on branches: ckpt ls --all {url}")
+    for row in rows:
+        if row.get("error"):
+            out.say(f"step {Tick(row['step'], row['sub']).label}: {row['error']['message']}")
 
 
 def _row(ref: CommitRef, where: str) -> dict[str, Any]:
@@ -61,16 +75,26 @@ def _cells(row: dict[str, Any], long: bool, every: bool) -> list[str]:
     saved = row["saved"]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)) if saved else "?"
     cells = [step, when, out.ago(saved) if saved else "", str(row["epoch"])]
-    if long:
+    if long and row["error"]:
+        cells += [row["error"]["kind"], "", ""]
+    elif long:
         metrics = ", ".join(f"{name}={value:g}" for name, value in row["metrics"].items())
         cells += [out.size(row["bytes"]), out.size(row["stored"]), metrics]
     return cells + [row["where"]] * every
 
 
-def _open(store: Any, ref: CommitRef) -> Record:
-    from ckpt.store.reader import open_record
+def _read(run: Run, records: list[CommitRef]) -> dict[str, Any] | None:
+    """What `--long` says of a checkpoint; None where it was retired meanwhile. `error`: what is wrong with its record,
+    or None."""
+    from ckpt.store.reader import any_readable
 
-    return open_record(store, ref)
+    try:
+        return {**any_readable(run, records, _sizes), "error": None}
+    except NoCheckpoint:
+        return None
+    except (DamagedData, NotFound) as exc:
+        unknown = dict.fromkeys(("bytes", "stored", "referred", "metrics"))
+        return {**unknown, "error": {"kind": exc.kind, "message": str(exc)}}
 
 
 def _sizes(record: Record) -> dict[str, Any]:
@@ -95,11 +119,15 @@ def show(
     json: out.Json = False,
 ) -> None:
     """Show one checkpoint and what it consists of."""
+    from ckpt.store.reader import any_readable
+    from ckpt.store.run import Run
+
     with target.store(url) as store:
-        run = target.view(store)
-        record = _open(store, target.choose(url, run, which))
+        view = target.view(store)
+        records = view.records[target.choose(url, view, which).identity]
+        record = any_readable(Run(store), records, lambda found: found)
     body = _facts(record)
-    listed = _tensors(record, only or ["*"]) if tensors or only or json else []
+    listed = _tensors(record, only or []) if tensors or only or json else []
     if json:
         out.as_json({"url": store.url, **body, "tensors": listed})
         return
@@ -140,10 +168,11 @@ def _facts(record: Record) -> dict[str, Any]:
 
 def _tensors(record: Record, only: list[str]) -> list[dict[str, Any]]:
     import math
-    from fnmatch import fnmatchcase
 
+    from ckpt.store.slabs import chosen
     from ckpt.types import ITEMSIZE
 
+    listed = {(spec.name, spec.owner) for spec in chosen(record.manifest, only)}
     parts = [0] * len(record.manifest.tensors)
     for index, _ in record.manifest.boxes:
         parts[index] += 1
@@ -157,5 +186,5 @@ def _tensors(record: Record, only: list[str]) -> list[dict[str, Any]]:
             "bytes": math.prod(spec.shape) * ITEMSIZE[spec.dtype],
         }
         for index, spec in enumerate(record.manifest.tensors)
-        if not spec.values and any(fnmatchcase(spec.name, glob) for glob in only)
+        if not spec.values and (spec.name, spec.owner) in listed
     ]

@@ -125,7 +125,7 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     from ckpt.store.verify import verify
 
     with out.progress("verifying the newest", json=json) as report:
-        (found,) = verify(run, view.line[-1:], report)
+        (found,) = verify(run, view.records[view.line[-1].identity], report)
     if not found.is_good:
         problem = found.problems[0]
         raise DamagedData(
@@ -137,7 +137,7 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
 
 def _plan_facts(plan: PrunePlan, aborted: int) -> dict[str, Any]:
     facts = asdict(plan) | {"uploads_aborted": aborted}
-    for name in ("retire", "abandoned", "waiting"):
+    for name in ("retire", "abandoned", "waiting", "damaged"):
         facts[name] = [str(identity) for identity in getattr(plan, name)]
     return facts
 
@@ -165,6 +165,8 @@ def _say_plan(body: dict[str, Any], yes: bool) -> None:
     deleted = [*body.get("records", ()), *body.get("packs", ()), *body.get("leases", ())]
     for key in deleted:
         out.say(f"{done}deleted: {key}")
+    for identity in body.get("damaged", ()):
+        out.say(f"not counted as kept, not being whole: {identity} (see ckpt verify)")
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):

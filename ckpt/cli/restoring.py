@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli import out, target
-from ckpt.errors import AccessDenied, StorageError, UsageError
+from ckpt.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from ckpt.format.manifest import Record
+    from ckpt.store.export import Exported
 
 
 class Form(enum.StrEnum):
@@ -37,32 +40,33 @@ def restore(
     A name that ends in .safetensors or .pt gives one file; any other a folder of .safetensors files with the index
     that Hugging Face reads. It takes some 100 MiB of memory beside the libraries, however large the checkpoint is."""
     from ckpt.store.export import export
-    from ckpt.store.prune import Lease
-    from ckpt.store.reader import FrameReader, open_record
+    from ckpt.store.reader import FrameReader, any_readable
+    from ckpt.store.run import Run
 
-    with ExitStack() as stack:
-        store = stack.enter_context(target.store(url))
+    with target.store(url) as store:
         view = target.view(store)
         ref = target.choose(url, view, which)
-        with suppress(AccessDenied):  # who may only read cannot ask that no prune deletes it meanwhile
-            stack.enter_context(Lease(store, [ref.identity]))
-        report = stack.enter_context(out.progress("restoring", json=json))
-        reader = FrameReader(store, open_record(store, ref))
-        try:
-            made = export(
-                reader,
-                to,
-                format=form.value if form else None,
-                only=only or (),
-                dtype=dtype,
-                strip=strip,
-                shard_bytes=shard_bytes,
-                progress=report,
-            )
-        except OSError as exc:
-            raise StorageError(f"cannot write {to}: {exc}") from exc
-        except ImportError as exc:
-            raise UsageError(f"{to}: this format is written by torch, which cannot be imported: {exc}") from exc
+        records = view.records[ref.identity]
+        with target.held(store, records), out.progress("restoring", json=json) as report:
+
+            def made_of(record: Record) -> Exported:
+                return export(
+                    FrameReader(store, record),
+                    to,
+                    format=form.value if form else None,
+                    only=only or (),
+                    dtype=dtype,
+                    strip=strip,
+                    shard_bytes=shard_bytes,
+                    progress=report,
+                )
+
+            try:
+                made = any_readable(Run(store), records, made_of)
+            except OSError as exc:
+                raise StorageError(f"cannot write {to}: {exc}") from exc
+            except ImportError as exc:
+                raise UsageError(f"{to}: this format is written by torch, which cannot be imported: {exc}") from exc
     if json:
         files = [str(file) for file in made.files]
         out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})

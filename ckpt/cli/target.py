@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NoCheckpoint
+from ckpt.errors import NoCheckpoint, StorageError
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -38,6 +39,22 @@ def view(backend: Backend) -> RunView:
     if not found.commits and not found.epochs:
         raise NoCheckpoint(f"{backend.url}: no run has saved there; give the URL that ckpt.Checkpointer was given")
     return found
+
+
+@contextmanager
+def held(store: Backend, refs: Collection[CommitRef]) -> Iterator[None]:
+    """While the block runs no prune deletes what these consist of. Where no lease can be left in the store (it may only
+    be read, or is full) they are read all the same, and that is said."""
+    from ckpt.store.prune import LEASE_IDENTITIES_MAX, Lease
+
+    identities = sorted({ref.identity for ref in refs})
+    with ExitStack() as stack:
+        try:
+            for start in range(0, len(identities), LEASE_IDENTITIES_MAX):
+                stack.enter_context(Lease(store, identities[start : start + LEASE_IDENTITIES_MAX]))
+        except StorageError as exc:
+            print(f"warning: no lease can be taken, so a prune may delete what is being read: {exc}", file=sys.stderr)
+        yield
 
 
 def choose(url: str, run: RunView, which: str | None) -> CommitRef:

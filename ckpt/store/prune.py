@@ -39,6 +39,7 @@ GRACE_S = 900.0
 LEASE_REFRESH_S = 30.0
 LEASE_REFRESH_S_MAX = 600.0
 LEASE_CLOSE_S = 180.0  # longer than a refresh is tried again
+LEASE_IDENTITIES_MAX = 1000
 _LEASE_BYTES_MAX = 64 << 10
 _READERS = 16
 
@@ -73,13 +74,15 @@ def _best(line: Iterable[Identity], best: Best, metrics: Mapping[Identity, Mappi
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
     """What a pass would do. `retire`: checkpoints that get a tombstone now. `abandoned`: the same for identities that
-    were never committed. `waiting`: retired ones whose grace is not over. `records`, `packs`, `leases`: keys that are
-    deleted now. `deleted_bytes`: of those. `freed_later_bytes`: of packs that nothing will refer to once the grace of
-    all that is retired is over. `blocked`: why no pack can be deleted, or ""."""
+    were never committed. `waiting`: retired ones whose grace is not over. `damaged`: those of the line that do not
+    count as kept: no record can be read, or a pack is not there in its size. `records`, `packs`, `leases`: keys that
+    are deleted now. `deleted_bytes`: of those. `freed_later_bytes`: of packs that nothing will refer to once the grace
+    of all that is retired is over. `blocked`: why no pack can be deleted, or ""."""
 
     retire: tuple[Identity, ...]
     abandoned: tuple[Identity, ...]
     waiting: tuple[Identity, ...]
+    damaged: tuple[Identity, ...]
     records: tuple[str, ...]
     packs: tuple[str, ...]
     leases: tuple[str, ...]
@@ -111,7 +114,8 @@ class Pruner:
         now_s = self.run.backend.now_s()
         unread = self._read(view.commits)
         listed = [(found, info) for info in self.run.backend.list(keys.DATA) if (found := keys.parse_pack(info.key))]
-        retire = self._to_retire(view, keep, {info.key: info.size for _, info in listed}) | self._checked(also, view)
+        whole = self._whole(view, {info.key: info.size for _, info in listed})
+        retire = self._to_retire(whole, keep) | self._checked(also, view)
         expired = {each for each, since_s in view.retired.items() if now_s - since_s > self.grace_s}
         leased, stale, lease_problem = self._leases(now_s)
         dead = {ref for ref in view.commits if ref.identity in expired and ref.identity not in leased}
@@ -149,6 +153,7 @@ class Pruner:
             retire=tuple(sorted(retire)),
             abandoned=tuple(sorted(abandoned)),
             waiting=tuple(sorted((set(view.retired) - expired) & committed)),
+            damaged=tuple(sorted({ref.identity for ref in view.line} - {ref.identity for ref in whole})),
             records=tuple(sorted(keys.record_key(ref.identity, ref.writer) for ref in dead)),
             packs=tuple(packs),
             leases=tuple(sorted(stale)),
@@ -186,13 +191,17 @@ class Pruner:
         )
         return ended
 
-    def _to_retire(self, view: RunView, keep: Keep, sizes: Mapping[str, int]) -> set[Identity]:
-        """Only what can be restored counts: a line whose newest records or packs are gone keeps its older ones."""
-        whole = [
-            ref
-            for ref in view.line
-            if ref in self._packs_of and all(sizes.get(key) == size for key, size in self._packs_of[ref])
-        ]
+    def _whole(self, view: RunView, sizes: Mapping[str, int]) -> list[CommitRef]:
+        """Of each checkpoint of the line that can be restored the record that can. Only these count: a line whose
+        newest records or packs are gone keeps its older ones."""
+
+        def is_whole(ref: CommitRef) -> bool:
+            return ref in self._packs_of and all(sizes.get(key) == size for key, size in self._packs_of[ref])
+
+        found = (next(filter(is_whole, view.records[ref.identity]), None) for ref in view.line)
+        return [ref for ref in found if ref is not None]
+
+    def _to_retire(self, whole: Sequence[CommitRef], keep: Keep) -> set[Identity]:
         line = [ref.identity for ref in whole]
         return set(line) - retention(line, keep, {ref.identity: self._metrics_of[ref] for ref in whole})
 
@@ -265,7 +274,7 @@ class Pruner:
 
 
 class Lease:
-    """While the block runs nothing that the checkpoints' records refer to is deleted.
+    """While the block runs nothing that the checkpoints' records refer to is deleted: up to LEASE_IDENTITIES_MAX.
 
     Take it before the record is opened: what was there then stays. It is refreshed by a thread of its own; where that
     fails for two periods the reader may lose packs, which are damage to it then."""

@@ -9,7 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,16 +47,47 @@ def candidates(view: RunView) -> list[CommitRef]:
             f"nothing says what epoch {broken} went on from ({keys.epoch_key(broken)} is missing or damaged), so its "
             "line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all)"
         )
-    records: dict[Identity, list[CommitRef]] = {}
-    for ref in sorted(view.commits):
-        records.setdefault(ref.identity, []).append(ref)
-    return [ref for newest_first in reversed(line) for ref in records[newest_first.identity]]
+    return [ref for newest_first in reversed(line) for ref in view.records[newest_first.identity]]
 
 
 def open_record(backend: Backend, ref: CommitRef) -> Record:
     """Errors: NotFound; DamagedData names the record."""
     key = keys.record_key(ref.identity, ref.writer)
     return record.decode(backend.get(key, record.RECORD_BYTES_MAX), key)
+
+
+def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record], T]) -> T:
+    """The result of `use` over the records of one checkpoint (RunView.records): one that is damaged is passed over,
+    which an event says.
+
+    Errors: NoCheckpoint where it was retired meanwhile; else, of the first that fails so, NewerFormat, DamagedData,
+    NotFound; what `use` raises besides."""
+    wrong: list[DamagedData | NotFound] = []
+    for ref in records:
+        try:
+            found = use(open_record(run.backend, ref))
+        except (DamagedData, NotFound) as exc:
+            wrong.append(exc)
+            continue
+        if wrong:
+            run.events.emit(
+                "restore.struck",
+                f"{run.backend.url}: a record of {ref.identity} cannot be read and another one is taken: {wrong[0]}",
+                loud=True,
+                identity=str(ref.identity),
+            )
+        return found
+    if any(is_missing(exc) for exc in wrong) and run.is_retired(records[0].identity):
+        raise NoCheckpoint(
+            f"{run.backend.url}: step {records[0].identity.tick.label} was retired meanwhile, and deleted; ckpt ls "
+            "shows what is left"
+        ) from wrong[0]
+    raise next((exc for exc in wrong if isinstance(exc, NewerFormat)), wrong[0])
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether it says that an object is not there (a pack: that is damage, caused by it)."""
+    return NotFound in (type(error), type(error.__cause__))
 
 
 def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
@@ -94,7 +125,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 loud=True,
                 identity=str(left[0].identity),
             )
-            if NotFound in (type(exc), type(exc.__cause__)) and not listed_again:
+            if is_missing(exc) and not listed_again:
                 listed_again = True
                 refs = candidates(run.view())
 

@@ -67,6 +67,15 @@ class RunView:
     def branches(self) -> list[CommitRef]:
         return self.lineage.branches(self.commits, self.retired)
 
+    @cached_property
+    def records(self) -> dict[Identity, list[CommitRef]]:
+        """Of each checkpoint all of its records, the lowest writer's first: the others stand in for one that is
+        damaged."""
+        found: dict[Identity, list[CommitRef]] = {}
+        for ref in sorted(self.commits):
+            found.setdefault(ref.identity, []).append(ref)
+        return found
+
     @property
     def newest_epoch(self) -> Epoch | None:
         return self.lineage.newest
@@ -206,6 +215,14 @@ class Run:
     def _epochs_below(self, prefix: str) -> dict[Epoch, ObjectInfo]:
         found = ((keys.parse_epoch(info.key, prefix), info) for info in self.backend.list(prefix))
         return {epoch: info for epoch, info in found if epoch is not None}
+
+    def is_retired(self, identity: Identity) -> bool:
+        """Whether it has a tombstone by now. Errors: StorageError."""
+        try:
+            self.backend.head(keys.retired_key(identity))
+        except NotFound:
+            return False
+        return True
 
     def _retired(self) -> dict[Identity, float]:
         found = ((keys.parse_retired(info.key), info) for info in self.backend.list(keys.RETIRED))

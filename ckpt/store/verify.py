@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,10 @@ from ckpt.errors import CkptError, DamagedData, NotFound
 from ckpt.format.manifest import Manifest, Record
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
-from ckpt.store.reader import FrameReader, each_values, open_record
+from ckpt.store.reader import FrameReader, each_values, is_missing, open_record
 from ckpt.store.run import Run
 from ckpt.store.slabs import exported_name
+from ckpt.types import Identity
 
 NAMED_MAX = 20
 _Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2), raw length
@@ -27,26 +28,28 @@ class Problem:
     key: str
     what: str
     tensors: tuple[str, ...] = ()
+    is_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`checked_bytes`: raw bytes that were read and hashed for this checkpoint; what a checkpoint before it in the
+    """`ref`: the first of its records that is whole, else the first. `is_good`: one is. `is_retired`: it was retired
+    meanwhile; what is missing of it was deleted rightly. `problems`: of all of its records. `frames`: of `ref`.
+    `checked_bytes`: raw bytes that were read and hashed for this checkpoint; what a checkpoint before it in the
     same call had shown to be good is not read again."""
 
     ref: CommitRef
     problems: tuple[Problem, ...]
     frames: int
     checked_bytes: int
-
-    @property
-    def is_good(self) -> bool:
-        return not self.problems
+    is_good: bool
+    is_retired: bool = False
 
 
 def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], None] | None = None) -> list[Verified]:
-    """One report per checkpoint. `progress(done, total)`: raw bytes, from any thread; the total is known after all
-    records are read. Records are read one after another; memory stays at a few frames per thread.
+    """One report per checkpoint, of which there may be several records among `refs` (RunView.records), in the order of
+    its first. `progress(done, total)`: raw bytes, from any thread; the total is known after all records are read.
+    Records are read one after another; memory stays at a few frames per thread.
 
     Errors: StorageError other than NotFound: that says nothing about the checkpoint."""
     opened: list[tuple[CommitRef, Record | Problem]] = []
@@ -54,16 +57,48 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
         try:
             opened.append((ref, open_record(run.backend, ref)))
         except (DamagedData, NotFound) as exc:
-            opened.append((ref, Problem(keys.record_key(ref.identity, ref.writer), str(exc))))
+            problem = Problem(keys.record_key(ref.identity, ref.writer), str(exc), is_missing=is_missing(exc))
+            opened.append((ref, problem))
     meter = _Meter(progress, sum(_raw_bytes(found) for _, found in opened if isinstance(found, Record)))
+    sizes = {info.key: info.size for info in run.backend.list(keys.DATA)}
     good: set[_Place] = set()
-    return [
-        Verified(ref, (found,), 0, 0) if isinstance(found, Problem) else _verify_one(run, ref, found, good, meter)
-        for ref, found in opened
-    ]
+    by_checkpoint: dict[Identity, list[_Verified]] = {}
+    for ref, found in opened:
+        one = (
+            _Verified(ref, (found,)) if isinstance(found, Problem) else _verify_one(run, ref, found, sizes, good, meter)
+        )
+        by_checkpoint.setdefault(ref.identity, []).append(one)
+    return [_checkpoint(run, records) for records in by_checkpoint.values()]
 
 
-def _verify_one(run: Run, ref: CommitRef, record: Record, good: set[_Place], meter: _Meter) -> Verified:
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """One record."""
+
+    ref: CommitRef
+    problems: tuple[Problem, ...]
+    frames: int = 0
+    checked_bytes: int = 0
+
+
+def _checkpoint(run: Run, records: Sequence[_Verified]) -> Verified:
+    best = next((each for each in records if not each.problems), records[0])
+    problems = tuple(problem for each in records for problem in each.problems)
+    is_good = not best.problems
+    may_be_retired = not is_good and any(problem.is_missing for problem in problems)
+    return Verified(
+        ref=best.ref,
+        problems=problems,
+        frames=best.frames,
+        checked_bytes=sum(each.checked_bytes for each in records),
+        is_good=is_good,
+        is_retired=may_be_retired and run.is_retired(best.ref.identity),
+    )
+
+
+def _verify_one(
+    run: Run, ref: CommitRef, record: Record, sizes: Mapping[str, int], good: set[_Place], meter: _Meter
+) -> _Verified:
     places = _places(record)
     lengths = record.manifest.frames["length"].tolist()
     todo = [frame for frame, place in enumerate(places) if place not in good]
@@ -89,13 +124,14 @@ def _verify_one(run: Run, ref: CommitRef, record: Record, good: set[_Place], met
     reader.read(todo, deliver, out, failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
+    problems += _other_sizes(record, sizes, {problem.key for problem in problems})
     if not problems:
         try:
             for _ in each_values(reader):  # one after the other: nobody needs them together
                 pass
         except CkptError as exc:
             problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
-    return Verified(ref, problems, len(places), sum(lengths[frame] for frame in todo))
+    return _Verified(ref, problems, len(places), sum(lengths[frame] for frame in todo))
 
 
 def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
@@ -107,8 +143,18 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
     for pack, frames in sorted(by_pack.items()):
         more = f" (and {len(frames) - 1} more frames of it)" if len(frames) > 1 else ""
         names = _tensors_of(record.manifest, frames)
-        problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names))
+        missing = any(is_missing(bad[frame]) for frame in frames)
+        problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing))
     return tuple(problems)
+
+
+def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str]) -> tuple[Problem, ...]:
+    """Of packs whose frames are all good: such a checkpoint can be restored, but retention does not count on it."""
+    return tuple(
+        Problem(key, f"it has {sizes[key]} bytes, and not the {size} that were recorded")
+        for key, size in record.packs
+        if key not in known and sizes.get(key, size) != size
+    )
 
 
 def _tensors_of(manifest: Manifest, frames: Sequence[int]) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ def save(
     shared: Any = None,
     own: Any = None,
     metrics: Mapping[str, float] | None = None,
+    writer: str | None = None,
 ) -> Identity:
     """One committed checkpoint of one rank."""
     tick = step if isinstance(step, Tick) else Tick(step)
@@ -80,7 +81,7 @@ def save(
 
     identity = Identity(epoch, tick)
     with opened(url) as store:
-        Committer(store, new_writer()).commit(
+        Committer(store, writer or new_writer()).commit(
             identity, assembled.manifest, frame, check=lambda: None, metrics=metrics or {}, about={"host": "here"}
         )
     return identity

@@ -7,8 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt.cli.exits import Exit
+from ckpt.policy.every import Keep
+from ckpt.store.prune import Pruner
+from ckpt.store.run import Run
 from ckpt.types import Tick
-from tests.cli.stores import a_run, arrays, begin, ckpt, save
+from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
 
 
 def _flip_a_bit(folder: Path) -> Path:
@@ -79,6 +83,104 @@ def test_of_one_step_on_the_line_and_on_a_branch_the_epoch_is_said(
     assert "step 1: good" in said
     assert f"step 2 of epoch {first}: good" in said
     assert f"step 2 of epoch {second}: good" in said
+
+
+@pytest.mark.parametrize("what", ["commits", "data"])
+def test_a_damaged_record_costs_nothing_where_another_one_is_whole(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start takes the other one, so the commands do, too."""
+    url, epoch = tmp_path / "run", begin(tmp_path / "run")
+    save(url, epoch, 1)
+    for writer in ("a", "b"):
+        saved = save(url, epoch, 2, writer=writer)
+    first = url / (f"commits/{saved}-a" if what == "commits" else f"data/{saved}/node/a-0.pack")
+    first.write_bytes(first.read_bytes()[:100])
+    said = ckpt(monkeypatch, "verify", url)
+    assert said.code == 0, said.out
+    assert "step 2: good" in said.out
+    assert f"another record of it is damaged: {first.relative_to(url)}" in said.out
+    assert "2 checkpoints, all good" in said.out
+    (_, report) = ckpt(monkeypatch, "verify", url, "--json").json["checkpoints"]
+    assert report["good"] is True
+    assert report["problems"][0]["key"] == first.relative_to(url).as_posix()
+    assert ckpt(monkeypatch, "show", url, "--json").json["step"] == 2
+    assert [row["bytes"] > 0 for row in ckpt(monkeypatch, "ls", url, "-l", "--json").json["checkpoints"]] == [True] * 2
+    assert ckpt(monkeypatch, "diff", url, "2", "--only", "*").code == 0
+    assert ckpt(monkeypatch, "restore", url, "--to", tmp_path / "x.safetensors").code == 0
+
+
+def test_where_no_record_of_a_checkpoint_is_whole_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = begin(tmp_path)
+    for writer in ("a", "b"):
+        saved = save(tmp_path, epoch, 2, writer=writer)
+    for writer in ("a", "b"):
+        record = tmp_path / f"commits/{saved}-{writer}"
+        record.write_bytes(record.read_bytes()[:100])
+    said = ckpt(monkeypatch, "verify", tmp_path)
+    assert said.code == Exit.DIFFERENT
+    assert said.out.count("step 2: DAMAGED") == 2
+    assert "1 of 1 checkpoints are damaged" in said.out
+    assert f"commits/{saved}-a" in ckpt(monkeypatch, "show", tmp_path).err
+
+
+def test_what_retention_deleted_while_it_was_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that may not write holds no lease."""
+    epoch = begin(tmp_path)
+    for step in (1, 2, 3):
+        save(tmp_path, epoch, step)
+    with opened(tmp_path) as store:
+        run = Run(store)
+        view = run.view()
+        for _ in range(2):
+            pruner = Pruner(run, None, grace_s=-1)
+            pruner.execute(pruner.plan(run.view(), Keep(last=1)))
+        monkeypatch.setattr(Run, "view", lambda self: view)  # what a command had listed before
+    said = ckpt(monkeypatch, "verify", tmp_path)
+    assert said.code == 0, said.out
+    assert said.out.count("retired meanwhile") == 2
+    assert "1 checkpoints, all good" in said.out
+    assert "DAMAGED" not in said.out
+    assert [each["retired"] for each in ckpt(monkeypatch, "verify", tmp_path, "--json").json["checkpoints"]] == [
+        True,
+        True,
+        False,
+    ]
+    for words in (["show"], ["diff"], ["restore", "--to", tmp_path / "x.safetensors", "--step"]):
+        which = ["--step", "1"] if words == ["show"] else ["1"]
+        said = ckpt(monkeypatch, words[0], tmp_path, *words[1:], *which)
+        assert said.code == Exit.NO_CHECKPOINT, words
+        assert "step 1 was retired meanwhile" in said.err
+    assert [row["step"] for row in ckpt(monkeypatch, "ls", "-l", tmp_path, "--json").json["checkpoints"]] == [3]
+
+
+def test_where_no_lease_can_be_taken_it_is_said_and_all_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is full, or may only be read, is the one that one most wants to read from."""
+    url = tmp_path / "run"
+    a_run(url)
+    (url / "leases").write_text("in the way of a lease")
+    for words in (["verify"], ["diff", "40"], ["restore", "--to", tmp_path / "x.safetensors"]):
+        said = ckpt(monkeypatch, words[0], url, *words[1:])
+        assert said.code == 0, said.err
+        assert said.err.startswith("warning: no lease can be taken"), words
+        assert said.err.count("\n") == 1
+    assert ckpt(monkeypatch, "show", url).err == ""  # one request needs none
+
+
+def test_bytes_behind_the_end_of_a_pack_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention does not count on such a checkpoint, so nobody is to think that it is whole."""
+    saved = a_run(tmp_path)
+    (pack,) = (tmp_path / "data" / str(saved[-1])).rglob("*.pack")
+    with open(pack, "ab") as file:
+        file.write(b"junk")
+    said = ckpt(monkeypatch, "verify", tmp_path)
+    assert said.code == Exit.DIFFERENT
+    assert f"step 40: DAMAGED {pack.relative_to(tmp_path)}: it has {pack.stat().st_size} bytes" in said.out
+    assert f"not counted as kept, not being whole: {saved[-1]}" in ckpt(monkeypatch, "prune", tmp_path, "--last=1").out
 
 
 def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

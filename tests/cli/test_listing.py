@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from ckpt.cli import out
-from ckpt.types import Tick
-from tests.cli.stores import a_run, arrays, begin, ckpt, save
+from ckpt.store.commit import Committer
+from ckpt.types import Identity, Tick
+from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
+from tests.store.build import Tensor, snapshot
 
 
 def test_ls_lists_the_line_and_says_that_there_are_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +39,31 @@ def test_ls_long_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: 
     assert 0 < row["stored"] <= row["bytes"]
     assert row["referred"] == 0
     assert "val_loss=0.5" in ckpt(monkeypatch, "ls", tmp_path, "-l").out
+
+
+def test_a_damaged_record_costs_its_own_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    (record,) = (tmp_path / "commits").glob(f"{saved[1]}-*")
+    record.write_bytes(record.read_bytes()[:100])
+    said = ckpt(monkeypatch, "ls", tmp_path, "--long")
+    assert said.code == 1
+    rows = {line.split()[0]: line.split() for line in said.out.splitlines()}
+    assert "damaged" in rows["20"]
+    assert "MiB" in rows["10"]
+    assert "MiB" in rows["40"]
+    assert record.name in said.out
+    found = ckpt(monkeypatch, "ls", tmp_path, "--long", "--json")
+    assert found.code == 1
+    assert [row["error"] and row["error"]["kind"] for row in found.json["checkpoints"]] == [None, "damaged", None]
+
+
+def test_only_matches_the_name_by_which_a_tensor_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch, own = begin(tmp_path), Tensor("int64", np.arange(3), owner="rank=1")
+    snap = snapshot([("own", own), ("w", Tensor("int64", np.arange(3)))], shared={})
+    with opened(tmp_path) as store:
+        Committer(store, "a").commit(Identity(epoch, Tick(1)), snap.manifest, snap.frame, check=lambda: None)
+    body = ckpt(monkeypatch, "show", tmp_path, "--only", "*@rank=1", "--json").json
+    assert [(each["name"], each["owner"]) for each in body["tensors"]] == [("own", "rank=1")]
 
 
 def test_show_names_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
