@@ -24,6 +24,7 @@ from ckpt.plan.placement import ONE_COPY, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import read
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import entry, loaders
 from ckpt.trainer.asked import Asked, check_state, find_url, make_options
@@ -213,7 +214,8 @@ class Checkpointer:
         unsaved_s = self._limits.unsaved_s
         if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
-                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)); run `ckpt doctor {self.url}`"
+                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)); run "
+                f"`ckpt doctor {shown(self.url)}`"
             )
 
     def poll(self) -> None:
@@ -280,8 +282,8 @@ class Checkpointer:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
         if any(other.url == self.url and other._entered is not None for other in _LIVE):
             raise UsageError(
-                f"this process has a Checkpointer on {self.url} already: put all of the state into one, or give each "
-                "a URL of its own"
+                f"this process has a Checkpointer on {shown(self.url)} already: put all of the state into one, or give "
+                "each a URL of its own"
             )
         settings, began_s = read(), time.monotonic()
         is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
@@ -348,7 +350,7 @@ class Checkpointer:
         """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""
         if path is None:
             return None
-        about = {"by": "trainer", "url": self.url, "host": socket.gethostname(), "pid": os.getpid()}
+        about = {"by": "trainer", "url": shown(self.url), "host": socket.gethostname(), "pid": os.getpid()}
         lines = JsonLines(path, about)
         closing.callback(lines.close)
         self.events.add(lines)
@@ -497,7 +499,7 @@ class Checkpointer:
 
     def _leave_superseded(self, by: str) -> NoReturn:
         self.events.emit(
-            "superseded", f"ckpt: {by} owns {self.url} now; this job leaves and saves nothing more", loud=True
+            "superseded", f"ckpt: {by} owns {shown(self.url)} now; this job leaves and saves nothing more", loud=True
         )
         raise Leave(SUPERSEDED_CODE)
 

@@ -31,6 +31,7 @@ import msgpack
 from ckpt.agent import wire
 from ckpt.errors import AgentError, CkptError
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 
 VERSION = 1  # of the messages; an agent of another version makes way once nobody needs it (see replacing)
@@ -96,7 +97,7 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
             if not _spawn(url, place, deadline):
                 time.sleep(0.05)  # an agent that is just ending still holds the run lock
             if time.monotonic() > deadline:
-                raise AgentError(f"no agent served {url} within {timeout_s:g} s; see {place.log}")
+                raise AgentError(f"no agent served {shown(url)} within {timeout_s:g} s; see {place.log}")
     return sock
 
 

@@ -28,6 +28,7 @@ from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class LendingNode(Node):
         dropped, and be committed among it. Errors: AgentError."""
         url = str(fields["url"])[:1000]
         if url != self.url[:1000]:
-            raise AgentError(f"it was started for {self.url}, and lends to no job of {url}")
+            raise AgentError(f"it was started for {shown(self.url)}, and lends to no job of {shown(url)}")
 
     def _leads(self, name: str, epoch: Epoch | None = None) -> bool:
         """It has a part in what it lends to."""
@@ -232,16 +233,16 @@ class LendingNode(Node):
     def _hello(self, peer: Peer, message: Message) -> None:
         if message.fields["role"] == "trainer":
             raise AgentError(
-                f"the agent of {self.url} on this machine lends its memory (`ckpt agent`) and serves no trainer: start "
-                "the job on another machine, or with another CKPT_RUNTIME_DIR"
+                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and serves no trainer"
+                ": start the job on another machine, or with another CKPT_RUNTIME_DIR"
             )
         super()._hello(peer, message)
 
     def _tool(self, peer: Peer, message: Message) -> None:
         if message.kind == "prune":
             raise AgentError(
-                f"the agent of {self.url} on this machine lends its memory (`ckpt agent`) and deletes nothing: prune "
-                "on another machine, or with another CKPT_RUNTIME_DIR"
+                f"the agent of {shown(self.url)} on this machine lends its memory (`ckpt agent`) and deletes nothing: "
+                "prune on another machine, or with another CKPT_RUNTIME_DIR"
             )
         super()._tool(peer, message)
 

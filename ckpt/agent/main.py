@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import Settings, read
+from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.lending import Lend
@@ -89,8 +90,8 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
     lock = _lock(place.run_lock)
     if lock is None:
         raise AgentError(
-            f"an agent of {url} runs on this machine already: that of a job, or another `ckpt agent`. Lend memory on "
-            "another machine, or set CKPT_RUNTIME_DIR"
+            f"an agent of {shown(url)} runs on this machine already: that of a job, or another `ckpt agent`. Lend "
+            "memory on another machine, or set CKPT_RUNTIME_DIR"
         )
     try:
         server = Server(place.socket)

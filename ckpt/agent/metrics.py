@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpt.agent.account import PARTS
+from ckpt.storage.names import shown
 
 Sample = tuple[Mapping[str, str], float | None]
 Facts = Mapping[str, Any]
@@ -65,7 +66,7 @@ def _by_level(name: str) -> Callable[[Facts, float], Iterable[Sample]]:
 
 
 def _info(status: Facts, unix_s: float) -> Iterable[Sample]:
-    return [({"version": str(status["version"]), "url": str(status["url"])}, 1)]
+    return [({"version": str(status["version"]), "url": shown(str(status["url"]))}, 1)]
 
 
 def _seconds(status: Facts, unix_s: float) -> Iterable[Sample]:

@@ -28,6 +28,7 @@ from ckpt.errors import AgentError, OtherVersion, RunInUse
 from ckpt.events import Event
 from ckpt.notices.notice import Notice
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
@@ -163,7 +164,9 @@ class Node(Inheriting):
         """Where a trainer is refused for it, and nobody needs this agent, it makes way: what is not in the store yet is
         committed as it always is, and it does not linger. Errors: AgentError; OtherVersion where it is to be waited
         for."""
-        text = f"the agent of {self.url} speaks version {VERSION} of its messages, this process version {version}: "
+        text = (
+            f"the agent of {shown(self.url)} speaks version {VERSION} of its messages, this process version {version}: "
+        )
         text += "they are of two releases of ckpt"
         used = any(not job.group.all_gone for job in self._jobs()) or any(each.needed for each in self.followings)
         used = used or self._start is not None or any(peer.role == "trainer" for peer in self._server.peers)
@@ -189,7 +192,7 @@ class Node(Inheriting):
             peer.reply(request_id, {}, blobs=[msgpack.packb(self.status())])  # it is as long as the job is large
         elif message.kind == "preempt":
             if (job is None or job.group.all_gone) and not any(each.needed for each in self.followings):
-                raise AgentError(f"no job is running on {self.url}")
+                raise AgentError(f"no job is running on {shown(self.url)}")
             source = str(fields.get("source", "unknown"))[:200]
             if fields.get("cancel"):
                 self._take_back(source)
@@ -215,8 +218,8 @@ class Node(Inheriting):
         led = max((each for each in self.followings if each.needed), key=lambda each: each.epoch, default=None)
         if led is not None and (job is None or led.epoch > job.epoch):
             raise RunInUse(
-                f"{self.url} is in use: its epoch {led.epoch} is coordinated by the agent of {led.leader.name}, which "
-                "alone decides what goes. Run ckpt prune on that node"
+                f"{shown(self.url)} is in use: its epoch {led.epoch} is coordinated by the agent of {led.leader.name}, "
+                "which alone decides what goes. Run ckpt prune on that node"
             )
 
     def _pruned(self, peer: Peer, request_id: int, done: Future[dict[str, Any]]) -> None:

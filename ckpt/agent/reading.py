@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckpt.errors import CkptError
 from ckpt.events import Event, Events, JsonLines
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Reading:
         self._failures: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._lines: JsonLines | None = None
         self._tasks: Tasks | None = None
-        self._about = {"by": "agent", "node": socket.gethostname(), "url": url, "pid": os.getpid()}
+        self._about = {"by": "agent", "node": socket.gethostname(), "url": shown(url), "pid": os.getpid()}
 
     @property
     def on(self) -> bool:

@@ -26,6 +26,7 @@ from ckpt.agent import client, wire
 from ckpt.errors import AgentError, OtherVersion
 from ckpt.events import Events
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 
 HELLO_S = 20.0  # for an answer, before it is looked whether the agent hangs
@@ -119,15 +120,15 @@ class _Agent:
 
 def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
     """Errors: OtherVersion where it does not end in time."""
-    text = f"ckpt: the agent of {url} (process {agent.pid}) is of another release and makes way, once what it has is"
-    events.emit("agent.makes_way", f"{text} in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
+    text = f"ckpt: the agent of {shown(url)} (process {agent.pid}) is of another release and makes way, once what it"
+    events.emit("agent.makes_way", f"{text} has is in the store: waiting up to {MAKES_WAY_S:g} s", loud=True)
     if not agent.is_gone(MAKES_WAY_S):
         raise OtherVersion(f"{why}; it was waited for for {MAKES_WAY_S:g} s, and is still there") from why
 
 
 def _revive_or_end(agent: _Agent, url: str, events: Events, patience_s: float) -> None:
     """Errors: AgentError where it is not ours to end, or does not."""
-    what = f"the agent of {url} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
+    what = f"the agent of {shown(url)} (process {agent.pid}) has not answered, nor run at all, for {patience_s:g} s"
     if not agent.is_ours():
         raise AgentError(f"{what}; it is none that a trainer of yours has started: look what it waits for, or end it")
     if agent.state() == "T":

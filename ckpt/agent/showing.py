@@ -20,6 +20,7 @@ from ckpt.agent.wire import Message
 from ckpt.events import Event, JsonLines
 from ckpt.policy.failures import Failure
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.types import Tick
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Showing:
         self._opened = False
         self._lines: JsonLines | None = None
         if settings.events is not None:
-            about = {"by": "agent", "url": url, "host": socket.gethostname(), "pid": os.getpid(), "launch": None}
+            about = {"by": "agent", "url": shown(url), "host": socket.gethostname(), "pid": os.getpid(), "launch": None}
             self._lines = JsonLines(settings.events, about)
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event
 from ckpt.settings import Settings, adopt_store_environment
+from ckpt.storage.names import shown
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
@@ -237,9 +238,9 @@ class Starts(Keeper):
                 record = self._store.reader(candidate.records).record
             except NewerFormat as exc:
                 raise NewerFormat(
-                    f"step {candidate.identity.tick.step}, the newest of {self.url} that is left, was saved by a newer "
-                    f"ckpt ({exc}); what is older is not gone on from instead. Install that ckpt here, too, or go back "
-                    f"on purpose: ckpt branch {self.url} --at STEP"
+                    f"step {candidate.identity.tick.step}, the newest of {shown(self.url)} that is left, was saved by "
+                    f"a newer ckpt ({exc}); what is older is not gone on from instead. Install that ckpt here, too, or "
+                    f"go back on purpose: ckpt branch {shown(self.url)} --at STEP"
                 ) from exc
             except (DamagedData, NotFound) as exc:
                 damaged[candidate.identity] = str(exc)
@@ -261,7 +262,7 @@ class Starts(Keeper):
         if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
             failed = {**start.failed, **self._struck}
             text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
-            self._fail_start(start, NoCheckpoint(f"no checkpoint of {self.url} can be restored: {text}"))
+            self._fail_start(start, NoCheckpoint(f"no checkpoint of {shown(self.url)} can be restored: {text}"))
             return
         start.part = None
         if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.worlds:
@@ -466,7 +467,7 @@ class Starts(Keeper):
     def _resume(self, peer: AnyPeer, epoch: Epoch, message: Message) -> Job:
         """A trainer whose agent died brings its arenas."""
         if self._start is not None or self.current is not None:
-            raise Superseded(f"a newer start owns {self.url}; {epoch} was superseded")
+            raise Superseded(f"a newer start owns {shown(self.url)}; {epoch} was superseded")
         claim = claim_told(epoch, message.fields)
         peer.watch_death()  # if it comes no further than this, the job ends with it
         world, nodes = int(message.fields["world"]), self._nodes_of(message)

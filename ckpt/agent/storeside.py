@@ -19,6 +19,7 @@ from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.every import Best, Keep, Limits
 from ckpt.settings import Settings
+from ckpt.storage.names import shown
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class StoreSide:
         if epoch in self._claimed and epoch not in epochs:
             self._claimed.discard(epoch)
             self._base = self._unsure = None
-            text = f"{self.url} has lost what was in it; the next save writes everything anew"
+            text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
         if any(each > epoch and each not in self.begun for each in epochs):

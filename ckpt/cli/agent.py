@@ -11,6 +11,7 @@ import typer
 
 from ckpt.cli import out
 from ckpt.errors import UsageError
+from ckpt.storage.names import shown
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -54,9 +55,9 @@ def agent(
 
     def listening(addresses: list[str]) -> None:
         if json:
-            out.as_json({"url": url, "listen": addresses, "memory_bytes": terms.memory_bytes})
+            out.as_json({"url": shown(url), "listen": addresses, "memory_bytes": terms.memory_bytes})
         else:
-            out.say(f"lending up to {out.size(terms.memory_bytes)} to {url} at {', '.join(addresses)}")
+            out.say(f"lending up to {out.size(terms.memory_bytes)} to {shown(url)} at {', '.join(addresses)}")
 
     lend(url, settings, terms, listening)
 

@@ -10,6 +10,7 @@ import typer
 from ckpt.cli import out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import DamagedData, NoCheckpoint, NotFound
+from ckpt.storage.names import shown
 from ckpt.types import Tick
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def ls(
     else:
         _say(rows, long, every)
         if run.branches and not every:
-            out.say(f"{len(run.branches)} more on branches: ckpt ls --all {url}")
+            out.say(f"{len(run.branches)} more on branches: ckpt ls --all {shown(url)}")
     if any(row.get("error") for row in rows):
         raise typer.Exit(Exit.DIFFERENT)
 

@@ -11,6 +11,7 @@ import typer
 
 from ckpt.cli import out
 from ckpt.errors import AgentError
+from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -42,7 +43,9 @@ def the_agent(url: str) -> socket.socket:
     """Errors: AgentError where no agent runs."""
     sock = find_agent(url)
     if sock is None:
-        raise AgentError(f"no agent serves {url} for you on this host; one runs beside each job, on the job's host")
+        raise AgentError(
+            f"no agent serves {shown(url)} for you on this host; one runs beside each job, on the job's host"
+        )
     return sock
 
 

@@ -10,6 +10,7 @@ import typer
 
 from ckpt.cli import live, out, target
 from ckpt.errors import DamagedData, UsageError
+from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -43,7 +44,7 @@ def branch(
     if json:
         out.as_json({"url": store.url, "epoch": str(claim.epoch), "parent": str(ref.identity)})
     else:
-        out.say(f"the next start of {url} goes on from step {target.name_of(ref)} ({ref.identity})")
+        out.say(f"the next start of {shown(url)} goes on from step {target.name_of(ref)} ({ref.identity})")
 
 
 def prune(
@@ -73,7 +74,7 @@ def prune(
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
             body = _ask_agent(agent, {"yes": yes, "keep": options, "also": _identities(url, also or [])})
     if json:
-        out.as_json({"url": canonical(url), "done": yes, **body})
+        out.as_json({"url": shown(canonical(url)), "done": yes, **body})
     else:
         _say_plan(body, yes)
 
@@ -129,9 +130,9 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     if not found.is_good:
         problem = found.problems[0]
         raise DamagedData(
-            f"step {target.name_of(found.ref)}, the newest of {url}, is damaged ({problem.key}: {problem.what}): "
-            "nothing was let go, since what is older may be what the run has left. Let the damaged one go first (ckpt "
-            "branch to an older step, then ckpt prune --also), or give --no-check"
+            f"step {target.name_of(found.ref)}, the newest of {shown(url)}, is damaged ({problem.key}: {problem.what})"
+            ": nothing was let go, since what is older may be what the run has left. Let the damaged one go first "
+            "(ckpt branch to an older step, then ckpt prune --also), or give --no-check"
         )
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from ckpt.errors import NoCheckpoint, StorageError
+from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.storage import Backend
@@ -75,11 +76,13 @@ def choose(url: str, run: RunView, which: str | None) -> CommitRef:
         if which.isdecimal() and int(which) == tick.step:
             return ref
     near = ", ".join(name_of(ref) for ref in line[-8:]) or "none"
-    raise NoCheckpoint(f"{url}: no checkpoint {which!r} on the line of the run; the newest are {near}{_branches(run)}")
+    raise NoCheckpoint(
+        f"{shown(url)}: no checkpoint {which!r} on the line of the run; the newest are {near}{_branches(run)}"
+    )
 
 
 def none_yet(url: str, run: RunView) -> NoCheckpoint:
-    return NoCheckpoint(f"{url}: the run has no checkpoint yet{_branches(run)}")
+    return NoCheckpoint(f"{shown(url)}: the run has no checkpoint yet{_branches(run)}")
 
 
 def name_of(ref: CommitRef) -> str:

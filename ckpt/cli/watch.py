@@ -20,6 +20,7 @@ import typer
 from ckpt.cli import out
 from ckpt.cli.live import find_agent, talk
 from ckpt.errors import AgentError, CkptError, NoCheckpoint, UsageError
+from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -75,11 +76,11 @@ class Looker:
             self.close()
             if not patient:
                 raise
-            return {"url": self.url, "pid": None, "job": None, "error": str(exc)}
+            return {"url": shown(self.url), "pid": None, "job": None, "error": str(exc)}
         if status is not None:
             self._store = None
             return status
-        return {"url": self.url, "pid": None, "job": None, **self._look_at_store(patient)}
+        return {"url": shown(self.url), "pid": None, "job": None, **self._look_at_store(patient)}
 
     def _ask(self) -> dict[str, Any] | None:
         """None: no agent runs. Errors: AgentError; UsageError for a URL that is none."""
@@ -91,7 +92,8 @@ class Looker:
                     return None
                 self._agent = self._talking.enter_context(talk(sock))
             try:
-                return self._agent.status(ANSWER_S)
+                status = self._agent.status(ANSWER_S)
+                return {**status, "url": shown(str(status.get("url", self.url)))}
             except AgentError:
                 ended = known and not self._agent.is_open
                 self.close()
@@ -137,12 +139,12 @@ def _url_of(launch: str | None) -> str:
     found = [(url, its) for url, its in running if launch is None or launch in its]
     if not found:
         named = f" with the launch id {launch!r}" if launch is not None else ""
-        others = "; ".join(f"{url} (launch {', '.join(its) or 'none'})" for url, its in running)
+        others = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
         raise AgentError(
             f"no agent of yours runs on this host{named}{f'; there is {others}' if others else ''}. Name the URL"
         )
     if len(found) > 1:
-        names = "; ".join(f"{url} (launch {', '.join(its) or 'none'})" for url, its in found)
+        names = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
         raise UsageError(f"several agents run on this host, name a URL, or a launch with --job: {names}")
     return found[0][0]
 

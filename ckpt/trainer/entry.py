@@ -25,6 +25,7 @@ from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
 from ckpt.settings import Settings, store_environment
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, restore
 from ckpt.trainer.asked import Asked
@@ -326,7 +327,7 @@ def _restore(
     overwritten = restore.Overwritten(saver.walker)
     for struck in decision.fields.get("struck") or []:
         if group.rank == 0:
-            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {asked.url}`"
+            text = f"ckpt: the checkpoint {struck} is damaged and is passed over; run `ckpt verify {shown(asked.url)}`"
             events.emit("restore.struck", text, loud=True, identity=struck)
     while (candidate := decision.candidate) is not None:
         identity = Identity.parse(candidate["identity"])
@@ -348,8 +349,8 @@ def _restore(
         decision = _ask(group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]})
     if failures:
         raise NoCheckpoint(
-            f"{asked.url} has checkpoints, but none can be restored: {'; '.join(failures)}. "
-            f"Run `ckpt verify {asked.url}` to see what is damaged; to begin anew, use another URL"
+            f"{shown(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
+            f"Run `ckpt verify {shown(asked.url)}` to see what is damaged; to begin anew, use another URL"
         )
     source = "nothing"
     if asked.init is not None:

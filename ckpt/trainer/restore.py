@@ -16,6 +16,7 @@ from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
 from ckpt.plan.reshard import cuts
+from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, names
 from ckpt.trainer.alike import alike
@@ -169,8 +170,8 @@ def check_match(
         raise StateMismatch(
             f"{does_not_match if lines else ''}A newer one was tried before and is damaged: {some(beside or spoilt)} "
             "now hold what could be read of that, and what they held is lost. Run "
-            f"`ckpt branch {asked.url} --at {identity}`, so that the damaged one is not tried again, and start a new "
-            "process, with a state that matches this one, or with strict=False"
+            f"`ckpt branch {shown(asked.url)} --at {identity}`, so that the damaged one is not tried again, and start "
+            "a new process, with a state that matches this one, or with strict=False"
         )
     if lines and asked.strict:
         raise StateMismatch(
