@@ -7,14 +7,19 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt.storage.probe import Probe
 
 PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "s3fs", "zstandard", "xxhash", "msgpack")
 # Only whether these are set is shown, never their values.
@@ -25,6 +30,15 @@ CREDENTIALS = (
     "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ENDPOINT",
 )  # fmt: skip
 CEILING_BYTES = 64 << 20
+SKEW_MAX_S = 60.0
+# What ckpt relies on, by the probe's names; where a store has neither put-if-absent nor ranged gets ckpt copes.
+NEEDED = {
+    "read_after_write": "what was put is not read back",
+    "read_after_overwrite": "what was put anew is read as it was before",
+    "list_after_write": "what was put is not listed",
+    "delete": "what was deleted is still read",
+    "list_after_delete": "what was deleted is still listed",
+}
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -154,9 +168,12 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
     from ckpt.cli import target
     from ckpt.storage.probe import probe
 
+    new: list[Path] = []
     try:
+        new = _new_folders(url)
         with target.store(url) as store:
-            facts = {name.replace("_", " "): value for name, value in asdict(probe(store)).items()}
+            found = probe(store)
+            facts = {name.replace("_", " "): value for name, value in asdict(found).items()}
             key = f"doctor/{secrets.token_hex(8)}"
             body = secrets.token_bytes(CEILING_BYTES)
             try:
@@ -166,4 +183,30 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
                 store.delete([key])
     except CkptError as error:
         return {"error": str(error)}, [str(error)]
-    return facts, []
+    finally:
+        for folder in new:
+            with suppress(OSError):  # it was never made, or somebody uses it by now
+                folder.rmdir()
+    return facts, store_problems(found)
+
+
+def _new_folders(url: str) -> list[Path]:
+    """Those that trying a store in a folder makes, innermost first. Errors: UsageError."""
+    from ckpt.storage import canonical
+
+    path = Path(canonical(url))
+    return [*takewhile(lambda each: not each.exists(), [path, *path.parents])] if path.is_absolute() else []
+
+
+def store_problems(found: Probe) -> list[str]:
+    problems = [
+        f"the store is not consistent: {what}. Checkpoints can get lost there; use another store"
+        for name, what in NEEDED.items()
+        if not getattr(found, name)
+    ]
+    if abs(found.clock_skew_s) > SKEW_MAX_S:
+        problems.append(
+            f"the store's clock and this machine's are {abs(found.clock_skew_s):g} s apart: set this machine's (NTP), "
+            "or requests may be refused, and the ages that are shown are wrong"
+        )
+    return problems

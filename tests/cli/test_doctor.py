@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckpt.cli.doctor import store_problems
 from ckpt.cli.exits import Exit
+from ckpt.storage.probe import Probe
 from tests.cli.stores import ckpt
 
 
@@ -18,7 +21,10 @@ def test_doctor_tries_the_store_and_leaves_nothing_there(tmp_path: Path, monkeyp
     assert "GB/s" in said.json["store"]["put, one object"]
     assert "GB/s" in said.json["machine"]["memcpy, one thread"]
     assert said.json["environment"]["multilevel-ckpt"]
-    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    assert ckpt(monkeypatch, "doctor", tmp_path / "there" / "new" / "run").code == 0
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 def test_doctor_never_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +39,17 @@ def test_a_store_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: p
     said = ckpt(monkeypatch, "doctor", tmp_path / "file" / "run", "--json")
     assert said.code == Exit.STORAGE
     assert "file" in said.json["problems"][0]
+
+
+def test_what_ckpt_needs_of_a_store_and_does_not_get_is_a_problem() -> None:
+    good = Probe(True, True, True, True, True, True, True, clock_skew_s=-1.0, put_s=0.1, get_s=0.1)
+    assert store_problems(good) == []
+    assert store_problems(replace(good, put_if_absent=False, ranged_get=False)) == []  # ckpt is right all the same
+    for name in ("read_after_write", "read_after_overwrite", "list_after_write", "delete", "list_after_delete"):
+        (problem,) = store_problems(replace(good, **{name: False}))
+        assert "another store" in problem, name
+    (problem,) = store_problems(replace(good, clock_skew_s=-4000.0))
+    assert "4000 s" in problem
 
 
 def test_a_socket_folder_that_others_may_read_is_a_problem(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
