@@ -417,7 +417,7 @@ def main() -> int:
             print(f"{options.dir}: no such checkpoint; --list shows what is there", file=sys.stderr)
             return 1
         show(Record(options.dir, wanted[-1]), options.out)
-    except (Damaged, OSError, KeyError, ValueError, IndexError, ArithmeticError, struct.error) as exc:
+    except (Damaged, OSError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, struct.error) as exc:
         print(f"damaged: {exc}", file=sys.stderr)
         return 2
     return 0

@@ -209,6 +209,18 @@ def test_the_stand_alone_reader_says_when_hashes_were_not_checked(store: Path) -
     assert "hashes were not checked" in out.stderr
 
 
+def test_the_stand_alone_reader_finds_a_flipped_type_without_hashes(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "x")
+    record = sorted((tmp_path / "x" / "commits").iterdir())[-1]
+    data = bytearray(record.read_bytes())
+    data[16 + 32] ^= 1  # the type of the first section: it was |u1
+    record.write_bytes(data)
+    run = f"import sys; sys.modules['xxhash'] = None; sys.argv = ['x', {str(tmp_path / 'x')!r}]"
+    out = subprocess.run([sys.executable, "-c", f"{run}; exec({READER.read_text()!r})"], capture_output=True, text=True)
+    assert out.returncode == 2, out.stderr
+    assert "damaged: " in out.stderr
+
+
 def test_the_stand_alone_reader_imports_nothing_of_ckpt(store: Path) -> None:
     code = (
         "import sys\n"
