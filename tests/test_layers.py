@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "integrations": BELOW_SESSION | {"session"},
     "simulate": BELOW_AGENT,
     "cli": BELOW_SESSION | {"session", "simulate", "", "backends"},
+    "__main__": {"cli"},
     "": BELOW_SESSION | {"session"},  # ckpt/__init__.py; only lazily, see below
 }
 LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session"}}

@@ -20,6 +20,7 @@ class Exit(enum.IntEnum):
     IN_USE = 5
     AGENT = 6
     FAILED = 7
+    UNFORESEEN = 8
     # As of a process that the signal has ended: 128 and its number.
     HUNG_UP = 129
     INTERRUPTED = 130
@@ -36,6 +37,7 @@ MEANING: dict[Exit, str] = {
     Exit.IN_USE: "a living job owns the URL",
     Exit.AGENT: "no agent runs here for the URL, or it could not be understood",
     Exit.FAILED: "anything else that went wrong, such as a save that did not arrive or a script that failed",
+    Exit.UNFORESEEN: "a fault of ckpt itself: please report it with what is on standard error",
     Exit.HUNG_UP: "ended by SIGHUP: its terminal is gone",
     Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.UNREAD: "whoever read what it printed has seen enough, as in `ckpt ls URL | head`",

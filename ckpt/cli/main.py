@@ -1,7 +1,7 @@
 """The `ckpt` command. Start-up is part of the interface: nothing heavy is imported until a command needs it.
 
 Each command is a thin function: it opens the store, calls one use case of ckpt/store, and prints. The exit codes are
-in exits.py; an error of ckpt is one line on standard error, never a traceback.
+in exits.py; an error of ckpt is one line on standard error, never a traceback, which only what nobody foresaw has.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ckpt.cli import out
 from ckpt.cli.exits import MEANING, Exit, exit_of, in_order
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import CkptError, StorageError, UsageError
 
 EXITS = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANING.items()) + "."
 
@@ -79,37 +80,56 @@ def _options(
 
 
 # What click raises where an option or an argument is wrong: found by name, as typer brings a click of its own or not.
-_WRONG_CALL = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+_WRONG_CALL: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
 
 
 def main() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started this has closed it, and wants to see nothing
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         with in_order():
             status = _run()
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
         status = Exit.UNREAD
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: standard output cannot be written: {error}", file=sys.stderr)
+            status = Exit.STORAGE
     sys.exit(status)
 
 
 def _run() -> int:
-    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints."""
+    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints; OSError where there is no room."""
     try:
         app = make_app(sys.argv[1:])
-        return int(app(standalone_mode=False) or Exit.OK)  # the status that a command ends with, or None
+        status = int(app(standalone_mode=False) or Exit.OK)  # the one that a command ends with, or None
+        if status == Exit.INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        return status
     except CkptError as error:
-        out.say(f"error: {error}", sys.stderr)
-        _as_json(error.kind, str(error))
-        return exit_of(error)
-    except typer.Abort:
+        return _failed(error.kind, str(error), exit_of(error))
+    except (typer.Abort, KeyboardInterrupt):
+        _as_json("interrupted", "interrupted by Ctrl-C")
         return Exit.INTERRUPTED
-    except Exception as error:
-        if not isinstance(error, _WRONG_CALL):
-            raise
-        error.show()  # type: ignore[attr-defined]  # on standard error, with the usage
-        _as_json(UsageError.kind, error.format_message())  # type: ignore[attr-defined]
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _failed(StorageError.kind, str(error), Exit.STORAGE)
+    except _WRONG_CALL as error:
+        error.show()  # on standard error, with the usage
+        _as_json(UsageError.kind, error.format_message())
         return Exit.USAGE
+    except Exception as error:
+        traceback.print_exc()
+        return _failed("unforeseen", f"{type(error).__name__}: {error}; please report it", Exit.UNFORESEEN)
+
+
+def _failed(kind: str, message: str, status: Exit) -> Exit:
+    out.say(f"error: {message}", sys.stderr)
+    _as_json(kind, message)
+    return status
 
 
 def _as_json(kind: str, message: str) -> None:

@@ -71,9 +71,10 @@ def canonical(url: str) -> str:
     if not _SCHEME.fullmatch(scheme) or not rest:
         raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")
     if scheme == "file":
-        if not rest.startswith("/"):
+        host, slash, path = rest.partition("/")
+        if not slash or host.lower() not in ("", "localhost"):  # RFC 8089
             raise UsageError(f"{shown(url)!r} names a host; a local folder is file:///path or a plain path")
-        path = urllib.parse.unquote(rest)
+        path = urllib.parse.unquote(slash + path, errors="surrogateescape")
         if "\0" in path:
             raise UsageError(f"not a URL: {url[:200]!r} has a %00, which no path has; give {ACCEPTED}")
         return os.path.realpath(path)

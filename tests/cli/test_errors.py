@@ -149,3 +149,42 @@ def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(command: str, 
         os.close(writer)
     assert said.stderr == ""
     assert said.returncode == Exit.UNREAD
+
+
+@pytest.mark.parametrize("command", ["ls", "ls --json", "show -t"])
+def test_no_room_for_what_is_printed_is_an_error_of_the_disk(command: str, tmp_path: Path) -> None:
+    save(tmp_path, begin(tmp_path), 10, {f"layer.{n:04}.weight": np.zeros(1, np.float32) for n in range(500)})
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "ckpt", *command.split(), str(tmp_path)]
+        said = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert said.returncode == Exit.STORAGE
+    assert "No space left on device" in said.stderr.splitlines()[-1]
+    assert "Traceback" not in said.stderr
+
+
+def test_who_closes_the_standard_output_has_the_exit_status(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    for more, code in (("", 0), ("--step 11", Exit.NO_CHECKPOINT)):
+        words = f"{sys.executable} -m ckpt show {tmp_path} {more} >&- 2>&-"
+        assert subprocess.run(words, shell=True).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "kind"),
+    [
+        (ZeroDivisionError("a slip"), Exit.UNFORESEEN, "unforeseen"),
+        (PermissionError(13, "Permission denied", "/some/file"), Exit.STORAGE, "storage"),
+        (KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),
+    ],
+)
+def test_what_no_command_foresaw_has_a_code_and_json_too(
+    raised: BaseException, code: Exit, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(json: bool = False) -> None:
+        raise raised
+
+    monkeypatch.setattr("ckpt.cli.listing.ls", broken)
+    said = ckpt(monkeypatch, "ls", "--json")
+    assert said.code == code
+    assert said.json["error"]["kind"] == kind
+    assert ("Traceback" in said.err) == (code == Exit.UNFORESEEN)

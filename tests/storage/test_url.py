@@ -25,6 +25,8 @@ from ckpt.storage.url import OUR_BACKENDS, canonical, scheme_of
         ("/a/b/../c/", "/a/c"),
         ("file:///a//b%20c/", "/a/b c"),
         ("FILE:///a", "/a"),
+        ("file://localhost/a/b", "/a/b"),
+        ("file:///a/%C3%BC%ff", "/a/ü\udcff"),  # as os.fsdecode has a name that is no UTF-8
         ("s3://bucket", "s3://bucket"),
         ("S3://bucket/a//b/", "s3://bucket/a/b"),
         ("gs://bucket/a=b", "gs://bucket/a=b"),
