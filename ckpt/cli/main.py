@@ -6,6 +6,7 @@ in exits.py; an error of ckpt is one line on standard error, never a traceback, 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -87,6 +88,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # whoever started this has closed it, and wants to see nothing
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: any name can be printed
     try:
         with in_order():
             status = _run()

@@ -169,6 +169,15 @@ def test_who_closes_the_standard_output_has_the_exit_status(tmp_path: Path) -> N
         assert subprocess.run(words, shell=True).returncode == code
 
 
+def test_what_the_locale_has_no_letters_for_is_printed_all_the_same(tmp_path: Path) -> None:
+    url = os.fsencode(tmp_path) + b"/\xff"
+    a_run(os.fsdecode(url))
+    ascii_only = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for words in (b"ls", url), (b"branch", url, b"--at", b"10"):
+        said = subprocess.run([sys.executable, "-m", "ckpt", *words], env=ascii_only, capture_output=True)
+        assert said.returncode == 0, said.stderr
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "kind"),
     [
