@@ -8,6 +8,7 @@ listed by name, not by number, so that another order or another wrapping restore
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> Optimiz
     known = {id(p.tensor) for line in params for p in line}
     for key in optimizer.state:
         if id(key) not in known:
-            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+            what = _described(key)
             raise UsageError(f"state[{path!r}] has state for {what}, which is no parameter of its groups; remove it")
     return read(path, optimizer, params)
 
@@ -139,7 +140,7 @@ def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[
             home = owners.of.get(id(param))
             if home is None:
                 raise UsageError(
-                    f"state[{path!r}]: parameter {index} of group {number}, of shape {tuple(param.shape)}, belongs to "
+                    f"state[{path!r}]: parameter {index} of group {number}, {_described(param)}, belongs to "
                     'no module in the state, so that it has no name; register its module too: state={"model": model}'
                 )
             homes[-1].append(home)
@@ -151,6 +152,13 @@ def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[
         ]
         for line, group in zip(homes, optimizer.param_groups, strict=True)
     ]
+
+
+def _described(key: object) -> str:
+    """What has no name, in words."""
+    with suppress(RuntimeError):  # some kinds of tensors have no shape
+        return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+    return f"a {type(key).__name__}"
 
 
 def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:

@@ -168,9 +168,14 @@ class StateWalker:
         for module in seen.gathering:
             module.reshard()
         now = list(map(_signature, nodes.find(self.state)))
-        if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)) or seen.watch.stale():
+        if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)):
             return True
-        return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
+        try:
+            if seen.watch.stale():
+                return True
+            return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
+        except RuntimeError:  # of a tensor that has no storage by now: a walk refuses it by name
+            return True
 
     def values(self, walk: Walk, positions: bool = True) -> tuple[Any, Any]:
         """(shared, own) as they are now, for the structure of that walk: what is the same on all ranks by nature, and

@@ -18,6 +18,7 @@ from ckpt.trainer.copier import UNIT_BYTES, CpuCopier, is_same
 from ckpt.trainer.lazy import PROOFS, Spot, Trust, owns_any, storages
 from ckpt.trainer.pieces import cut
 from ckpt.trainer.snapshot import Snapshot
+from tests.trainer.kinds import WITHOUT_STORAGE
 from tests.trainer.snapshots import FRAME_BYTES, LARGE, Rig, Stamper, TearingCopier, raw, rig, walk_of
 
 
@@ -688,6 +689,33 @@ def test_a_view_of_a_parameter_is_known_as_its_optimizers() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(flat[100:200])], lr=0.1)
     assert owns_any(optimizer, storages([flat]))
     assert not owns_any(optimizer, storages([torch.zeros(1000)]))
+
+
+class Idle(torch.optim.Optimizer):
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested)")
+@pytest.mark.parametrize("kind", WITHOUT_STORAGE)
+def test_an_optimizer_of_tensors_without_storage_steps_as_if_nobody_looked(kind: str) -> None:
+    loop = Loop()
+    tensor = WITHOUT_STORAGE[kind]()
+    of_state, of_param = Idle([torch.nn.Parameter(torch.zeros(3))], {}), Idle(torch.nn.ParameterList([tensor]), {})
+    of_state.state["kept"] = {"x": tensor}
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        of_state.step()
+        of_param.step()
+        assert snapshot.lazy
+        assert not snapshot.done.done()
+        assert whole(it, snapshot, loop)
+
+
+def test_tensors_without_bytes_belong_to_nobody() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(0))], lr=0.1)
+    assert not owns_any(optimizer, storages([torch.zeros(0)]))
 
 
 def test_a_hook_while_capturing_or_compiling_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

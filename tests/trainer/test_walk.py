@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ckpt.trainer.shard import Shard, _boxes, _views
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 from ckpt.types import SMALL_BYTES, Box
 from tests.conftest import SEED
+from tests.trainer.kinds import WITHOUT_STORAGE, Wrapping
 
 
 def names(state: dict[str, Any]) -> list[str]:
@@ -176,16 +178,6 @@ def test_only_what_is_trained_and_not_small_may_be_copied_late() -> None:
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-class Wrapping(torch.Tensor):
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapping:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
-
-
 class OnlySaves:
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -213,7 +205,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "unregistered": (
         lambda: {"optim": torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2, 3))]}], lr=1)},
-        r"'optim'\]: parameter 0 of group 0, of shape \(2, 3\), belongs to no module.*register",
+        r"'optim'\]: parameter 0 of group 0, a tensor of shape \(2, 3\), belongs to no module.*register",
     ),
     "no loading": (lambda: {"x": OnlySaves()}, r"OnlySaves, has no load_state_dict"),
     "dots": (
@@ -238,6 +230,39 @@ def test_what_cannot_be_saved_is_refused_by_name(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UsageError, match=message):
         rt.walker_of(make()).walk()
+
+
+PLACES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "value": lambda tensor: {"x": tensor},
+    "parameter": lambda tensor: {"m": nn.ParameterList([tensor])},
+    "unregistered": lambda tensor: {"optim": torch.optim.SGD(nn.ParameterList([tensor]))},
+    "state of none": lambda tensor: _with_state({tensor: {"y": 1}}),
+    "state": lambda tensor: _with_state({}, {"y": tensor}),
+}
+
+
+def _with_state(more: dict[torch.Tensor, Any], held: Any = None) -> dict[str, Any]:
+    state = job()
+    state["optim"].state.update({state["model"][0].weight: held} if held else more)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", WITHOUT_STORAGE)
+def test_tensors_without_storage_are_refused_by_name_wherever_they_are(kind: str, place: str) -> None:
+    with pytest.raises(UsageError, match=r"^(x|m\.0|state\['optim'\]|optim\.state\.0\.weight\.y)"):
+        rt.walker_of(PLACES[place](WITHOUT_STORAGE[kind]())).walk()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", WITHOUT_STORAGE)
+def test_a_tensor_that_has_lost_its_storage_is_noticed(kind: str) -> None:
+    state = {"x": torch.ones(3)}
+    walker = rt.walker_of(state)
+    walk = walker.walk()
+    state["x"] = WITHOUT_STORAGE[kind]()
+    assert walker.changed(walk)
 
 
 def test_sharding_by_whole_parameters_is_refused_by_name() -> None:
