@@ -338,7 +338,7 @@ def is_same(source: Tensor, target: Tensor) -> bool:
 
 def _check_storage(source: Tensor) -> None:
     if _has_shrunk(source):
-        raise CkptError("a tensor's storage shrank after its views were made; walk the state again before the snapshot")
+        raise CkptError("a tensor's storage was freed or shrank after its views were made")
 
 
 def _has_shrunk(source: Tensor) -> bool:

@@ -127,16 +127,9 @@ class Watch:
 
     def look(self) -> Callable[[], set[Key]]:
         """Compares with what was remembered, as of now. The function that it returns waits for the outcome."""
-        moved = self._moved()
+        moved = {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
         verdicts = [group.look(moved) for group in self._groups]
         return lambda: {self._keys[n] for n in moved.union(*(verdict() for verdict in verdicts))}
-
-    def moved(self) -> set[Key]:
-        """Which lie elsewhere by now, or nowhere, or were counted as changed."""
-        return {self._keys[n] for n in self._moved()}
-
-    def _moved(self) -> set[int]:
-        return {n for n, t in enumerate(self._live) if (t._version, t.data_ptr()) != self._seen[n]}
 
     def torn(self) -> set[Key]:
         """Which have other bytes in the arena than were remembered: they were others while they were copied, whatever

@@ -284,8 +284,8 @@ class Snapshotter:
         if pending.late is not None:
             try:
                 pending.late.fence()
-            except CkptError:  # of what was freed meanwhile, every snapshot would fail
-                self._trust.distrust(watch.moved())
+            except CkptError as exc:  # freed meanwhile; by now it may be back where it was, so that nobody knows what
+                self._trust.turn_off(f"a late copy failed: {exc}. Say ck.fence() before a tensor's storage is freed")
                 raise
         asked: list[Callable[[], set[Key]]] = [watch.look()]
         proving = cause in (Cause.HOOK, Cause.FENCE)
