@@ -52,7 +52,7 @@ class DataNode(Node):
     """Plain values and tensors, nested in any way."""
 
     def read(self) -> tuple[list[Named], dict[str, Any]]:
-        return _read_tree("data", self.value, self.path)
+        return read_tree("data", self.value, self.path)
 
     def payload(self) -> dict[str, Any]:
         return self.read()[1]
@@ -62,7 +62,7 @@ class ObjectNode(Node):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
 
     def read(self) -> tuple[list[Named], dict[str, Any]]:
-        return _read_tree("object", self.value.state_dict(), self.path)
+        return read_tree("object", self.value.state_dict(), self.path)
 
     def payload(self) -> dict[str, Any]:
         return self.read()[1]
@@ -103,7 +103,7 @@ class ModuleNode(Node):
         found: list[Named] = []
         extra: dict[str, Any] = {}
         for name, value in values:
-            tensors, extra[name] = _read_tree("extra", value, join(self.path, name))
+            tensors, extra[name] = read_tree("extra", value, join(self.path, name))
             found += tensors
         return found, {"kind": "module", "extra": extra}
 
@@ -112,7 +112,8 @@ class OptimizerNode(Node):
     """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
 
 
-def _read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
+def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:
+    """The tensors of a tree of values, and the payload for the rest of it."""
     bare, found = trees.split(tree, path)
     if kind == "data":
         trees.check_containers(tree, found, path)

@@ -2,12 +2,14 @@
 
 Names: `<path>.state.<parameter>.<what>`, where the parameter's name is the one within its module if all parameters of
 the optimizer belong to one module, else it begins with the module's path. Hyper-parameters are values; parameters are
-listed by name, not by number, so that another order or another wrapping restores right.
+listed by name, not by number, so that another order or another wrapping restores right. What an optimizer's own
+state_dict() gives beside these two (a counter of a subclass) is a tree of its own, `<path>.<key>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -19,9 +21,13 @@ from torch import nn
 from ckpt.errors import UsageError
 from ckpt.trainer import names, trees
 from ckpt.trainer.names import join
-from ckpt.trainer.nodes import Named
+from ckpt.trainer.nodes import Named, read_tree
 from ckpt.trainer.shard import Shard, is_dtensor
 from ckpt.trainer.trees import Path, Tensor
+
+_CUSTOM = ("state_dict", "load_state_dict")
+_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+_COMMON = ("state", "param_groups")  # what torch's own state_dict() gives
 
 
 class Param(NamedTuple):
@@ -65,7 +71,8 @@ class OptimizerView:
 
     `skeletons`: the distinct shapes of per-parameter state, each {"value": the tree without its tensors, "tensors":
     their paths}; `state`: by parameter, in order, the number of its skeleton, -1 for none. `plain`: the state dicts
-    that hold tensors only. `mixed`: whether there are others, whose values may change at each step."""
+    that hold tensors only. `rest`: the payload of what its own state_dict() gives beside state and groups. `mixed`:
+    whether there are other state dicts, or it has a state_dict() of its own: these may change at each step."""
 
     path: str
     optimizer: torch.optim.Optimizer
@@ -74,25 +81,27 @@ class OptimizerView:
     skeletons: list[dict[str, Any]] = field(default_factory=list)
     state: list[int] = field(default_factory=list)
     plain: list[dict[Any, Any]] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=lambda: {"value": {}, "tensors": []})
     mixed: bool = False
 
     def again(self) -> OptimizerView:
         return read(self.path, self.optimizer, self.params)
 
     def payload(self) -> dict[str, Any]:
-        """Hyper-parameters are read afresh; so are the values of mixed state."""
+        """Hyper-parameters are read afresh; so is what is mixed."""
         now = self.again() if self.mixed else self
         groups = []
         for index, params in enumerate(self.params):
             bare, found = trees.split(hyper(self.optimizer.param_groups[index]), self.path)
             tensors = [(path, name) for path, name, _ in trees.named(group_path(self.path, index), found)]
             groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
-        return {"kind": "optimizer", "groups": groups, "skeletons": now.skeletons, "state": now.state}
+        return {"kind": "optimizer", "groups": groups, "skeletons": now.skeletons, "state": now.state, "rest": now.rest}
 
     def referred(self, payload: dict[str, Any]) -> Iterator[str]:
         """The tensors that a payload refers to and that were read anew for it, by name."""
         for group in payload["groups"]:
             yield from (name for _, name in group["tensors"])
+        yield from (name for _, name in payload["rest"]["tensors"])
         if self.mixed and (payload["state"] != self.state or _paths(payload["skeletons"]) != _paths(self.skeletons)):
             paths = _paths(payload["skeletons"])
             for param, number in zip((p for line in self.params for p in line), payload["state"], strict=True):
@@ -167,6 +176,10 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
     for index, group in enumerate(optimizer.param_groups):
         tensors = trees.split(hyper(group), path)[1]
         found.tensors += [Named(name, tensor) for _, name, tensor in trees.named(group_path(path, index), tensors)]
+    if is_custom(optimizer):
+        found.mixed = True
+        tensors_of_rest, found.rest = read_tree("rest", _rest(path, optimizer), path)
+        found.tensors += tensors_of_rest
     numbers: dict[Any, int] = {}
     for param in (p for line in params for p in line):
         held = optimizer.state.get(param.tensor)
@@ -177,6 +190,40 @@ def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]])
             if isinstance(held, dict):  # somebody looked: the first step fills this very one
                 found.plain.append(held)
     return found
+
+
+def is_custom(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer says itself how it is saved or loaded (overridden methods, hooks)."""
+    kind = type(optimizer)
+    return any(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in _CUSTOM) or any(
+        getattr(optimizer, f"_optimizer_{name}_hooks", None) for name in _HOOKS
+    )
+
+
+def _rest(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the state_dict() of an optimizer gives beside state and groups, which are read where they are.
+
+    Errors: UsageError where it gives such that are not its own (those of an optimizer that it wraps)."""
+    said = optimizer.state_dict()
+    state, groups = (said.get(key) for key in _COMMON)
+    if (
+        not isinstance(state, dict)
+        or not isinstance(groups, list)
+        or not _kinds(state.values()) <= _kinds(optimizer.state.values())
+        or not _kinds(groups) <= _kinds(optimizer.param_groups)
+    ):
+        raise UsageError(
+            f"state[{path!r}], a {type(optimizer).__name__}, has a state_dict() that gives other state or groups than "
+            "its .state and .param_groups; register the optimizer that it wraps, and what it adds as plain values or "
+            "as an object with state_dict() and load_state_dict()"
+        )
+    return {key: value for key, value in said.items() if key not in _COMMON}
+
+
+def _kinds(dicts: Iterable[Any]) -> Counter[tuple[str, Any]]:
+    """What the dicts hold: how often which key, with what type or dtype."""
+    held = (item for each in dicts if isinstance(each, Mapping) for item in each.items())
+    return Counter((str(key), getattr(value, "dtype", type(value))) for key, value in held)
 
 
 def _read_state(found: OptimizerView, param: Param, held: dict[Any, Any], numbers: dict[Any, int]) -> int:

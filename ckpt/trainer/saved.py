@@ -43,11 +43,13 @@ class Skeleton:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group."""
+    """By parameter name: `state`, what its state is made of, None where it had none; `home`, the index of its group.
+    `rest`: what its own load_state_dict() gets beside state and groups, by key."""
 
     groups: tuple[Group, ...]
     state: Mapping[str, Skeleton | None]
     home: Mapping[str, int]
+    rest: Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def _parts(tree: Any) -> Iterator[tuple[str, str, bytes]]:
                 told = _told(group)
                 for name in _get(group, "params", (list, tuple)):
                     yield join(path, "param_groups", number), name, told
+            yield path, "", _told(_rest(body))
         else:
             yield path, "", _told(body)
 
@@ -216,7 +219,7 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     for group, (names, _) in zip(groups, joined.values(), strict=True):
         group["params"] = tuple(names)
     flat = [number for _, states in joined.values() for number in states]
-    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat}
+    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, "rest": _rest(first)}
 
 
 def _optimizer(body: Any) -> OptimizerTree:
@@ -233,7 +236,16 @@ def _optimizer(body: Any) -> OptimizerTree:
         raise DamagedData("the stored values of an optimizer do not fit its parameters")
     state = {name: None if n < 0 else skeletons[n] for name, n in zip(names, numbers, strict=True)}
     home = {name: number for number, group in enumerate(groups) for name in group.params}
-    return OptimizerTree(groups, state, home)
+    rest = _tree(_rest(body))
+    if not isinstance(rest.value, dict):
+        raise DamagedData("the stored values of an optimizer are not by key")
+    return OptimizerTree(groups, state, home, rest)
+
+
+def _rest(body: Any) -> dict[str, Any]:
+    """Of an optimizer; one that has torch's own state_dict() has none."""
+    rest: dict[str, Any] = _get(body, "rest", dict) if "rest" in body else {"value": {}, "tensors": ()}
+    return rest
 
 
 def _number(group: Any, index: int) -> int:

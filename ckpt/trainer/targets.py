@@ -23,7 +23,7 @@ from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
-from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, is_other
+from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
 from ckpt.trainer.shard import Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
@@ -275,6 +275,7 @@ class _Plan:
         if saved is None:
             self.other_kind(view.path, "optimizer")
             return
+        before = len(self.wants.installs)
         for number, params in enumerate(view.params):
             held = {saved.home[param.name] for param in params if param.name in saved.home}
             if not params:
@@ -291,13 +292,14 @@ class _Plan:
                 self.group(view, number, saved.groups[home])
             for param in params:
                 self.parameter(view, param, saved)
+        self.rest(view, saved, self.wants.installs[before:])
 
     def group(self, view: OptimizerView, number: int, saved: Group) -> None:
-        group = view.optimizer.param_groups[number]
-        live = dict(trees.split(hyper(group), view.path)[1])
+        live = dict(trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
         load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
 
         def install() -> None:
+            group = view.optimizer.param_groups[number]
             for key, value in load().items():
                 group[key] = _as_before(group.get(key), value)
 
@@ -305,7 +307,7 @@ class _Plan:
 
     def parameter(self, view: OptimizerView, param: Param, saved: OptimizerTree) -> None:
         """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
-        prefix, state = state_path(view.path, param.name), view.optimizer.state
+        prefix = state_path(view.path, param.name)
         if param.name not in saved.state:
             self.wants.missing(prefix)
             return
@@ -314,7 +316,7 @@ class _Plan:
         if ("reshaped", param.full) in self.wants.lines:
             self.wants.used.update(found.values())  # the parameter is named already; its state does not fit either
             return
-        live = dict(trees.split(state.get(param.tensor, {}), prefix)[1])
+        live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
         made: list[tuple[trees.Path, Any]] = []
         for path, name in found.items():
             tensor = self.state_tensor(name, path, param, saved, live.get(path))
@@ -323,6 +325,7 @@ class _Plan:
             made.append((path, tensor))
 
         def install() -> None:
+            state = view.optimizer.state
             if skeleton is None:
                 state.pop(param.tensor, None)
                 return
@@ -330,6 +333,24 @@ class _Plan:
             state[param.tensor] = trees.settle(state.get(param.tensor), value)
 
         self.wants.installs.append(install)
+
+    def rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
+        """What the optimizer's own load_state_dict() gets beside state and groups; `installs` put these there."""
+        live, kept = view.rest["value"], saved.rest.value
+        for key in live.keys() - kept.keys():
+            self.wants.missing(names.join(view.path, key))
+        both = [key for key in live if key in kept]
+        if not both:
+            return
+        tensors = tuple((path, name) for path, name in saved.rest.tensors if path and path[0] in both)
+        tree = Tree({key: kept[key] for key in both}, tensors)
+        load = self.wants.tree(tree, {named.name: named.tensor for named in view.tensors})
+
+        def install() -> None:
+            view.optimizer.load_state_dict({**view.optimizer.state_dict(), **load()})
+
+        # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
+        self.wants.installs += [install, *installs]
 
     def state_tensor(self, name: str, path: trees.Path, param: Param, saved: OptimizerTree, live: Any) -> Any:
         pieces = self.scan.tensors[self.scan.aliases.get(param.full, param.full)][1]
@@ -361,6 +382,9 @@ class _Plan:
             node = next((node for node in self.scan.nodes if node.path == path), None)
             live = node.payload()["extra"] if isinstance(node, ModuleNode) else keys
             found |= {names.join(path, key) for key in keys if key not in live}
+        for path, view in self.scan.views.items():
+            kept = self.saved.optimizers[path].rest.value if path in self.saved.optimizers else {}
+            found |= {names.join(path, key) for key in kept if key not in view.rest["value"]}
         if own is not None:
             found |= {path for path in own.loaders if path not in paths}
             found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in paths}

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -512,6 +513,193 @@ def test_parameters_are_matched_by_name_not_by_their_number() -> None:
     for (_, a), (_, b) in zip(saved["model"].named_parameters(), other["model"].named_parameters(), strict=True):
         for name, value in saved["optim"].state.get(a, {}).items():
             assert torch.equal(other["optim"].state[b][name], value)
+
+
+# ------------------------------------------------------------------------- optimizers with a state_dict() of their own
+
+
+class Warm(torch.optim.SGD):
+    """Keeps a counter and slow weights of its own."""
+
+    count = 0
+    slow: torch.Tensor | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        self.slow = torch.full((3,), float(self.count))
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count, "more": {"slow": self.slow}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        self.count, self.slow = state.pop("count"), state.pop("more")["slow"]
+        super().load_state_dict(state)
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another, as accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.loaded = 0
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded += 1
+        self.inner.load_state_dict(state)
+
+
+class Sam(Around):
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.inner.state_dict()}
+
+
+class Apart(Around):
+    """Has no state itself, and gives that of what it wraps."""
+
+    state = None  # type: ignore[assignment]
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.state = {}
+
+
+def warm(dtype: torch.dtype = torch.float32, steps: int = 0) -> dict[str, Any]:
+    model = nn.Linear(2, 2).to(dtype)
+    optim = Warm(model.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(steps):
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optim.step()
+    return {"model": model, "optim": optim}
+
+
+def test_what_a_state_dict_of_its_own_adds_comes_back_by_its_load_state_dict() -> None:
+    saved, other = warm(steps=3), warm()
+    rt.restore(other, rt.save(saved))
+    assert other["optim"].count == 3
+    assert other["optim"].slow.tolist() == [3.0] * 3
+    rt.assert_same_state(saved, other)
+
+
+def test_what_load_state_dict_makes_of_the_state_is_put_right() -> None:
+    saved, other = warm(torch.bfloat16, 3), warm(torch.bfloat16, 1)
+    for state in (saved, other):
+        for held in state["optim"].state.values():
+            held["momentum_buffer"] = held["momentum_buffer"].float() + 1e-6
+    before = [held["momentum_buffer"] for held in other["optim"].state.values()]
+    rt.restore(other, rt.save(saved))
+    rt.assert_same_state(saved, other)
+    after = [held["momentum_buffer"] for held in other["optim"].state.values()]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_what_it_adds_is_read_afresh_for_each_save_and_noticed_where_it_is_elsewhere() -> None:
+    state = warm(steps=1)
+    walker = rt.walker_of(state)
+    walk = walker.walk()
+    assert not walker.changed(walk)
+    state["optim"].count = 7
+    shared = walker.values(walk)[0]
+    assert shared["objects"]["optim"]["rest"]["value"]["count"] == 7
+    assert walker.strays(walk, shared) == []
+    state["optim"].slow = None
+    assert walker.changed(walk)
+    state["optim"].slow = {"new": torch.ones(1)}
+    assert walker.strays(walk, walker.values(walk)[0]) == ["optim.more.slow.new"]
+
+
+def test_what_only_one_side_adds_is_named() -> None:
+    saved, plain = warm(steps=1), warm()
+    plain["optim"] = torch.optim.SGD(plain["model"].parameters(), lr=0.5, momentum=0.9)
+    targets = rt.plan(rt.walker_of(plain), rt.save(saved))
+    assert targets.mismatch.extra == ("optim.count", "optim.more", "optim.more.slow")
+    targets = rt.plan(rt.walker_of(saved), rt.save(plain))
+    assert {"optim.count", "optim.more"} <= set(targets.mismatch.missing)
+    rt.restore(saved, rt.save(plain), strict=False)
+    assert saved["optim"].count == 1
+
+
+def test_ranks_that_add_different_values_get_their_own_and_another_mesh_those_of_the_first() -> None:
+    states = [warm(steps=1), warm(steps=2)]
+    checkpoint = save_on({"dp": 2}, states)
+    for rank, count in enumerate((1, 2)):
+        other = warm()
+        targets = rt.plan(StateWalker(other, on({"dp": 2}, rank), False), checkpoint)
+        rt.fill(targets, checkpoint)
+        targets.finish()
+        assert other["optim"].count == count
+    targets = rt.plan(rt.walker_of(warm()), checkpoint, strict=False)
+    assert "optim" in targets.firsts
+
+
+def wrapped(kind: Any, steps: int = 0) -> dict[str, Any]:
+    state = warm()
+    state["optim"] = kind(torch.optim.Adam(state["model"].parameters(), lr=0.5))
+    for _ in range(steps):
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optim"].step()
+    return state
+
+
+def test_a_wrapper_that_adds_nothing_is_filled_in_place() -> None:
+    saved, other = wrapped(Around, 2), wrapped(Around)
+    rt.restore(other, rt.save(saved))
+    rt.assert_same_state(saved, other)
+    assert other["optim"].loaded == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_averaging_wrapper_of_torch_comes_back_with_its_counter() -> None:
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    def averaging(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        averager = SimpleNamespace(step=0)
+        made: Any = PostLocalSGDOptimizer(inner, averager)
+        averager.average_parameters = lambda params: setattr(averager, "step", averager.step + 1)
+        return made  # type: ignore[no-any-return]
+
+    saved, other = wrapped(averaging, 2), wrapped(averaging)
+    rt.restore(other, rt.save(saved))
+    rt.assert_same_state(saved, other)
+    assert other["optim"].averager.step == 2
+
+
+def test_what_hooks_add_comes_back() -> None:
+    def hooked(count: int) -> tuple[dict[str, Any], list[int]]:
+        state, held = wrapped(lambda inner: inner), [count]
+        state["optim"].register_state_dict_post_hook(lambda _, said: said | {"count": held[0]})
+        state["optim"].register_load_state_dict_pre_hook(lambda _, said: held.append(said["count"]))
+        return state, held
+
+    (saved, _), (other, held) = hooked(5), hooked(0)
+    rt.restore(other, rt.save(saved))
+    assert held == [0, 5]
+
+
+@pytest.mark.parametrize("kind", [Sam, Apart])
+def test_a_wrapper_that_gives_state_which_is_not_its_own_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(
+        UsageError, match=rf"state\['optim'\], a {kind.__name__}, .*register the optimizer that it wraps"
+    ):
+        rt.save(wrapped(kind, 1))
 
 
 # ------------------------------------------------------------------------------------------------------- mismatches
