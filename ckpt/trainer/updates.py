@@ -1,13 +1,15 @@
-"""Whether an optimizer of the state has stepped since the last boundary: what a break, a save and a poll depend on."""
+"""Whether an optimizer of the state has stepped since the last boundary, or was left in the middle of its step: what a
+break, a save and a poll depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckpt.trainer.lazy import owns_any, storages
 from ckpt.trainer.walk import Walk
@@ -15,36 +17,64 @@ from ckpt.trainer.walk import Walk
 
 class Updates:
     """While entered, counts steps of the optimizers in `state` and of those, inside wrappers or not registered at all,
-    that own one of its tensors; `pending` is set to 0 at each boundary. `walk()`: the present walk."""
+    that own one of its tensors. `walk()`: the present walk.
+
+    Since the last boundary: `pending`, how many steps have ended; `fenced`, whether changes by hand were announced.
+    Its hooks are to come after those that wait for a copy: an exception there has changed nothing."""
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk]) -> None:
         self.pending = 0
-        self._registered = {id(found) for found in _optimizers(state, set())}
+        self.fenced = False
+        self._state = state
         self._walk = walk
         self._seen: Walk | None = None
         self._storages: frozenset[int] = frozenset()
-        self._known: dict[int, bool] = {}
+        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._begun: list[Optimizer] = []  # one for each step that has not ended: on threads, or within each other
 
     def __enter__(self) -> Self:
-        self._hook = register_optimizer_step_post_hook(self._count)
+        self._hooks = register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._registered or self._owns_any(optimizer):
+    def boundary(self) -> None:
+        """A step has ended."""
+        self.pending = 0
+        self.fenced = False
+
+    @property
+    def torn(self) -> str:
+        """Why the state is no whole one; "" where it is. What an exception has left stays so, whatever steps follow."""
+        for optimizer in self._begun[:1]:
+            return (
+                f"{type(optimizer).__name__}.step() has begun and not ended, as by an exception in it: a part of that "
+                "update may be in the state, which is not saved any more. Start again from the newest checkpoint; what "
+                "may fail belongs before step(), not into its closure"
+            )
+        return ""
+
+    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_ours(optimizer):
+            self._begun.append(optimizer)
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._begun:
             self.pending += 1
+            self._begun.remove(optimizer)
 
-    def _owns_any(self, optimizer: Optimizer) -> bool:
+    def _is_ours(self, optimizer: Optimizer) -> bool:
         walk = self._walk()
         if walk is not self._seen:
-            self._seen, self._known = walk, {}
             mine = storages([tensor for line in walk.tensors for tensor in line])
             self._storages = mine - {0}  # of tensors without bytes
-        found = self._known.get(id(optimizer))
+            self._known = WeakKeyDictionary(dict.fromkeys(_optimizers(self._state, set()), True))
+            self._seen = walk
+        found = self._known.get(optimizer)
         if found is None:
-            found = self._known[id(optimizer)] = owns_any(optimizer, self._storages)
+            found = self._known[optimizer] = owns_any(optimizer, self._storages)
         return found
 
 

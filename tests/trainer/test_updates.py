@@ -1,0 +1,116 @@
+"""Which optimizers' steps are counted, and what is left of one that did not end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+
+from ckpt.trainer.updates import Updates
+
+
+@dataclass
+class HandWalk:
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+
+
+def counted(model: torch.nn.Module, *registered: Optimizer) -> Updates:
+    walk = HandWalk(tuple((param,) for param in model.parameters()))
+    return Updates({"model": model, "optim": list(registered)}, lambda: walk)  # type: ignore[arg-type,return-value]
+
+
+def sgd(*params: torch.nn.Parameter) -> SGD:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return SGD(params, lr=0.1)
+
+
+def test_an_optimizer_that_is_made_where_another_one_was_is_not_taken_for_it() -> None:
+    """Their addresses come again."""
+    model = torch.nn.Linear(2, 2)
+    with counted(model) as updates:
+        for step in range(20):
+            ours = step % 3 != 0
+            optim = sgd(*model.parameters()) if ours else sgd(torch.nn.Parameter(torch.ones(2)))
+            updates.pending = 0
+            optim.step()
+            assert updates.pending == ours, step
+            del optim
+            gc.collect()
+
+
+def test_a_registered_optimizer_counts_though_the_state_has_none_of_its_tensors() -> None:
+    optim = sgd(torch.nn.Parameter(torch.ones(2)))
+    with counted(torch.nn.Linear(2, 2), optim) as updates:
+        optim.step()
+        sgd(torch.nn.Parameter(torch.ones(2))).step()
+    assert updates.pending == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its compiler
+def test_a_compiled_step_counts_and_has_ended() -> None:
+    model = torch.nn.Linear(2, 2)
+    with counted(model) as updates:
+        step = torch.compile(sgd(*model.parameters()).step, backend="eager")
+        for _ in range(3):
+            step()
+        assert (updates.pending, updates.torn) == (3, "")
+
+
+def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> None:
+    model = torch.nn.Linear(2, 2)
+    optim = sgd(*model.parameters())
+
+    def fail() -> float:
+        raise RuntimeError("out of memory")
+
+    with counted(model) as updates:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optim.step(fail)
+        optim.step()
+        updates.boundary()
+        del optim
+        gc.collect()
+        assert "SGD.step() has begun and not ended" in updates.torn
+
+
+def test_a_step_of_another_optimizer_that_fails_is_none_of_ours() -> None:
+    def fail() -> float:
+        raise RuntimeError
+
+    with counted(torch.nn.Linear(2, 2)) as updates:
+        with pytest.raises(RuntimeError):
+            sgd(torch.nn.Parameter(torch.ones(2))).step(fail)
+        assert not updates.torn
+
+
+def test_steps_within_each_other_and_on_threads_have_ended_when_they_have() -> None:
+    model = torch.nn.Linear(2, 2)
+    outer, inner, other = (sgd(*model.parameters()) for _ in range(3))
+    begun, go_on, seen = threading.Event(), threading.Event(), list[bool]()
+
+    def closure() -> float:
+        inner.step()
+        seen.append(bool(updates.torn))
+        return 0.0
+
+    def wait() -> float:
+        begun.set()
+        assert go_on.wait(30)
+        return 0.0
+
+    with counted(model) as updates:
+        outer.step(closure)
+        assert (seen, updates.torn, updates.pending) == ([True], "", 2)
+        thread = threading.Thread(target=other.step, args=(wait,))
+        thread.start()
+        assert begun.wait(30)
+        outer.step()
+        assert updates.torn
+        go_on.set()
+        thread.join()
+        assert (updates.torn, updates.pending) == ("", 4)
