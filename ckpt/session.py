@@ -6,16 +6,17 @@ The agent decides what is saved when and what is restored; the trainer side (ckp
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, Superseded, UsageError
@@ -39,6 +40,8 @@ SUPERSEDED_CODE = 75  # EX_TEMPFAIL: nothing is wrong with this process, its pla
 ASK_AGAIN_S = 0.2
 HOLD_S = 600.0  # how long a rehearsal may take to kill what is held for it
 EXIT_TRIES = 3  # snapshots of the last step that are given up before the exit is
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class Handle:
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time."""
-        self._checkpointer._wait_for(self.tick, level, timeout_s)
+        checkpointer = self._checkpointer
+        here = threading.current_thread() is checkpointer._parts.saver.thread
+        wait = checkpointer._wait_here if here else checkpointer._wait_for
+        wait(self.tick, level, timeout_s)
 
     def __repr__(self) -> str:
         return f"<ckpt.Handle step {self.tick.step} level {self.level}>"
@@ -89,6 +95,23 @@ class _Parts:
     last: contextlib.ExitStack  # what is of use until nothing more happens
 
 
+def _working(
+    method: Callable[Concatenate[Checkpointer, P], R],
+) -> Callable[Concatenate[Checkpointer, P], R]:
+    """Of what users call: until it returns nothing else may be, as by a signal's handler or a sink."""
+
+    @functools.wraps(method)
+    def work(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check_use()
+        self._at_work = True
+        try:  # here, where Ctrl-C cannot come in between, and not in a context manager
+            return method(self, *args, **kwargs)
+        finally:
+            self._at_work = False
+
+    return work
+
+
 class Checkpointer:
     """Keeps the state of a training loop safe, as a context manager.
 
@@ -103,8 +126,8 @@ class Checkpointer:
     begin even though another living job writes to the URL. notices: "auto" (what CKPT_NOTICES says; else signals,
     the cloud's word, Slurm's, a file) or "off": nobody's but an operator's. sinks: called with every ckpt Event.
 
-    All ranks construct it with the same options and enter it together. Errors on entry: UsageError, StateMismatch,
-    StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks.
+    All ranks construct it with the same options and enter it together, once. Errors on entry: UsageError,
+    StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks.
     """
 
     def __init__(
@@ -133,13 +156,13 @@ class Checkpointer:
         self._notices = notices
         self._limits = limits or Limits()
         self.url = find_url(url, read())
-        self.state = dict(state)
+        self._state = dict(state)
         self.restored = Restored()
         self.events = Events(*sinks)
         chosen = Adaptive() if policy is None else policy
         self._asked = Asked(
             url=self.url,
-            state=self.state,
+            state=self._state,
             options=make_options(chosen, keep or Keep(), self._limits, codec, peers),
             mesh=mesh,
             process_group=process_group,
@@ -152,6 +175,10 @@ class Checkpointer:
         self._receipt = Receipt()
         self.events.add(self._receipt.hear)
         self._entered: _Parts | None = None
+        self._was_entered = False
+        self._at_work = False
+        self._said_torn = False
+        self._loop: object = None  # the newest one over `steps`
         self._step = 0
         self._stored = True  # whether the store has what was restored
         self._sub = 0
@@ -163,25 +190,36 @@ class Checkpointer:
         self._due_step = 0
         self._hold_at = self._rehearsed = 0
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is saved. Assign to its keys to change it."""
+        return self._state
+
     # -- the loop
 
     def steps(self, total: int) -> Iterator[int]:
         """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
-        optimizer update). Put it first in a zip: zip(ck.steps(n), loader)."""
+        optimizer update). Put it first in a zip: zip(ck.steps(n), loader). Errors: UsageError; as `step`."""
         self._check_use()
         if not isinstance(total, int) or isinstance(total, bool):
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
-        self._end_broken_step()
+        if self._leave_loop():
+            self.step()
+        self._loop = loop = object()
         while self._step < total:
             self._stepped = False
             self._in_body = True
             yield self._step + 1
+            if self._loop is not loop:
+                raise UsageError("a loop over ck.steps() has run within this one: give each step to one of them")
             self._in_body = False
             if not self._stepped:
-                self._end_step()
+                self.step()
 
+    @_working
     def step(self, n: int | None = None) -> None:
-        """Ends a step, in loops that count themselves. n, if given, must be the last step + 1.
+        """Ends a step, in loops that count themselves. n, if given, must be the last step + 1. After an
+        optimizer.step() that an exception has left nothing is saved any more.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
         if n is not None and (n != self._step + 1 or isinstance(n, bool)):
             raise UsageError(
@@ -192,7 +230,7 @@ class Checkpointer:
         self._end_step()
 
     def _end_step(self) -> None:
-        parts = self._check_use()
+        parts = self._parts
         self._step = step = self._step + 1
         self._sub = 0
         parts.saver.boundary()
@@ -206,7 +244,8 @@ class Checkpointer:
         word = link.look(step, 0)
         if word != self._answered and (word != self._due_word or step >= self._due_step):
             self._serve(word)
-        parts.updates.pending = 0
+        parts.updates.boundary()
+        self._find_torn()
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:
@@ -218,13 +257,14 @@ class Checkpointer:
                 f"`ckpt doctor {shown(self.url)}`"
             )
 
+    @_working
     def poll(self) -> None:
         """Serves the agent where all ranks pass in the same order but no step ends (evaluation batches): takes the
         snapshot that is appointed there, and waits for copies that still run, so that after it the state may be
         changed by hand. Nothing is taken once an optimizer has stepped since the last boundary; nor, where a loader is
         registered, in the body of a step of ck.steps() that has not ended.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
-        parts = self._check_use()
+        parts = self._parts
         parts.saver.poll()
         tick = self._next_tick()
         word = parts.saver.link.look(tick.step, tick.sub)
@@ -233,18 +273,22 @@ class Checkpointer:
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
 
+    @_working
     def fence(self) -> None:
         """Waits for copies that still run under the step; call it before changing parameters or optimizer state by
-        hand (outside optimizer.step()) in the middle of a step."""
-        self._check_use().saver.fence()
+        hand (outside optimizer.step()) in the middle of a step. A step of ck.steps() that is left by a break after it
+        counts as ended, as after an update."""
+        parts = self._parts
+        parts.saver.fence()
+        parts.updates.fenced = True
 
+    @_working
     def save(self, metrics: dict[str, float] | None = None) -> Handle:
         """Saves the last ended step, now; called by all ranks at the same step. metrics: numbers kept with it (for
         Keep(best=)). A failed save raises where its handle is waited for, not here.
 
         Errors: UsageError after an update without a boundary; and, where a loader is registered, in the body of a
         step of ck.steps() that has not ended: the batch that was drawn for it would be skipped after a restore."""
-        self._check_use()
         numbers = check_metrics(metrics, self.events)
         if self._parts.updates.pending or self._has_drawn():
             what = "after an optimizer update" if self._parts.updates.pending else "after a batch was drawn for a step"
@@ -263,9 +307,10 @@ class Checkpointer:
             self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
         return Handle(self, tick)
 
+    @_working
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
         """Returns when the newest snapshot taken here has reached `level`. Errors: SaveFailed."""
-        last = self._check_use().saver.last
+        last = self._parts.saver.last
         if last is not None:
             self._wait_for(last, level, timeout_s)
 
@@ -280,6 +325,8 @@ class Checkpointer:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
+        if self._was_entered:
+            raise UsageError("this Checkpointer was entered before; make one for each `with`, with objects made anew")
         if any(other.url == self.url and other._entered is not None for other in _LIVE):
             raise UsageError(
                 f"this process has a Checkpointer on {shown(self.url)} already: put all of the state into one, or give "
@@ -300,6 +347,7 @@ class Checkpointer:
                 terms = saver.link.terms
                 lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
             self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all(), last.pop_all())
+        self._was_entered = True
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
         self._step = self.restored.step
@@ -323,6 +371,7 @@ class Checkpointer:
             self._entered = None
             return
         failure: CkptError | None = None
+        self._at_work = True  # to the end
         try:
             if error is None:
                 failure = self._finish_normally()
@@ -362,10 +411,13 @@ class Checkpointer:
         that the store does not have, is saved: nobody else may be left to commit it."""
         parting = self._parts.parting
         try:
-            self._end_broken_step()
+            if torn := self._find_torn():
+                return self._leave_torn(torn)
+            if self._leave_loop():
+                self._end_step()
             deadline, pending = parting.exits(self._limits.exit_s), self._parts.updates.pending
             trained = self._step != self.restored.step or self._parts.saver.last is not None
-            if trained or not (self._stored or pending):
+            if not pending and (trained or not self._stored):
                 return self._save_last(deadline)
         except Leave:
             parting.finish_early(self._limits.exit_s)
@@ -407,17 +459,38 @@ class Checkpointer:
                     tick = self._next_tick()
         return failure
 
-    def _end_broken_step(self) -> None:
-        """A break after the update: the step has ended. Before it, what was drawn for the step is lost, and said."""
+    def _leave_torn(self, why: str) -> CkptError | None:
+        """As by an exception: takes no snapshot. The last step is lost, unless it was saved before that update."""
+        saver = self._parts.saver
+        saver.quiet()
+        failure = self._parts.parting.finish_early(self._limits.exit_s)
+        newest = saver.link.levels.newest("store")
+        is_saved = self._stored and self._step == self.restored.step if newest is None else newest.step == self._step
+        return failure or (None if is_saved else CommitFailed(why))
+
+    def _leave_loop(self) -> bool:
+        """Whether it was left after an update that no step has ended, which makes one. Where it was before the update,
+        what was drawn for the step is lost, and said."""
+        updates = self._parts.updates
         begun, self._in_body = self._in_body and not self._stepped, False
-        if begun and self._parts.updates.pending:
-            self._end_step()
-        elif begun and self._parts.saver.walk.has_loaders:
+        has_ended = self._step != self.restored.step  # else nothing tells that updates are steps here
+        if (updates.pending and (begun or has_ended)) or (updates.fenced and begun):
+            return True
+        if begun and self._parts.saver.walk.has_loaders:
             text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "
             text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
             self.events.emit("step.unfinished", text, loud=True)
+        return False
 
     # -- inside
+
+    def _find_torn(self) -> str:
+        """Why the state must not be saved, said once; "" where it may."""
+        torn = self._parts.updates.torn
+        if torn and not self._said_torn:
+            self._said_torn = True
+            self.events.emit("step.torn", f"ckpt: {torn}", loud=True)
+        return torn
 
     def _serve(self, word: int) -> None:
         told = Word.unpack(word)
@@ -430,8 +503,9 @@ class Checkpointer:
         if place is Place.LATE:
             saver.late(told.round, tick.step)
             return
-        if tick.sub and (self._parts.updates.pending or self._has_drawn()):
-            saver.missed(told.round, tick, "in the middle of a step")
+        updates = self._parts.updates
+        if updates.torn or (tick.sub and (updates.pending or self._has_drawn())):
+            saver.missed(told.round, tick, updates.torn or "in the middle of a step")
             return
         missed = saver.take(told.round, told.slot, tick)
         if not missed and told.kind is Kind.HOLD:
@@ -456,17 +530,20 @@ class Checkpointer:
     def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
         """Asks for a slot together with all ranks, and takes the snapshot. Errors: CkptError; Leave."""
         saver = self._parts.saver
-        saver.quiet()  # what was taken before is reported before: the agent may give its slot to this one
+        until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
         try:
+            if torn := self._find_torn():
+                raise SaveFailed(torn)
+            # What was taken before is reported before: the agent may give its slot to this one.
+            saver.quiet(max(1.0, until_s - time.monotonic()))
             saver.settle(tick)
         except SaveFailed as exc:  # the others would wait for this rank
             saver.link.cannot_save(tick, str(exc))
             raise
-        limit_s = self._limits.exit_s if deadline is None else max(1.0, deadline - time.monotonic())
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
         saver.link.levels.retry(tick)
         try:
-            answer = saver.link.request("save", fields, limit_s).fields
+            answer = saver.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
         except Superseded as exc:
             self._leave_superseded(saver.link.superseded_by or str(exc))
         except CkptError as exc:
@@ -481,12 +558,18 @@ class Checkpointer:
 
     def _wait_for(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
         """The training thread ends copies that run under the step first: nobody else could, while it waits here."""
-        saver = self._parts.saver
+        saver, began_s = self._parts.saver, time.monotonic()
         if threading.current_thread() is saver.thread:
-            saver.quiet()
+            saver.quiet(timeout_s)
         if level == "store":
             saver.link.want(tick)
-        saver.link.levels.wait(tick, level, timeout_s)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
+        saver.link.levels.wait(tick, level, left_s)
+
+    @_working
+    def _wait_here(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
+        """As `_wait_for`, asked for by the user on the training thread."""
+        self._wait_for(tick, level, timeout_s)
 
     def _has_drawn(self) -> bool:
         """Whether a loader may be ahead of the last boundary: in the body of a step that has not ended."""
@@ -515,6 +598,10 @@ class Checkpointer:
             raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
         if threading.current_thread() is not parts.saver.thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
+        if self._at_work or parts.saver.is_looking:
+            raise UsageError(
+                "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
+            )
         return parts
 
     def _update_receipt(self) -> None:

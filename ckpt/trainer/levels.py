@@ -101,5 +101,5 @@ class Levels:
                     raise lost(f"step {tick.step} did not reach the {level} level: {failure}")
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise SaveFailed(f"step {tick.step} did not reach the {level} level within {timeout_s:g} s")
+                    raise SaveFailed(f"step {tick.step} did not reach the {level} level within {timeout_s:.4g} s")
                 self._changed.wait(left)

@@ -88,7 +88,7 @@ class Saver:
         self._replicas = Replicas()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
-        self._open = 0
+        self._open: set[Snapshot] = set()  # that the stager has not finished
         self._last: Tick | None = None
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self._doubted = False  # whether what the agent was told of replicas may not hold any more
@@ -152,7 +152,7 @@ class Saver:
             self._note_unsettled(before)
             return "layout"
         self._unsettled = 0
-        slot, is_under_way = self.link.hold(number), False
+        slot, filling, is_under_way = self.link.hold(number), None, False
         if slot is None:
             return "not granted"
         try:
@@ -162,12 +162,13 @@ class Saver:
             if filling is None:
                 self.link.offer(self.make_offer(tick))
                 return "values"
-            with self._idle:
-                self._open += 1
-            is_under_way = True
+            self._open.add(filling.snapshot)
+            is_under_way = True  # Ctrl-C is heard before this line, and next when the stager has it
             self._fillings.put(filling)
         finally:
             if not is_under_way:  # else the stager lets go of it
+                if filling is not None:
+                    self._open.discard(filling.snapshot)
                 self._snapshotter.poll()  # Ctrl-C behind the snapshot: nothing may write into it any more
                 slot.let_go()
         self.link.levels.expect(tick)
@@ -215,13 +216,19 @@ class Saver:
         """A step has ended: copies that ran under it are looked at and done."""
         self._snapshotter.boundary()
 
-    def quiet(self) -> None:
+    def quiet(self, timeout_s: float | None = None) -> None:
         """Returns once no snapshot is on its way into an arena. On another thread it waits for the training thread to
-        come to its next boundary."""
+        come to its next boundary. Errors: SaveFailed if one still is after timeout_s."""
         if threading.current_thread() is self.thread:
             self._snapshotter.poll()
         with self._idle:
-            self._idle.wait_for(lambda: self._open == 0)
+            if not self._idle.wait_for(lambda: not self._open, timeout_s):
+                raise SaveFailed(f"the copy of an earlier snapshot did not end within {timeout_s:.4g} s")
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the training thread, which asks, is in the middle of ending a copy."""
+        return self._snapshotter.is_looking
 
     @property
     def last(self) -> Tick | None:
@@ -304,19 +311,19 @@ class Saver:
 
     def _stage(self) -> None:
         while (filling := self._fillings.get()) is not None:
-            with self._closing():
+            with self._closing(filling.snapshot):
                 try:
                     self._finish(filling)
                 except Exception as exc:  # this thread goes on, and nobody waits for that round
                     self.missed(filling.round, filling.tick, self._not_staged(filling.tick, exc))
 
     @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
+    def _closing(self, snapshot: Snapshot) -> Iterator[None]:
         try:
             yield
         finally:
             with self._idle:
-                self._open -= 1
+                self._open.discard(snapshot)
                 self._idle.notify_all()
 
     def _finish(self, filling: _Filling) -> None:

@@ -167,6 +167,12 @@ class Snapshotter:
         if self._is_waiting():
             self._settle(Cause.POLL)
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether this thread is in the middle of ending a copy: then a signal's handler asks, or a sink."""
+        pending = self._pending
+        return pending is not None and pending.looker == threading.get_ident()
+
     def proven(self) -> list[str]:
         """What was relied on because this run showed it, in words."""
         return self._trust.proven()
@@ -249,9 +255,9 @@ class Snapshotter:
             if pending is None:
                 self._hold_back()  # another optimizer was first, maybe on another thread or stream
                 return
-            if pending.is_looked_at:
+            if pending.looker is not None:
                 return  # a signal's handler, in the middle of the look: which sees what it changes, if it may matter
-            pending.is_looked_at = True
+            pending.looker = threading.get_ident()
             try:
                 self._look(pending, cause)
             except Exception as exc:  # as in `take`
@@ -388,7 +394,7 @@ class _Pending:
     eager: Ticket
     late: Ticket | None
     spot: tuple[Piece, Piece] | None
-    is_looked_at: bool = False
+    looker: int | None = None  # the thread that looks at it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,330 @@
+"""How a loop may be left: whatever is saved then is of the step that it is said to be of, or nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from tests.session.loops import wait_agent_gone
+
+RARELY = ckpt.Every(seconds=600)
+
+
+class Ones(torch.optim.Optimizer):
+    """Adds one to each parameter in turn; `stop` is called before the last one of them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.stop: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        *first, last = self.param_groups[0]["params"]
+        for param in first:
+            param.add_(1)
+        self.stop()
+        last.add_(1)
+
+
+class Run:
+    """A model whose parameters say how many updates they have had."""
+
+    def __init__(self, url: Path, **options: Any) -> None:
+        self.url = url
+        self.model = torch.nn.Linear(2, 2)
+        for param in self.model.parameters():
+            torch.nn.init.zeros_(param)
+        self.optim = Ones(self.model.parameters())
+        self.seen: list[ckpt.Event] = []
+        state = {"model": self.model, "optim": self.optim}
+        self.ck = ckpt.Checkpointer(url, state, **{"policy": RARELY, "sinks": (self.seen.append,)} | options)
+
+    @property
+    def updates(self) -> tuple[float, float]:
+        return self.model.weight[0, 0].item(), self.model.bias[0].item()
+
+    def said(self, name: str) -> list[ckpt.Event]:
+        return [event for event in self.seen if event.name == name]
+
+
+def came_back(url: Path) -> tuple[int, tuple[float, float]]:
+    """The step that is restored, and the updates that are in it."""
+    wait_agent_gone(url)
+    run = Run(url)
+    with run.ck as ck:
+        found = ck.restored.step, run.updates
+    wait_agent_gone(url)
+    return found
+
+
+def own_loop(run: Run, ck: ckpt.Checkpointer) -> None:
+    for step in range(1, 10):
+        run.optim.step()
+        if step == 4:
+            break
+        ck.step(step)
+
+
+def steps_ended_by_hand(run: Run, ck: ckpt.Checkpointer) -> None:
+    for step in ck.steps(10):
+        run.optim.step()
+        ck.step()
+        if step == 3:
+            run.optim.step()
+            break
+
+
+def polish(run: Run, ck: ckpt.Checkpointer) -> None:
+    for _ in ck.steps(3):
+        run.optim.step()
+    run.optim.step()
+
+
+def by_hand(run: Run, ck: ckpt.Checkpointer) -> None:
+    for step in ck.steps(10):
+        ck.fence()
+        with torch.no_grad():
+            run.model.weight += 1
+            run.model.bias += 1
+        if step == 4:
+            break
+
+
+@pytest.mark.parametrize("train", [own_loop, steps_ended_by_hand, polish, by_hand])
+def test_an_update_that_no_step_has_ended_makes_one_at_the_end_of_the_block(
+    tmp_path: Path, train: Callable[[Run, ckpt.Checkpointer], None]
+) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        train(run, ck)
+    assert run.updates == (4, 4)
+    assert came_back(tmp_path) == (4, (4, 4))
+
+
+def test_weights_that_were_swapped_after_the_boundary_make_no_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        for step in ck.steps(10):
+            run.optim.step()
+            if step == 3:
+                ck.step()
+                ck.fence()
+                break
+    assert came_back(tmp_path) == (3, (3, 3))
+
+
+def test_updates_after_a_save_of_no_ended_step_are_not_saved_as_that_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        ck.save().wait("store", timeout_s=60)
+        run.optim.step()
+    assert run.said("steps.none")
+    assert came_back(tmp_path) == (0, (0, 0))
+
+
+# ------------------------------------------------------------------------------------------------- half an update
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_update_that_was_left_in_the_middle_is_not_saved_and_the_exit_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ckpt.CommitFailed, match=r"Ones\.step\(\) has begun and not ended"), run.ck as ck:  # noqa: PT012
+        for step in ck.steps(10):
+            if step == 2:
+                ck.save()
+            run.optim.stop = interrupt if step == 4 else lambda: None
+            try:
+                run.optim.step()
+            except KeyboardInterrupt:
+                break
+    assert run.updates == (4, 3)
+    (said,) = run.said("step.torn")
+    assert said.loud
+    assert came_back(tmp_path) == (1, (1, 1))
+
+
+def test_an_exit_in_the_middle_of_an_update_is_in_order_where_the_last_step_was_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        for step in ck.steps(10):
+            run.optim.stop = interrupt if step == 4 else lambda: None
+            try:
+                run.optim.step()
+            except KeyboardInterrupt:
+                break
+            ck.step()
+            ck.save()
+    assert run.said("step.torn")
+    assert came_back(tmp_path) == (3, (3, 3))
+
+
+def test_after_half_an_update_nothing_is_saved_whatever_steps_follow(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=ckpt.Every(steps=1))
+    with pytest.raises(ckpt.CommitFailed), run.ck as ck:  # noqa: PT012
+        run.optim.step()
+        ck.step()
+        ck.save().wait("store", timeout_s=60)
+        for step in ck.steps(12):
+            run.optim.stop = interrupt if step == 2 else lambda: None
+            try:
+                run.optim.step()
+            except KeyboardInterrupt:
+                continue
+            ck.step()
+            handle = ck.save()
+            with pytest.raises(ckpt.SaveFailed, match="has begun and not ended"):
+                handle.wait(timeout_s=60)
+            ck.poll()
+    assert len(run.said("step.torn")) == 1
+    assert came_back(tmp_path) == (1, (1, 1))
+
+
+def test_within_an_update_nothing_is_saved_and_after_it_all_is_well(tmp_path: Path) -> None:
+    """As in the closure of an LBFGS, or where one optimizer is another's part."""
+    run, inner = Run(tmp_path), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+
+    def within() -> None:
+        inner.step()
+        run.ck.poll()
+        handle = run.ck.save() if not run.said("save.failed") else None
+        if handle is not None:
+            with pytest.raises(ckpt.SaveFailed):
+                handle.wait(timeout_s=60)
+
+    with run.ck as ck:
+        run.optim.stop = within
+        for _ in ck.steps(3):
+            run.optim.step()
+    assert came_back(tmp_path) == (3, (3, 3))
+
+
+# ------------------------------------------------------------------------------------------------- called within ckpt
+
+
+def test_who_asks_ckpt_for_something_while_it_is_at_work_is_refused(tmp_path: Path) -> None:
+    """A signal's handler that saves, and the signal comes while a step ends: here in the sink of an event."""
+    errors: list[str] = []
+
+    def ask(event: ckpt.Event) -> None:
+        if event.name == "step.torn":
+            for each in (run.ck.save, run.ck.step, run.ck.poll, run.ck.wait, run.ck.fence, handles[0].wait):
+                try:
+                    each()
+                except ckpt.UsageError as exc:
+                    errors.append(str(exc))
+
+    run, handles = Run(tmp_path, sinks=(ask,)), list[ckpt.Handle]()
+    with pytest.raises(ZeroDivisionError), run.ck as ck:  # noqa: PT012
+        handles.append(ck.save())
+        run.optim.stop = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            run.optim.step()
+        ck.step()
+        ck.save()  # it is refused no longer
+        raise ZeroDivisionError
+    assert len(errors) == 6
+    assert all("while ckpt is at work" in error for error in errors)
+
+
+def test_a_sink_that_saves_when_a_snapshot_is_abandoned_does_not_hang(tmp_path: Path) -> None:
+    """The optimizer waits for the copy then, and nothing could end it."""
+    errors: list[Exception] = []
+
+    def save(event: ckpt.Event) -> None:
+        if event.name == "snapshot.abandoned":
+            try:
+                ck.save()
+            except ckpt.UsageError as exc:
+                errors.append(exc)
+
+    model = torch.nn.Linear(512, 512)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=RARELY, sinks=(save,)) as ck:
+        for step in ck.steps(8):
+            if step == 8:
+                with torch.no_grad():
+                    model.weight += 1  # without ck.fence(), under the copy
+            model(torch.ones(512)).sum().backward()
+            optim.step()
+            if step < 8:
+                ck.step()
+                ck.save()
+    (error,) = errors
+    assert "while ckpt is at work" in str(error)
+
+
+def test_an_interrupt_while_the_optimizer_waits_for_a_copy_leaves_no_half_of_an_update(tmp_path: Path) -> None:
+    interrupts = 0
+
+    def stop(event: ckpt.Event) -> None:
+        nonlocal interrupts
+        if event.name == "snapshot.abandoned" and not interrupts:
+            interrupts += 1
+            raise KeyboardInterrupt
+
+    model = torch.nn.Linear(512, 512)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, policy=RARELY, sinks=(stop,)) as ck:
+        for step in ck.steps(8):
+            if step == 8:
+                with torch.no_grad():
+                    model.weight += 1
+            model(torch.ones(512)).sum().backward()
+            try:
+                optim.step()
+            except KeyboardInterrupt:
+                break
+            ck.step()
+            ck.save()
+    assert interrupts == 1
+    assert ck.receipt["committed_step"] == 7
+
+
+# ------------------------------------------------------------------------------------------------- used otherwise
+
+
+def test_a_checkpointer_is_entered_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        for _ in ck.steps(2):
+            run.optim.step()
+    with pytest.raises(ckpt.UsageError, match="was entered before; make one for each `with`"), run.ck:
+        pass
+    assert came_back(tmp_path) == (2, (2, 2))
+
+
+def test_what_is_saved_cannot_be_replaced_without_a_word(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(AttributeError, match="state"):
+        run.ck.state = {}  # type: ignore[misc]
+
+
+def test_a_loop_over_steps_within_another_one_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ckpt.UsageError, match=r"a loop over ck\.steps\(\) has run within"), run.ck as ck:  # noqa: PT012
+        for _ in ck.steps(4):
+            run.optim.step()
+            for _ in ck.steps(3):
+                run.optim.step()
+    assert ck.receipt["end_step"] == 3
+
+
+def test_a_loop_whose_iterator_is_kept_gives_way_to_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        kept: Iterator[int] = ck.steps(10)
+        for step in kept:
+            run.optim.step()
+            if step == 2:
+                break
+        for _ in ck.steps(5):
+            run.optim.step()
+    assert came_back(tmp_path) == (5, (5, 5))
