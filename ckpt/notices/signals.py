@@ -20,10 +20,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ckpt.errors import CkptError, UsageError
+from ckpt.events import Events
 from ckpt.notices.notice import Notice, Tell
 
 SLICE_S = 0.25
@@ -36,16 +38,23 @@ class Signals:
     """A context manager for the main thread, and a Listener for another thread while it is entered.
 
     `leads_s`: what to listen to, and the seconds from each signal to the end, which no signal says by itself.
-    A signal that is ignored, or whose handler is not Python's, is left alone. Entering elsewhere than on the main
-    thread raises UsageError. Several may be entered at once; each hears every signal.
+    A signal that is ignored is left alone, and so is one whose handler is not Python's (`faulthandler.register`, a
+    library in C): Python could neither call nor restore it. That is said loudly, since a notice would be missed.
+    Entering elsewhere than on the main thread raises UsageError. Several may be entered at once; each hears every
+    signal.
     """
 
     name = "signals"
 
     def __init__(
-        self, leads_s: Mapping[signal.Signals, float] = LEADS_S, *, now_s: Callable[[], float] = time.time
+        self,
+        leads_s: Mapping[signal.Signals, float] = LEADS_S,
+        *,
+        events: Events | None = None,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         self._leads_s = dict(leads_s)
+        self._events = events or Events()
         self._now_s = now_s
         self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
         self._consumed: set[int] = set()
@@ -71,7 +80,9 @@ class Signals:
         self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._leads_s:
             previous = signal.getsignal(number)
-            if previous is not None and previous is not signal.SIG_IGN:
+            if previous is None or (previous is signal.SIG_DFL and _is_caught(number)):
+                self._unheard(number)
+            elif previous is not signal.SIG_IGN:
                 self._previous[number] = previous
                 signal.signal(number, self._handler)
         return self
@@ -128,6 +139,13 @@ class Signals:
                     elif self._now_s() - told[number] >= REPEAT_S:
                         again(signal.Signals(number))
 
+    def _unheard(self, number: signal.Signals) -> None:
+        told = (
+            f"ckpt: {number.name} is not taken for a notice: it has a handler that is not Python's, which is left "
+            f"alone; to have it heard, call signal.signal(signal.{number.name}, signal.SIG_DFL) before the block"
+        )
+        self._events.emit("signals.unheard", told, loud=True)
+
     def _notice(self, number: signal.Signals) -> Notice:
         lead_s = self._leads_s[number]
         told = f"{number.name} has come; {lead_s:g} s are taken to be left"
@@ -176,6 +194,15 @@ class Signals:
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile: nobody is to be woken
             signal.set_wakeup_fd(current)
         return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
+
+
+def _is_caught(number: int) -> bool:
+    """Whether the process has a handler for it, whoever installed it: Python knows of its own (proc(5), SigCgt)."""
+    with contextlib.suppress(OSError):  # without /proc
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 _open: list[Signals] = []

@@ -61,7 +61,7 @@ class Parting:
         if self._settings.notices == "off":
             return
         leads_s = {signal.SIGTERM: self._settings.sigterm_s, signal.SIGUSR1: self._settings.sigusr1_s}
-        signals = Signals(leads_s)
+        signals = Signals(leads_s, events=self._events)
         try:
             signals.__enter__()
         except UsageError as exc:

@@ -161,6 +161,31 @@ def test_an_ignored_signal_stays_ignored() -> None:
     assert [word.key for word in told] == ["SIGTERM"]
 
 
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_a_handler_that_is_not_pythons_is_left_alone_and_that_is_said(number: signal.Signals) -> None:
+    """A dump of the stacks is no notice, and the next one does not end the process."""
+    code, output = run(f"""
+import faulthandler, logging, tempfile
+from ckpt.events import Events
+logging.getLogger("ckpt").setLevel(logging.ERROR)
+file, told = tempfile.TemporaryFile("w+"), []
+faulthandler.register({number.value}, file=file)
+for _ in range(2):
+    with Signals(events=Events(told.append)) as signals:
+        os.kill(os.getpid(), {number.value})
+    os.kill(os.getpid(), {number.value})
+file.seek(0)
+print(file.read().count("most recent call first"), [each.name for each in told], all(each.loud for each in told))
+told.clear()
+signal.signal({number.value}, signal.SIG_DFL)
+with Signals(events=Events(told.append)) as signals:
+    os.kill(os.getpid(), {number.value})
+    signals.consume({number.value})
+print(told)
+""")
+    assert (code, output) == (0, "4 ['signals.unheard', 'signals.unheard'] True\n[]\n")
+
+
 def test_a_handler_that_was_installed_inside_the_block_stays() -> None:
     def theirs(number: int, frame: object) -> None: ...
 
