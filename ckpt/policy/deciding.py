@@ -10,8 +10,9 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
   (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to twice the
   noise, four times where a limit decides. They come nearer to a limit only where they would keep it, too, if all costs
   were three standard deviations more than they were in the long run.
-- What a step, a replication or a commit takes bounds an interval. One in force is left for such a bound only where it
-  is off by more than three standard deviations of what was measured of that.
+- What a step, a replication or a commit takes in the long run bounds an interval. One in force is left for such a bound
+  only where it is off by more than three standard deviations of the difference; what the newest measurements say counts
+  only where they differ from the long run by four, since they are looked at after each.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
 - What costs more does not shorten the interval of its level, and more failures do not lengthen it (where limits decide:
   but for less than one snapshot more or less to a commit).
@@ -31,12 +32,13 @@ from ckpt.policy.known import Known
 from ckpt.policy.levels import overhead_of
 from ckpt.policy.predicted import with_predictions
 from ckpt.policy.rates import reconsider
-from ckpt.policy.typical import Typical
+from ckpt.policy.typical import LONG, Typical
 
 LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
 IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
 BOUND_DEVIATIONS = 3.0  # of the mean of what bounds an interval: what is nearer to it may well be it
+LOOKED_AT = 4.0  # deviations, of what is looked at without end: three come by chance after a hundred looks
 DEVIATIONS = 0.75  # what counts as noise; 1 would keep any interval, however wrong, while one failure is all one knows
 DOUBT = 1.5  # of what is taken of a limit that another contradicts: by less than that none is broken
 BACK = 2.0  # times as many for the way back: then three of a rate's, where its best interval is
@@ -158,6 +160,19 @@ def _whole(times: float) -> list[int]:
     return sorted({max(1, math.floor(times * (1 + ROUNDING))), max(1, math.ceil(times * (1 - ROUNDING)))})
 
 
+def _settled(measured: Typical) -> Typical:
+    """In the long run, unless the newest measurements are clearly others."""
+    long_run = replace(measured, window=LONG)
+    off = abs((measured.mean or 0.0) - (long_run.mean or 0.0))
+    return long_run if off <= LOOKED_AT * math.hypot(measured.error, long_run.error) else measured
+
+
+def _left(bound_s: float, measured: Typical) -> bool:
+    """Whether what bounds an interval has left the one in force, which is from measurements that were as wrong."""
+    settled = _settled(measured)
+    return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
+
+
 class _Needs:
     """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
 
@@ -183,27 +198,27 @@ class _Needs:
         self.at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
-            "step": known.step.mean or 0.0,
-            "replication": m.replication_s,
+            "step": _settled(known.step).mean or 0.0,
+            "replication": _settled(known.replication).mean or 0.0,
         }
         self.floors_s: dict[StoreBy, float] = {
             "snapshot": max(self.least_s.values()),
-            "commit": m.commit_s,
+            "commit": _settled(known.commit).mean or m.commit_s,
             "store_mb_s": self.traffic_s * IN_HAND,
         }
         self.ceiling_s = (self.at_risk_s - self.commit_high_s) / IN_HAND
 
     def settle(self, stay: Chosen) -> None:
         """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
-        from that by the error of its mean, is as good a bound as the mean: else it would follow each measurement."""
+        from that by the errors of both, is as good a bound as what is measured now: else it would follow that to and
+        fro. Nothing is lost meanwhile: what comes before the one before has ended is left out anyway."""
         known = self.known
         measures: dict[Literal["step", "replication"], Typical] = {"step": known.step, "replication": known.replication}
         for name, measured in measures.items():
-            if stay.local_by == name and abs(stay.local_s - self.least_s[name]) <= BOUND_DEVIATIONS * measured.error:
+            if stay.local_by == name and not _left(stay.local_s, measured):
                 self.least_s[name] = stay.local_s
         self.floors_s["snapshot"] = max(self.least_s.values())
-        off_s = abs(stay.store_s - self.floors_s["commit"])
-        if stay.store_by == "commit" and off_s <= BOUND_DEVIATIONS * known.commit.error:
+        if stay.store_by == "commit" and not _left(stay.store_s, known.commit):
             self.floors_s["commit"] = stay.store_s
 
     # -- what is best now, whatever was before
