@@ -6,6 +6,7 @@ the file was written ("+120"). Anything else, and nothing, means that the config
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -29,7 +30,7 @@ class FileListener:
     """Looks for `path` every second. Have it on a local file system: one that hangs keeps the listener from ending.
 
     Whatever stands there counts, a folder or a pipe too; only a regular file is read, and only its first 256 bytes.
-    It is best written elsewhere and renamed; when what it holds changes, the later time replaces the earlier.
+    It is best written elsewhere and renamed; when it is written anew, the later time replaces the earlier.
     """
 
     name = "file"
@@ -50,19 +51,23 @@ class FileListener:
         self._first: First = {} if first is None else first
 
     def listen(self, stop: threading.Event, tell: Tell) -> None:
-        known = Known(tell, self._first.setdefault(self.name, {}))
+        first = self._first.setdefault(self.name, {})
+        known = Known(tell, first)
         key = words(os.fspath(self._path))
-        seen_s: float | None = None
+        written_s = seen_s = 0.0
 
         def ask() -> float:
-            nonlocal seen_s
+            nonlocal written_s, seen_s
             found = self._read()
             if found is None:
-                seen_s = None
+                written_s = 0.0
                 known.standing(self.name, [])
                 return POLL_S
-            seen_s = self._now_s() if seen_s is None else seen_s
-            deadline_s = deadline_of(found[0], min(seen_s, found[1]))
+            if not written_s and found[1] > first.get(key, math.inf) - self._lead_s:
+                known.standing(self.name, [])  # it is another one than was seen by who listened before
+            if found[1] != written_s:
+                written_s, seen_s = found[1], self._now_s()
+            deadline_s = deadline_of(found[0], min(seen_s, written_s))
             if deadline_s is None:
                 deadline_s = known.earliest(key, seen_s + self._lead_s)
             known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
@@ -97,6 +102,8 @@ def deadline_of(content: str, written_s: float) -> float | None:
     text = content.strip()
     if (number := _NUMBER.fullmatch(text)) is not None:
         return float(number[0]) + (written_s if text.startswith("+") else 0.0)
+    if "-" not in text:  # ISO 8601 knows more forms than RFC 3339: eight digits are a date, and long past
+        return None
     try:
         return iso_time_s(text)
     except Fault:

@@ -24,7 +24,7 @@ POLL_NEAR_S = 60.0  # ... in the last quarter of an hour
 NEAR_S = 900.0
 OUTPUT_BYTES_MAX = 4096
 SLICE_S = 0.25
-ENDLESS = frozenset({"UNLIMITED", "NOT_SET", "INVALID"})
+ENDLESS = frozenset({"UNLIMITED", "NOT_SET"})
 JOB_ID = re.compile(r"[0-9]{1,20}(_[0-9]{1,10})?")
 _LEFT = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,3}):)?(\d{1,3}):(\d{2})")  # [days-][hours:]minutes:seconds
 
@@ -32,7 +32,8 @@ _LEFT = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,3}):)?(\d{1,3}):(\d{2})")  # [days-
 class SlurmListener:
     """`end_s`: the value of SLURM_JOB_END_TIME, None where it is not set. Where it is set squeue is asked once, a
     quarter of an hour before it, whether the time limit was changed meanwhile, and once more for each change; where it
-    gives no answer the end stays as it was. Both clocks, Slurm's and ours, are taken to agree then.
+    gives no answer the end stays as it was. Who begins to listen later than that asks before it tells: the variable is
+    as old as the job. Both clocks, Slurm's and ours, are taken to agree then.
 
     Errors: UsageError for a job id that Slurm would not have given.
     """
@@ -75,18 +76,21 @@ class SlurmListener:
 
     def _follow_end(self, end_s: float, known: Known, stop: threading.Event) -> None:
         while True:
-            known.standing(self.name, [self._notice(end_s)])
-            if stop.wait(max(0.0, end_s - NEAR_S - self._now_s())):
-                return
+            if (wait_s := end_s - NEAR_S - self._now_s()) > 0:
+                known.standing(self.name, [self._notice(end_s)])
+                if stop.wait(wait_s):
+                    return
             asked_s, before_s = self._now_s(), end_s
             try:
                 left_s = time_left_s(self._output(stop))
             except Fault:
+                known.standing(self.name, [self._notice(end_s)])
                 return
             if left_s is None:
                 known.standing(self.name, [])
                 return
             end_s = asked_s + left_s
+            known.standing(self.name, [self._notice(end_s)])
             if abs(end_s - before_s) <= MOVED_S:
                 return
 
@@ -133,11 +137,16 @@ class SlurmListener:
 
 
 def time_left_s(text: str) -> float | None:
-    """Seconds of squeue's "1-02:03:04", "2:03:04" or "3:04"; None where there is no limit. Errors: Fault."""
-    left = text.strip()
-    if left in ENDLESS:
-        return None
-    if (found := _LEFT.fullmatch(left)) is None:
-        raise Fault(f"squeue said {left[:50]!r}, which is no time")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    """Seconds of squeue's "1-02:03:04", "2:03:04" or "3:04"; of several lines (an array, a job of several parts) the
+    least; None where there is no limit. Errors: Fault."""
+    lines = text.split()
+    if lefts := [found for line in lines if (found := _LEFT.fullmatch(line)) is not None]:
+        return min(_seconds(left) for left in lefts)
+    if not lines or not ENDLESS.issuperset(lines):
+        raise Fault(f"squeue said {text.strip()[:50]!r}, which is no time")
+    return None
+
+
+def _seconds(left: re.Match[str]) -> float:
+    days, hours, minutes, seconds = (int(part or 0) for part in left.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def test_an_empty_file_gives_the_usual_lead_from_when_it_was_seen(path: Path) ->
         ("+45", 35),  # since it was written, ten seconds ago
         ("+0", -10),
         ("45", LEAD_S),  # neither a date nor a time from now
+        ("20261125", LEAD_S),
+        ("2026W48", LEAD_S),
         ("soon", LEAD_S),
         ("\x00\xff", LEAD_S),
         ("2030-03-17T17:48:40Z" + " " * 300 + "x", 120),  # only the beginning is read
@@ -65,6 +68,30 @@ def test_a_file_that_was_written_in_the_future_counts_from_when_it_was_seen(path
     (notice,) = heard(listener(path, clock), clock)
     assert isinstance(notice, Notice)
     assert notice.deadline_s == NOW_S + 45
+
+
+def test_a_time_from_when_it_was_written_begins_anew_when_it_is_written_anew(path: Path) -> None:
+    """A file that has not been written again keeps its time, wherever its clock is."""
+    clock = Clock()
+    write(path, "+100", NOW_S)
+    script = [same] * 9 + [lambda: write(path, "+100", NOW_S + 10), same, lambda: write(path, "+100", NOW_S + 86400)]
+    told = heard(listener(path, clock), clock, *script, *[same] * 9)
+    deadlines = [round(each.deadline_s - NOW_S) for each in told if isinstance(each, Notice)]
+    assert deadlines == [100, 110]
+
+
+def test_a_file_that_was_written_while_nobody_listened_is_another_notice(path: Path) -> None:
+    clock, first = Clock(), dict[str, dict[str, float]]()
+
+    def told() -> list[Notice | Withdrawn]:
+        return heard(FileListener(path, now_s=clock.now_s, first=first), clock, same)
+
+    write(path, "", NOW_S - 10)
+    (seen,) = told()
+    assert told() == [seen], "the same file, and the same time"
+    anew_s = clock.now
+    write(path, "", anew_s)
+    assert told() == [Withdrawn("file", str(path)), dataclasses.replace(seen, deadline_s=anew_s + LEAD_S)]
 
 
 def test_another_time_replaces_the_first_and_removal_withdraws(path: Path) -> None:

@@ -78,6 +78,23 @@ def test_where_squeue_gives_no_answer_then_the_end_stays_as_the_job_knows_it(squ
     assert len(heard(ours, clock, same)) == 1
 
 
+@pytest.mark.parametrize("past_s", [3600, 10, -600])
+def test_an_end_that_is_near_or_past_when_listening_begins_is_told_only_when_squeue_knows_no_other(
+    squeue: Squeue, past_s: float
+) -> None:
+    """`scontrol update TimeLimit` changes no process's variables, and an agent may begin hours later."""
+    clock = Clock()
+    ours = SlurmListener("4711", NOW_S - past_s, squeue=squeue.path, now_s=clock.now_s)
+    squeue.says("5:00:00")
+    (notice,) = heard(ours, clock)
+    assert isinstance(notice, Notice)
+    assert notice.deadline_s == NOW_S + 5 * 3600
+    squeue.runs("exit 1")
+    (notice,) = heard(ours, clock)
+    assert isinstance(notice, Notice)
+    assert notice.deadline_s == NOW_S - past_s
+
+
 def test_else_squeue_is_asked_for_the_time_left(squeue: Squeue) -> None:
     clock = Clock()
     squeue.says("1-02:03:04")
@@ -155,12 +172,19 @@ def test_the_time_left_is_read_as_squeue_writes_it(text: str, seconds: float) ->
     assert time_left_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["UNLIMITED", "NOT_SET", "INVALID"])
+@pytest.mark.parametrize("text", ["10:00\n10:00\n", "1-00:00:00\n10:00\nUNLIMITED", "INVALID\n10:00", "soon\n10:00\n"])
+def test_of_several_lines_the_least_that_is_a_time_counts(text: str) -> None:
+    assert time_left_s(text) == 600
+
+
+@pytest.mark.parametrize("text", ["UNLIMITED", "NOT_SET", "UNLIMITED\nNOT_SET\n"])
 def test_no_limit_is_no_notice(text: str) -> None:
     assert time_left_s(text) is None
 
 
-@pytest.mark.parametrize("text", ["", "5", "-1:00", "1:2:3:4", "1-2", "10:00\n10:00", "9" * 10_000 + ":00"])
+@pytest.mark.parametrize(
+    "text", ["", "5", "-1:00", "1:2:3:4", "1-2", "INVALID", "UNLIMITED\nINVALID", "9" * 10_000 + ":00"]
+)
 def test_what_is_no_time_is_a_fault(text: str) -> None:
     with pytest.raises(Fault):
         time_left_s(text)
