@@ -17,6 +17,7 @@ import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ class Reader:
 
 
 def save(trained: Trained, path: str | os.PathLike[str]) -> None:
-    """Errors: UsageError where it is larger than can be read back; OSError. The file appears when it is whole."""
+    """Errors: UsageError where it could not be read back; OSError. The file appears when it is whole."""
     header = {
         "signals": list(trained.signals),
         "window": trained.window,
@@ -138,16 +139,19 @@ def save(trained: Trained, path: str | os.PathLike[str]) -> None:
         **{name: getattr(trained, name) for name in _NUMBERS},
         "report": dict(trained.report),
     }
-    text = json.dumps(header, allow_nan=False).encode()
-    data = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _expected(trained)]
-    body = b"".join([_HEAD.pack(MAGIC, VERSION, len(text)), text, *data])
-    if len(text) > HEADER_BYTES_MAX or len(body) + 32 > FILE_BYTES_MAX:
-        raise UsageError(f"the predictor would have {len(body)} bytes, more than {FILE_BYTES_MAX}")
+    text = json.dumps(header).encode()
+    arrays = [np.ascontiguousarray(trained.arrays[name], dtype="<f4").tobytes() for name in _expected(trained)]
+    body = b"".join([_HEAD.pack(MAGIC, VERSION, len(text)), text, *arrays])
+    data = body + hashlib.sha256(body).digest()
+    try:
+        _decoded(data)
+    except _Wrong as wrong:
+        raise UsageError(f"the predictor could not be read back: {wrong}") from None
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(part, "wb") as file:
-            file.write(body + hashlib.sha256(body).digest())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -230,7 +234,7 @@ def _whole(header: Mapping[str, Any], name: str, most: int) -> int:
 
 
 def _number(found: Any, name: str) -> float:
-    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+    if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= sys.float_info.max:
         raise _Wrong(f"{name} is no number")
     return float(found)
 

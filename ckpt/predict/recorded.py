@@ -4,19 +4,19 @@ The lines of one agent (its `node`, `url` and `pid`) are one **run**. It has fai
 (`signals.failure`), and at its last reading where it never said that it ended (`signals.end`) while a later run of the
 same node began: then the node itself was lost. A run that neither ended nor was followed may still go on: it has not
 failed. Lines that are no JSON, or of something else, are passed over and counted: a file that was rotated or cut off
-begins in the middle.
+begins in the middle. Of values those are left out that have no name, or are no number from -10^12 to 10^12.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.predict.scoring import LARGEST
 
 LINE_BYTES_MAX = 1 << 16
 READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
@@ -86,22 +86,30 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict) or not raw.endswith(b"\n"):
         return None
     texts = all(isinstance(line.get(name), str) for name in ("event", "node", "url"))
-    time_s = line.get("time")
-    timed = isinstance(time_s, int | float) and not isinstance(time_s, bool) and math.isfinite(time_s)
-    if not texts or not timed or type(line.get("pid")) is not int or not line["event"].startswith("signals"):
+    if (
+        not texts
+        or not _is_number(line.get("time"))
+        or type(line.get("pid")) is not int
+        or not line["event"].startswith("signals")
+    ):
         return None
     if line["event"] == "signals" and not isinstance(line.get("values"), dict):
         return None
     return line
 
 
+def _is_number(value: object) -> bool:
+    """Of a size that a reading can have: what sums and squares of it are is a number, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
 def _add(run: Run, line: Mapping[str, Any]) -> None:
     match line["event"]:
         case "signals":
             values = {
-                str(name)[:100]: float(value)
+                name[:100]: float(value)
                 for name, value in list(line["values"].items())[:SIGNALS_MAX]
-                if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if name and _is_number(value)
             }
             run.times_s.append(float(line["time"]))
             run.values.append(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import struct
 from dataclasses import replace
@@ -84,6 +85,7 @@ def test_what_is_hashed_well_and_made_ill_is_refused(tmp_path: Path) -> None:
         {"alarm_above": 2},
         {"period_s": -1},
         {"slope": None},
+        {"slope": 10**400},
         {"report": [1]},
         {"report": {"x": "y"}},
     ):
@@ -97,8 +99,9 @@ def test_what_is_hashed_well_and_made_ill_is_refused(tmp_path: Path) -> None:
 def test_one_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         save(replace(made(), hidden=5), tmp_path / "model")
-    with pytest.raises(UsageError):
-        save(replace(made(), report={"x" * 70_000: 1.0}), tmp_path / "model")
+    for change in ({"report": {"x" * 70_000: 1.0}}, {"signals": ("", "b")}, {"slope": math.nan}):
+        with pytest.raises(UsageError, match="could not be read back"):
+            save(replace(made(), **change), tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 

@@ -120,10 +120,23 @@ def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
     path = lines(tmp_path / "x", ("signals", 1, 1), ("commit.done", 2, 1))
     right = {"event": "signals", "time": 3, "node": "n", "url": "u", "pid": 1, "values": {"a": 1, "b": "x", "c": True}}
     wrong = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10_000, b"x" * 200_000]
-    changes = ({"time": "now"}, {"pid": "1"}, {"values": 3}, {"node": None})
+    changes = ({"time": 10**400}, {"time": "now"}, {"pid": "1"}, {"values": 3}, {"node": None})
     wrong += [json.dumps({**right, **each}).encode() for each in changes]
     with open(path, "ab") as file:
         file.write(b"\n".join(wrong) + b"\n" + json.dumps(right).encode() + b"\n" + b'{"event": "sig')
     recorded = read([path])
     assert [run.values for run in recorded.runs] == [[{"memory.used": 0.5}, {"a": 1.0}]]
     assert recorded.skipped >= len(wrong)
+
+
+@pytest.mark.parametrize(("name", "value"), [("", 1.0), ("large", 1e60), ("larger", 10**400)])
+def test_a_value_that_no_predictor_could_hold_is_left_out(
+    with_sign: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    rows = [json.loads(line) for line in with_sign.read_text().splitlines()]
+    for row in rows:
+        if row["event"] == "signals":
+            row["values"][name] = value
+    path = tmp_path / "x"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read([path]).runs == read([with_sign]).runs
