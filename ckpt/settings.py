@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,5 +230,5 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         signals_log=_absolute(signals_log) if signals_log else None,
         predictor=_absolute(predictor) if predictor else None,
         slurm_job=env.get("SLURM_JOB_ID", ""),
-        slurm_end_s=int(end) if (end := env.get("SLURM_JOB_END_TIME", "")).isascii() and end.isdigit() else None,
+        slurm_end_s=int(end) if re.fullmatch("[0-9]{1,12}", end := env.get("SLURM_JOB_END_TIME", "")) else None,
     )

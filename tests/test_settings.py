@@ -68,7 +68,7 @@ def test_what_is_listened_to_is_one_of_three_and_refused_by_its_name() -> None:
         read({"CKPT_SIGNALS": "given"})
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "1e9", "²"])
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1e9", "²", "9" * 5000])
 def test_an_end_that_slurm_would_not_have_given_is_none(text: str) -> None:
     assert read({"SLURM_JOB_END_TIME": text}).slurm_end_s is None
     assert read({"SLURM_JOB_END_TIME": "1900000000"}).slurm_end_s == 1_900_000_000

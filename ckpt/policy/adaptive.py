@@ -148,4 +148,4 @@ def _span(seconds: float) -> str:
 
 
 def _share(part: float) -> str:
-    return f"{100 * part:.2g} %"
+    return f"{100 * part:.2g} %" if part < math.inf else "so much that no work is left"

@@ -562,6 +562,11 @@ def test_it_says_what_was_measured_which_term_decided_and_the_interval():
     )
 
 
+def test_an_overhead_beyond_all_numbers_is_said_in_words():
+    said = dataclasses.replace(Job().decide(Adaptive()), overhead=math.inf).explain()
+    assert said.endswith("with failures so much that no work is left")
+
+
 @pytest.mark.parametrize(
     ("job", "limits", "says"),
     [
