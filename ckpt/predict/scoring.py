@@ -22,6 +22,7 @@ WINDOW_S = 600.0
 OUTCOMES_MIN = 20  # before so many nothing is believed: the recall is 0
 PRECISION_MIN = 0.05  # an alarm of which 19 of 20 come to nothing is noise, however rare failures are
 CAUTION = 0.05
+PROOF = 0.01  # stricter, since it is looked at after each outcome: chance gets beyond 5 % at last
 DOUBT = 0.5  # a proven source is one until the odds are even: else chance would make it one and none in turns
 MEMORY = 128  # outcomes of one kind or another: the weight of all of an endless row of them
 LEADS = 16
@@ -110,12 +111,12 @@ class Score:
 
     @property
     def proven(self) -> bool:
-        """Whether it may change anything: enough is seen of it, and it is better than chance even at its cautious end;
-        and from then on for as long as it is more likely better than not. A source that always cries finds every
+        """Whether it may change anything: enough is seen of it, and it is better than chance with a probability of
+        99 %; and from then on for as long as it is more likely better than not. A source that always cries finds every
         failure, and proves nothing."""
         if self.seen < OUTCOMES_MIN or self.true <= 0:
             return False
-        return self._precision(DOUBT if self.was_proven else CAUTION) > max(self.chance, PRECISION_MIN)
+        return self._precision(DOUBT if self.was_proven else PROOF) > max(self.chance, PRECISION_MIN)
 
     @property
     def lead_s(self) -> float | None:

@@ -125,6 +125,27 @@ def test_a_source_that_is_none_is_not_proven_and_changes_no_risk(seed: int) -> N
     assert outcomes.risks(["a", "b"]) == {}
 
 
+def test_a_source_that_knows_nothing_is_not_proven_by_being_looked_at_a_thousand_times() -> None:
+    """A failure every two hours, an alarm every hour, neither of which has to do with the other."""
+    proven = 0
+    for each in range(8):
+        rng = random.Random(each)
+        outcomes, now_s = watched("a", sources=("io",)), 0.0
+        fails_s, alarms_s = rng.expovariate(1 / 7200), rng.expovariate(1 / 3600)
+        ever = False
+        while now_s < 800 * 3600:
+            now_s = min(fails_s, alarms_s)
+            if now_s == alarms_s:
+                outcomes.alarmed("a", "io", now_s)
+                alarms_s += rng.expovariate(1 / 3600)
+            else:
+                outcomes.failed("a", now_s, needed_s=30)
+                fails_s += rng.expovariate(1 / 7200)
+            ever = ever or bool(outcomes.proven())
+        proven += ever
+    assert proven <= 1
+
+
 def test_what_was_seen_comes_back_and_unknown_sources_do_not(seed: int) -> None:
     outcomes = run(seed, precise=0.8, found=0.9)
     other = Outcomes()
