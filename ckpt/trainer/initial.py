@@ -47,7 +47,7 @@ def load_weights(where: str, walker: StateWalker) -> str:
         if names.is_custom(module):
             held = {each.key: each.tensor for each in wanted if each.module == key}
             with torch.no_grad():
-                names.unwrap(module).load_state_dict(held, strict=False)
+                names.load_state_dict(module, held)
     return cast
 
 

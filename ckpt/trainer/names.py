@@ -7,7 +7,8 @@ one can be restored into another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ WRAPPERS = {
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
 _WRAPPERS_FROM = ("torch.", "apex.")
+_ONLY_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # no user's attribute is called so
 _OWN_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable.")  # they only reshard, as this walk does
 _CUSTOM = ("state_dict", "load_state_dict", "_save_to_state_dict")
 
@@ -67,11 +69,17 @@ def unwrap(module: nn.Module) -> nn.Module:
                 "a module is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters are not supported; "
                 "use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        attribute = _wraps(module)
-        inner = None if attribute is None else module._modules.get(attribute)
-        if inner is None or _holds_more(module, attribute):
+        attribute = _looked_through(module)
+        if attribute is None:
             return module
-        module = inner
+        module = module._modules[attribute]  # type: ignore[assignment]
+
+
+def _looked_through(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds the module that stands for it; None for what is not looked through."""
+    attribute = _wraps(module)
+    inner = None if attribute is None else module._modules.get(attribute)
+    return None if inner is None or _holds_more(module, attribute) else attribute
 
 
 def _wraps(module: nn.Module) -> str | None:
@@ -151,7 +159,34 @@ def _hook_module(hook: Any) -> str:
 
 
 def state_dict_items(root: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(canonical name, its own key, value) of what a custom module's state_dict() holds, live tensors included."""
-    for key, value in unwrap(root).state_dict(keep_vars=True).items():
-        parts = [part for part in key.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
-        yield ".".join(parts), key, value
+    """(canonical name, its own key, value) of what a custom module's state_dict() holds, live tensors included where
+    it takes torch's arguments."""
+    module = unwrap(root)
+    live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
+    for key, value in module.state_dict(**live).items():
+        yield _canonical(module, key), key, value
+
+
+def load_state_dict(root: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives a custom module what state_dict_items() said, by its own keys; maybe not all of it."""
+    module = unwrap(root)
+    lenient: dict[str, Any] = {"strict": False} if _takes(module.load_state_dict, "strict") else {}
+    module.load_state_dict(state, **lenient)
+
+
+def _takes(method: Callable[..., Any], argument: str) -> bool:
+    """An overridden method may take less than torch's own."""
+    parameters = inspect.signature(method).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _canonical(root: nn.Module, key: str) -> str:
+    """A key of a state_dict() without the parts that are wrappers', as far as it follows the modules below `root`."""
+    kept: list[str] = []
+    module: nn.Module | None = root
+    for part in key.split("."):
+        if part not in _ONLY_WRAPPERS and (module is None or part != _looked_through(module)):
+            kept.append(part)
+        child = getattr(module, part, None)
+        module = child if isinstance(child, nn.Module) else None
+    return join(*kept)

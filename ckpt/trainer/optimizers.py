@@ -52,7 +52,10 @@ class Owners:
     of: dict[int, tuple[str, str]] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
 
-    def add_module(self, path: str, root: nn.Module) -> None:
+    def add_module(self, path: str, root: nn.Module, found: Sequence[Named]) -> None:
+        """`found`: what is saved of it, whose names are the first choice."""
+        for named in found:
+            self.of.setdefault(id(named.tensor), (path, named.name[len(path) + 1 :]))
         for site in names.sites(root):
             self.of.setdefault(id(site.tensor), (path, site.name))
 

@@ -24,7 +24,7 @@ from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
-from ckpt.trainer.shard import Shard, changing
+from ckpt.trainer.shard import Pieces, Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
 
@@ -141,9 +141,8 @@ class _Plan:
 
     def custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
         """A module with its own way of loading gets all of its state in new tensors, by load_state_dict."""
-        root = names.unwrap(node.value)
         state: dict[str, Callable[[], Any]] = {}
-        for name, key, value in names.state_dict_items(root):
+        for name, key, value in names.state_dict_items(node.value):
             full = names.join(node.path, name)
             if not isinstance(value, torch.Tensor):
                 if name in loads:
@@ -154,7 +153,7 @@ class _Plan:
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
         def install() -> None:
-            root.load_state_dict({key: value() for key, value in state.items()}, strict=False)
+            names.load_state_dict(node.value, {key: value() for key, value in state.items()})
 
         self.wants.installs.append(install)
 
@@ -317,9 +316,10 @@ class _Plan:
             self.wants.used.update(found.values())  # the parameter is named already; its state does not fit either
             return
         live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
+        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
         made: list[tuple[trees.Path, Any]] = []
         for path, name in found.items():
-            tensor = self.state_tensor(name, path, param, saved, live.get(path))
+            tensor = self.state_tensor(name, path, param, pieces, saved, live.get(path))
             if tensor is None:
                 return
             made.append((path, tensor))
@@ -352,8 +352,10 @@ class _Plan:
         # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
         self.wants.installs += [install, *installs]
 
-    def state_tensor(self, name: str, path: trees.Path, param: Param, saved: OptimizerTree, live: Any) -> Any:
-        pieces = self.scan.tensors[self.scan.aliases.get(param.full, param.full)][1]
+    def state_tensor(
+        self, name: str, path: trees.Path, param: Param, pieces: Pieces, saved: OptimizerTree, live: Any
+    ) -> Any:
+        """`pieces`: those of the parameter."""
         found = self.wants.find(name, pieces.boxes)
         if found is None:
             self.wants.missing(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from ckpt.trainer.nodes import (
 )
 from ckpt.trainer.optimizers import OptimizerView, Owners
 from ckpt.trainer.shard import Cutter, Pieces, Shard, is_dtensor, live_parts
+from ckpt.trainer.trees import Tensor
 from ckpt.trainer.watch import Watch, geometry
 from ckpt.types import SMALL_BYTES
 
@@ -231,7 +232,7 @@ class StateWalker:
                 for module in names.resharding([m for _, m in names.modules(node.value)]):
                     module.reshard()
                 found[node.path], payload = node.read()
-                owners.add_module(node.path, node.value)
+                owners.add_module(node.path, node.value, found[node.path])
                 if not payload["extra"]:
                     fixed[node.path] = payload
                 if names.is_custom(node.value):
@@ -254,6 +255,7 @@ class StateWalker:
                     volatile.append((node, _Answer(view.tensors)))
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
+        _check_kept(all_nodes, found, views)
         return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases)
 
 
@@ -287,6 +289,31 @@ def _unique(
         pieces = cutter.pieces(shard, name)
         tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
     return tensors, aliases
+
+
+def _check_kept(
+    all_nodes: Sequence[Node], found: Mapping[str, list[Named]], views: Mapping[str, OptimizerView]
+) -> None:
+    """Errors: UsageError for a trained parameter that the state_dict() of its module leaves out. Not where that gives
+    tensors in memory of their own: these may be copies of it, which nobody can tell."""
+    for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
+        sites = {id(site.tensor): site for site in names.sites(node.value)}
+        if _memory(named.tensor for named in found[node.path]) - _memory(site.tensor for site in sites.values()):
+            continue
+        kept = _memory(named.tensor for each in found.values() for named in each)
+        for view in views.values():
+            for tensor in (param.tensor for line in view.params for param in line):
+                if tensor.requires_grad and id(tensor) in sites and _memory([tensor]) - kept:
+                    raise UsageError(
+                        f"state[{node.path!r}]: its state_dict() leaves out {sites[id(tensor)].name}, which "
+                        f"state[{view.path!r}] trains; have it included, or freeze it (requires_grad_(False))"
+                    )
+
+
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the memory begins that the tensors are parts of."""
+    parts = (part for tensor in tensors for part in live_parts(tensor) if part.layout is torch.strided)
+    return {torch.Tensor.untyped_storage(part).data_ptr() for part in parts} - {0}
 
 
 def _alike(all_nodes: Sequence[Node], name: str) -> str:

@@ -390,6 +390,126 @@ def test_a_module_with_hooks_of_its_own_is_saved_and_loaded_by_them() -> None:
     assert torch.equal(saved[0].weight, other[0].weight)
 
 
+class Delegating(nn.Module):
+    """Its state_dict() is that of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return self.inner.state_dict(*args, **named)
+
+    def load_state_dict(self, state: Any, *args: Any, **named: Any) -> Any:
+        return self.inner.load_state_dict(state, *args, **named)
+
+
+class Short(Delegating):
+    """Without the arguments that torch's own methods take."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        return self.inner.load_state_dict(state)
+
+
+class Renaming(Delegating):
+    """By hooks, of which the first overrides nothing."""
+
+    state_dict, load_state_dict = nn.Module.state_dict, nn.Module.load_state_dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(lambda _, d, *rest: {k.replace("inner.", "in_"): v for k, v in d.items()})
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _load(module: Any, state: dict[str, Any], *rest: Any) -> None:
+        for key in list(state):
+            state[key.replace("in_", "inner.")] = state.pop(key)
+
+
+class Parallel(Renaming):
+    """With a wrapper inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.DataParallel(self.inner)
+
+
+def adam(model: nn.Module, steps: int) -> dict[str, Any]:
+    optim = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).square().sum().backward()
+        optim.step()
+    return {"model": model, "optim": optim}
+
+
+@pytest.mark.parametrize("kind", [Delegating, Short, Renaming, Parallel, lambda: nn.Sequential(Scaled())])
+def test_a_module_that_names_its_tensors_itself_is_restored_with_its_optimizer(kind: Any) -> None:
+    saved = adam(kind(), 2)
+    checkpoint = rt.save(saved)
+    for steps in (0, 1):
+        other = adam(kind(), steps)
+        rt.restore(other, checkpoint)
+        rt.assert_same_state(saved, other)
+        assert all(torch.equal(a, b) for a, b in zip(*(s["model"].parameters() for s in (saved, other)), strict=True))
+
+
+def test_an_optimizer_uses_the_names_under_which_a_module_saves_its_parameters() -> None:
+    plain = nn.Linear(3, 3)
+    for kind in (Delegating, Renaming):
+        custom = kind()
+        saved = {spec.name.replace("in_", "") for spec in rt.save(adam(custom, 1)).manifest.tensors}
+        assert saved == {spec.name for spec in rt.save(adam(plain, 1)).manifest.tensors}
+
+
+def test_a_wrapper_inside_of_a_module_that_says_itself_how_it_is_saved_leaves_no_trace() -> None:
+    def made(wrap: Any) -> nn.Module:
+        model = nn.ModuleDict(
+            {"module": wrap(nn.Sequential(nn.Linear(3, 3))), "net": nn.ModuleDict({"module": Scaled()})}
+        )
+        model["net"].forward = lambda x: x
+        return model
+
+    saved, other = made(nn.DataParallel), made(lambda module: module)
+    checkpoint = rt.save({"model": saved})
+    found = sorted(s.name for s in checkpoint.manifest.tensors if not s.values)
+    assert found == ["model.module.0.bias", "model.module.0.weight", "model.net.module.unit"]
+    rt.restore({"model": other}, checkpoint)
+    assert torch.equal(saved["module"].module[0].weight, other["module"][0].weight)
+
+
+class Adapted(nn.Module):
+    """It keeps its adapter only."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(3, 3).requires_grad_(not frozen), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return {key: value for key, value in super().state_dict(*args, **named).items() if "adapter" in key}
+
+
+def test_a_trained_parameter_that_its_module_leaves_out_is_refused() -> None:
+    saved = adam(Adapted(True), 1)
+    other = adam(Adapted(True), 0)
+    rt.restore(other, rt.save(saved))
+    rt.assert_same_state(saved, other)
+    left_out = adam(Adapted(False), 0)
+    with pytest.raises(UsageError, match=r"state\['model'\].* leaves out base.weight, which state\['optim'\] trains"):
+        rt.save(left_out)
+    elsewhere = {**left_out, "base": left_out["model"].base}
+    assert "base.weight" in {spec.name for spec in rt.save(elsewhere).manifest.tensors}
+
+
 class Ema:
     """An object of the user's own, with tensors inside."""
 
