@@ -5,13 +5,12 @@ tied weight is found under any of its names; a module that says itself how it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.format.manifest import Record
@@ -23,6 +22,7 @@ from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer import names
 from ckpt.trainer.fill import Filler
+from ckpt.trainer.nodes import ModuleNode
 from ckpt.trainer.shard import Cutter, changing
 from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.trainer.wants import empty_like
@@ -36,54 +36,66 @@ def load_weights(where: str, walker: StateWalker) -> str:
 
     Errors: StateMismatch names what is missing there or has another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
-    modules = {key: value for key, value in walker.state.items() if isinstance(value, nn.Module)}
+    modules = [node for node in walk.scan.nodes if isinstance(node, ModuleNode)]
     if not modules:
         raise UsageError("init= fills modules, and there is none in state=")
-    wanted = [each for key, module in modules.items() for each in _wanted(key, module, walker, walk)]
+    wanted = list(_wanted(modules, walker, walk))
     path = Path(where)
     files = _files(path) if path.exists() else []
     cast = _from_files(files, wanted) if files else _from_run(where, wanted)
-    for key, module in modules.items():
-        if names.is_custom(module):
-            held = {each.key: each.tensor for each in wanted if each.module == key}
+    for node in modules:
+        if names.is_custom(node.value):
+            held = {each.key: each.tensor for each in wanted if each.module == node.path}
             with torch.no_grad():
-                names.load_state_dict(module, held)
+                names.load_state_dict(node.value, held)
     return cast
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. Of a module
+    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. Of a `module`
     with its own way of loading: a new `tensor`, for that `key` of its state_dict()."""
 
-    module: str
     entry: Entry
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
+    module: str = ""
     key: str = ""
     tensor: torch.Tensor | None = None
 
 
-def _wanted(path: str, module: nn.Module, walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
-    first = walk.scan.aliases
+def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> Iterator[_Wanted]:
+    places = {entry.name: (entry, its) for entry, its in zip(walk.layout.entries, walk.tensors, strict=True)}
+    found = [(node.path, named.name) for node in modules for named in walk.scan.found[node.path]]
+    known: dict[str, list[str]] = {}  # by the name that it is saved under
+
+    def home(name: str) -> str:
+        return walk.scan.aliases.get(name, name)
+
+    for _, name in found:
+        known.setdefault(home(name), []).append(name)
+    for path, name in found:
+        known[home(name)].append(name[len(path) + 1 :])
 
     def known_as(name: str) -> tuple[str, ...]:
-        home = first.get(name, name)
-        known = dict.fromkeys((name, home, *(other for other, its in first.items() if its == home)))
-        return (*known, *(each[len(path) + 1 :] for each in known if each.startswith(f"{path}.")))
+        return tuple(dict.fromkeys((name, home(name), *known[home(name)])))
 
-    if not names.is_custom(module):
-        for entry, tensors in zip(walk.layout.entries, walk.tensors, strict=True):
-            if entry.name.startswith(f"{path}."):
-                yield _Wanted(path, entry, known_as(entry.name), tensors)
-        return
+    filled: set[str] = set()
     cutter = Cutter(math.prod(size for _, size in walker.coordinate.mesh))
-    for name, key, value in names.state_dict_items(module):
-        if isinstance(value, torch.Tensor):
-            full, new = names.join(path, name), empty_like(value)
-            pieces = cutter.pieces(new, full)
-            entry = Entry(full, pieces.dtype, pieces.shape, pieces.boxes)
-            yield _Wanted(path, entry, known_as(full), pieces.locals, key, new)
+    for node in modules:
+        if not names.is_custom(node.value):
+            for named in walk.scan.found[node.path]:
+                if home(named.name) not in filled:
+                    filled.add(home(named.name))
+                    entry, tensors = places[home(named.name)]
+                    yield _Wanted(replace(entry, name=named.name), known_as(named.name), tensors)
+            continue
+        for name, key, value in names.state_dict_items(node.value):
+            if isinstance(value, torch.Tensor):
+                full, new = names.join(node.path, name), empty_like(value)
+                pieces = cutter.pieces(new, full)
+                entry = Entry(full, pieces.dtype, pieces.shape, pieces.boxes)
+                yield _Wanted(entry, known_as(full), pieces.locals, node.path, key, new)
 
 
 def _files(path: Path) -> list[Path]:

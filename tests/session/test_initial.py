@@ -103,6 +103,26 @@ def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path, name: str
         assert model.head.weight is model.body.weight
 
 
+@pytest.mark.parametrize("named", ["module's own", "canonical"])
+def test_modules_anywhere_in_the_state_are_filled(tmp_path: Path, named: str) -> None:
+    """Within lists and dicts, and what another key of the state names first."""
+    model, teacher, wanted = nn.Linear(4, 3), nn.Linear(4, 3), weights()
+    shards = {"w": ckpt.Shard(model.weight, (3, 4), (0, 0))}
+    state = {"shards": shards, "model": model, "nets": {"teachers": [teacher]}, "again": model}
+    prefixes = ("model.", "nets.teachers.0.") if named == "canonical" else ("",)
+    save_file({f"{prefix}{n}": v.clone() for prefix in prefixes for n, v in wanted.items()}, tmp_path / "w.safetensors")
+    with ckpt.Checkpointer(tmp_path / "run", state, init=tmp_path / "w.safetensors"):
+        for module in (model, teacher):
+            assert all(torch.equal(value, wanted[n]) for n, value in module.state_dict().items())
+    with (
+        pytest.raises(ckpt.StateMismatch, match=r"nets\.deep\.0\.weight is not there"),
+        ckpt.Checkpointer(
+            tmp_path / "other", {"nets": {"deep": nn.Sequential(nn.Linear(4, 3))}}, init=tmp_path / "w.safetensors"
+        ),
+    ):
+        raise AssertionError("it was entered")
+
+
 class Copying(nn.Linear):
     """Its state_dict() gives copies, turned; it is loaded by a method of its own."""
 
