@@ -195,31 +195,33 @@ def _told(body: Any) -> bytes:
 
 
 def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
+    """State of a parameter that both list is the first's, where that has some."""
     held = set(_optimizer(first).state)
     skeletons = [*_get(first, "skeletons", list), *_get(second, "skeletons", list)]
-    shift = len(_get(first, "skeletons", list))
     _optimizer(second)
-    joined: dict[tuple[int, bytes], tuple[list[str], list[int]]] = {}
+    state = _numbers(second, len(_get(first, "skeletons", list))) | _numbers(first, 0)
+    joined: dict[tuple[int, bytes], list[str]] = {}
     groups: list[dict[str, Any]] = []
-    for body, offset in ((first, 0), (second, shift)):
-        numbers = iter(body["state"])
+    for body, known in ((first, set()), (second, held)):
         for index, group in enumerate(body["groups"]):
-            added = [(name, next(numbers)) for name in group["params"]]
-            if offset:
-                added = [(name, number) for name, number in added if name not in held]
+            added = [name for name in group["params"] if name not in known]
             key = _number(group, index), _told(group)
             if key not in joined:
                 if not added and any(number == key[0] for number, _ in joined):
                     continue  # nothing would have these hyper-parameters
-                joined[key] = [], []
+                joined[key] = []
                 groups.append({**group, "number": key[0]})
-            names, states = joined[key]
-            names += [name for name, _ in added]
-            states += [number + offset if number >= 0 else number for _, number in added]
-    for group, (names, _) in zip(groups, joined.values(), strict=True):
+            joined[key] += added
+    for group, names in zip(groups, joined.values(), strict=True):
         group["params"] = tuple(names)
-    flat = [number for _, states in joined.values() for number in states]
+    flat = [state.get(name, -1) for names in joined.values() for name in names]
     return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, "rest": _rest(first)}
+
+
+def _numbers(body: Any, shift: int) -> dict[str, int]:
+    """By parameter that has state, the number of its skeleton, where `shift` others come before."""
+    names = (name for group in body["groups"] for name in group["params"])
+    return {name: number + shift for name, number in zip(names, body["state"], strict=True) if number >= 0}
 
 
 def _optimizer(body: Any) -> OptimizerTree:

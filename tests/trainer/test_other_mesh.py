@@ -165,6 +165,46 @@ def test_groups_of_several_stages_are_joined_where_number_and_hyperparameters_ar
     assert [group["lr"] for group in state["optim"].param_groups] == [0.5, 0.25]
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_of_hyperparameters_that_differ_on_one_parameter_the_first_ranks_are_taken(kind: Any, steps: int) -> None:
+    rates = (0.5, 0.25, 0.125)
+    states = [stage([0], rate) for rate in rates]
+    for state in states:
+        state["optim"] = kind(state["model"].parameters(), lr=state["optim"].param_groups[0]["lr"])
+        for parameter in state["model"].parameters():
+            parameter.data.zero_()
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(steps):
+            state["optim"].step()
+    state = stage([0])
+    state["optim"] = kind(state["model"].parameters(), lr=9.0)
+    checkpoint = save_on({"rank": 3}, states)
+    assert planned(state, checkpoint, {"rank": 1}).firsts == ("optim.param_groups.0",)
+    assert restored(state, checkpoint, {"rank": 1})["optim"].param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("held", [("", "01"), ("0", "1"), ("1", "01"), ("01", "1")])
+def test_optimizer_state_that_only_some_ranks_have_goes_onto_another_mesh(held: tuple[str, str]) -> None:
+    """Experts that got no tokens on one rank."""
+
+    def made(layers: str) -> dict[str, Any]:
+        model = nn.ParameterDict({n: nn.Parameter(torch.ones(3)) for n in "01"})
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for n in layers:
+            optim.state[model[n]]["momentum_buffer"] = torch.full((3,), 1.0 + int(n))
+        return {"model": model, "optim": optim}
+
+    checkpoint = save_on({"rank": 2}, [made(layers) for layers in held])
+    state = restored(made(""), checkpoint, {"rank": 1})
+    for n in "01":
+        moments = state["optim"].state.get(state["model"][n])
+        if n in held[0] + held[1]:
+            assert moments["momentum_buffer"].unique().tolist() == [1.0 + int(n)]
+        else:
+            assert not moments
+
+
 @pytest.mark.parametrize("numel", [3, 400_000])
 def test_replicas_that_differed_once_and_are_equal_again_go_on_as_one(numel: int) -> None:
     """The agent goes on saving them per rank; small ones lie in frames with others, that differ."""

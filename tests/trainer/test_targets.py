@@ -1134,7 +1134,12 @@ def test_shared_values_of_several_ranks_are_joined() -> None:
     joined = Shared.parse(merge_shared([first, second])).optimizers["optim"]
     assert joined.groups[0].params == ("a", "both", "b", "c")
     paths = {name: skeleton and skeleton.tensors for name, skeleton in joined.state.items()}
-    assert paths == {"a": (("x",),), "both": None, "b": (("y",), ("z",)), "c": None}
+    assert paths == {"a": (("x",),), "both": (("y",), ("z",)), "b": (("y",), ("z",)), "c": None}
+    none = optimizer_tree(("a", "both"), [], [-1, -1])
+    none["objects"]["optim"]["skeletons"] = []
+    joined = Shared.parse(merge_shared([none, second, first])).optimizers["optim"]
+    assert joined.groups[0].params == ("a", "both", "b", "c")
+    assert [name for name, skeleton in joined.state.items() if skeleton is None] == ["c"]
 
 
 @pytest.mark.parametrize("state", [[0], [0, 0, 0], [0, 1], [0, -2], [0, None], 5])
