@@ -1,9 +1,10 @@
 """Optimizers: state under the names of the parameters it belongs to, read without a step.
 
-Names: `<path>.state.<parameter>.<what>`, where the parameter's name is the one within its module if all parameters of
-the optimizer belong to one module, else it begins with the module's path. Hyper-parameters are values; parameters are
-listed by name, not by number, so that another order or another wrapping restores right. What an optimizer's own
-state_dict() gives beside these two (a counter of a subclass) is a tree of its own, `<path>.<key>`.
+Names: `<path>.state.<parameter>.<what>`, where the parameter's name is the one within its module if the state has one
+module only, else it begins with the module's path: not what an optimizer spans on this rank (one stage) makes names,
+but what the state has on every rank. Hyper-parameters are values; parameters are listed by name, not by number, so that
+another order or another wrapping restores right. What an optimizer's own state_dict() gives beside these two (a counter
+of a subclass) is a tree of its own, `<path>.<key>`.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class Param(NamedTuple):
 class Owners:
     """To which registered module (its path, "" for a bare tensor) each parameter belongs, and its name within it."""
 
+    modules: list[str] = field(default_factory=list)
     of: dict[int, tuple[str, str]] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
 
     def add_module(self, path: str, root: nn.Module, found: Sequence[Named]) -> None:
-        """`found`: what is saved of it, whose names are the first choice."""
+        """`found`: what is saved of it, whose names are the first choice. Modules come before tensors."""
+        self.modules.append(path)
         for named in found:
             self.of.setdefault(id(named.tensor), (path, named.name[len(path) + 1 :]))
         for site in names.sites(root):
@@ -156,14 +159,21 @@ def _named(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> list[
                     'no module in the state, so that it has no name; register its module too: state={"model": model}'
                 )
             homes[-1].append(home)
-    one = len({module for line in homes for module, _ in line}) == 1
-    return [
+    one = len(owners.modules) == 1
+    params = [
         [
             Param(name if one else join(module, name), join(module, name), p, owners.shards.get(id(p)))
             for (module, name), p in zip(line, group["params"], strict=True)
         ]
         for line, group in zip(homes, optimizer.param_groups, strict=True)
     ]
+    named: dict[str, torch.Tensor] = {}
+    for param in (p for line in params for p in line):
+        if named.setdefault(param.name, param.tensor) is not param.tensor:
+            raise UsageError(
+                f"state[{path!r}] has two parameters of the name {param.name!r}, of a module and beside it; rename one"
+            )
+    return params
 
 
 def _described(key: object) -> str:

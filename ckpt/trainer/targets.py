@@ -276,7 +276,8 @@ class _Plan:
             return
         before = len(self.wants.installs)
         for number, params in enumerate(view.params):
-            held = {saved.home[param.name] for param in params if param.name in saved.home}
+            stored = [self.stored(param, saved) for param in params]
+            held = {saved.home[name] for name in stored if name is not None}
             if not params:
                 held = {home for home, group in enumerate(saved.groups) if group.number == number}
                 held = set(sorted(held)[:1])
@@ -289,9 +290,20 @@ class _Plan:
                 self.wants.differ("reshaped", name, line)
             for home in held if len(held) == 1 else ():
                 self.group(view, number, saved.groups[home])
-            for param in params:
-                self.parameter(view, param, saved)
+            for param, known_as in zip(params, stored, strict=True):
+                self.parameter(view, param, known_as, saved)
         self.rest(view, saved, self.wants.installs[before:])
+
+    def stored(self, param: Param, saved: OptimizerTree) -> str | None:
+        """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
+        there; None where it has none."""
+        first = self.scan.aliases.get(param.full, param.full)
+        tied = (param.full, first, *self.wants.also.get(first, ()))
+        names_of = [name for full in tied for name in (full, self.saved.aliases.get(full)) if isinstance(name, str)]
+        if len(self.saved.modules) == 1:
+            (module,) = self.saved.modules
+            names_of = [name.removeprefix(f"{module}.") for name in names_of]
+        return next((name for name in (*names_of, param.name) if name in saved.home), None)
 
     def group(self, view: OptimizerView, number: int, saved: Group) -> None:
         live = dict(trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
@@ -304,22 +316,22 @@ class _Plan:
 
         self.wants.installs.append(install)
 
-    def parameter(self, view: OptimizerView, param: Param, saved: OptimizerTree) -> None:
+    def parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
         """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
-        prefix = state_path(view.path, param.name)
-        if param.name not in saved.state:
-            self.wants.missing(prefix)
+        if stored is None:
+            self.wants.missing(state_path(view.path, param.name))
             return
-        skeleton = saved.state[param.name]
+        prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
-        if ("reshaped", param.full) in self.wants.lines:
+        if ("reshaped", self.scan.aliases.get(param.full, param.full)) in self.wants.lines:
             self.wants.used.update(found.values())  # the parameter is named already; its state does not fit either
             return
         live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
         pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
+        flags = saved.groups[saved.home[stored]].hyper.value
         made: list[tuple[trees.Path, Any]] = []
         for path, name in found.items():
-            tensor = self.state_tensor(name, path, param, pieces, saved, live.get(path))
+            tensor = self.state_tensor(name, path, param, pieces, flags, live.get(path))
             if tensor is None:
                 return
             made.append((path, tensor))
@@ -352,17 +364,14 @@ class _Plan:
         # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
         self.wants.installs += [install, *installs]
 
-    def state_tensor(
-        self, name: str, path: trees.Path, param: Param, pieces: Pieces, saved: OptimizerTree, live: Any
-    ) -> Any:
-        """`pieces`: those of the parameter."""
+    def state_tensor(self, name: str, path: trees.Path, param: Param, pieces: Pieces, flags: Any, live: Any) -> Any:
+        """`pieces`: those of the parameter. `flags`: the saved hyper-parameters."""
         found = self.wants.find(name, pieces.boxes)
         if found is None:
             self.wants.missing(name)
             return None
         tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
         if not isinstance(live, torch.Tensor) or parted or not self.fits(param.like(live), found):
-            flags = saved.groups[saved.home[param.name]].hyper.value
             tensor = _new_state(found, path, param, flags, pieces.shape)
         self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
         return tensor

@@ -245,8 +245,9 @@ class StateWalker:
             elif isinstance(node, (ObjectNode, DataNode)):
                 found[node.path] = node.read()[0]
                 volatile.append((node, _Answer(found[node.path])))
-                if isinstance(node, DataNode):
-                    owners.add_tensors(found[node.path])
+        for node in all_nodes:
+            if isinstance(node, DataNode):
+                owners.add_tensors(found[node.path])
         for node in all_nodes:
             if isinstance(node, OptimizerNode):
                 view = views[node.path] = optimizers.view(node.path, node.value, owners)

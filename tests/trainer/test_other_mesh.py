@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import tests.trainer.roundtrip as rt
+from ckpt.errors import UsageError
+from ckpt.trainer.shard import Shard
 from ckpt.trainer.targets import Targets
 from ckpt.trainer.walk import StateWalker
 from tests.trainer.test_targets import on, save_on
@@ -203,6 +205,83 @@ def test_optimizer_state_that_only_some_ranks_have_goes_onto_another_mesh(held: 
             assert moments["momentum_buffer"].unique().tolist() == [1.0 + int(n)]
         else:
             assert not moments
+
+
+def stepped(state: dict[str, nn.Module], steps: int) -> dict[str, Any]:
+    """With one Adam over all of it, each parameter with a gradient of its own."""
+    params = list(dict.fromkeys(p for module in state.values() for p in module.parameters()))
+    optim = torch.optim.Adam(params, lr=0.1)
+    for _ in range(steps):
+        for parameter in params:
+            parameter.grad = parameter.detach().clone()
+        optim.step()
+    return {**state, "optim": optim}
+
+
+def moments(state: dict[str, Any], parameter: nn.Parameter) -> list[list[float]]:
+    return [value.reshape(-1).tolist() for value in state["optim"].state[parameter].values()]
+
+
+def test_stages_that_are_modules_of_their_own_go_onto_one_process_and_back() -> None:
+    def made(held: str, steps: int) -> dict[str, Any]:
+        return stepped({key: nn.Linear(2, 2) if key in held else nn.Identity() for key in "ab"}, steps)
+
+    stages = [made("a", 1), made("b", 1)]
+    whole = restored(made("ab", 0), save_on({"rank": 2}, stages), {"rank": 1})
+    checkpoint = save_on({"rank": 1}, [whole])
+    for rank, key in enumerate("ab"):
+        theirs = moments(stages[rank], stages[rank][key].weight)
+        again = restored(made(key, 0), checkpoint, {"rank": 2}, rank)
+        assert moments(whole, whole[key].weight) == moments(again, again[key].weight) == theirs
+
+
+def test_a_module_more_or_less_in_the_state_leaves_optimizer_state_where_it_belongs() -> None:
+    def made(more: str, steps: int) -> dict[str, Any]:
+        state = stepped({"model": nn.Linear(2, 2)}, steps)
+        return {**({"ema": nn.Linear(2, 2)} if more else {}), **state}
+
+    for before, now in (("", "ema"), ("ema", "")):
+        saved, state = made(before, 1), made(now, 0)
+        targets = planned(state, rt.save(saved), {"rank": 1}, strict=False)
+        assert {*targets.mismatch.missing, *targets.extra} <= {"ema", "ema.weight", "ema.bias"}
+        rt.fill(targets, rt.save(saved))
+        targets.finish()
+        assert moments(state, state["model"].weight) == moments(saved, saved["model"].weight)
+
+
+def test_a_parameter_that_is_declared_with_a_shard_before_its_module_has_the_name_of_its_module() -> None:
+    saved = stepped({"model": nn.Linear(2, 2)}, 1)
+    shards = {"w": Shard(saved["model"].weight, (2, 2), (0, 0))}
+    found = {spec.name for spec in rt.save({"shards": shards, **saved}).manifest.tensors}
+    assert "optim.state.weight.exp_avg" in found
+    assert {name for name in found if name.startswith("optim")} == {
+        spec.name for spec in rt.save(saved).manifest.tensors if spec.name.startswith("optim")
+    }
+    more = torch.zeros(2, requires_grad=True)
+    saved["optim"].add_param_group({"params": [more]})
+    with pytest.raises(UsageError, match=r"state\['optim'\] has two parameters of the name 'weight'"):
+        rt.save({**saved, "weight": more})
+    assert not planned({**saved, "more": more}, rt.save({**saved, "more": more}), {"rank": 1}).mismatch
+
+
+class Tied(nn.Module):
+    """A part of a model whose head is its embedding, with one weight where it has both."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__()
+        for part in parts:
+            self.add_module(part, nn.Linear(2, 2, bias=False))
+        if len(parts) == 2:
+            self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_goes_onto_stages_with_its_optimizer_state() -> None:
+    whole = stepped({"model": Tied("embed", "head")}, 1)
+    for rank, part in enumerate(("embed", "head")):
+        state = restored(stepped({"model": Tied(part)}, 0), save_on({"rank": 1}, [whole]), {"rank": 2}, rank)
+        (weight,) = state["model"].parameters()
+        assert torch.equal(weight, whole["model"].embed.weight)
+        assert moments(state, weight) == moments(whole, whole["model"].embed.weight)
 
 
 @pytest.mark.parametrize("numel", [3, 400_000])

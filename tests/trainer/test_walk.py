@@ -58,7 +58,7 @@ def test_names_are_paths_through_the_state_and_the_module() -> None:
         *(f"model.0.{n}" for n in ("bias", "weight")),
         *(f"model.1.{n}" for n in ("bias", "num_batches_tracked", "running_mean", "running_var", "weight")),
         *(
-            f"optim.state.{p}.{s}"
+            f"optim.state.model.{p}.{s}"  # of several modules: the optimizer names which
             for p in ("0.bias", "0.weight", "1.bias", "1.weight")
             for s in ("exp_avg", "exp_avg_sq", "step")
         ),
