@@ -737,7 +737,7 @@ def _as_cut(cuts: list[tuple[int, int, Any]], ndim: int) -> list[tuple[int, int,
     """What fully_shard has cut last comes last, as a plain shard of what the others left."""
     for dim in range(ndim):
         line = [cut for cut in cuts if getattr(cut[2], "dim", None) == dim]
-        strided = [cut for cut in line if isinstance(cut[2], _StridedShard)]
+        strided = [cut for cut in line if getattr(cut[2], "split_factor", 1) > 1]  # else it is a plain one
         if len(strided) == 1 and strided == line[:1] and line[1:]:
             (cut,) = strided
             if cut[2].split_factor == math.prod(size for size, *_ in line[1:]):
