@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _step_back()
         _have_room()
         _serve(given)
+        if not loud.spoke and read().agent_log is None:
+            given.log.unlink(missing_ok=True)  # while the lock is ours: the next agent writes to the same file
         for path in (given.lock, given.lock.with_suffix(".start")):
             path.unlink(missing_ok=True)
-        if not loud.spoke and read().agent_log is None:
-            given.log.unlink(missing_ok=True)
     except OSError as exc:
         _say(given.ready_fd, f"{exc}")
         raise

@@ -206,15 +206,15 @@ signal.pause()
 
 
 @pytest.mark.parametrize(
-    ("ignored", "sent", "code"),
+    ("hang_up", "sent", "code"),
     [
-        ([], [signal.SIGTERM], Exit.TERMINATED),
-        ([], [signal.SIGHUP], Exit.HUNG_UP),
-        ([signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], Exit.TERMINATED),  # as under nohup
+        (signal.SIG_DFL, [signal.SIGTERM], Exit.TERMINATED),
+        (signal.SIG_DFL, [signal.SIGHUP], Exit.HUNG_UP),
+        (signal.SIG_IGN, [signal.SIGHUP, signal.SIGTERM], Exit.TERMINATED),  # as under nohup
     ],
 )
 def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
-    ignored: list[signal.Signals], sent: list[signal.Signals], code: Exit, tmp_path: Path
+    hang_up: signal.Handlers, sent: list[signal.Signals], code: Exit, tmp_path: Path
 ) -> None:
     words = ["rehearse", tmp_path / "run", "--", sys.executable, "-c", ENDLESS, "{url}"]
     process = subprocess.Popen(
@@ -222,7 +222,7 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),  # whoever started the tests may ignore it
     )
     assert process.stderr is not None
     with process:
