@@ -244,8 +244,10 @@ class Checkpointer:
         word = link.look(step, 0)
         if word != self._answered and (word != self._due_word or step >= self._due_step):
             self._serve(word)
-        parts.updates.boundary()
-        self._find_torn()
+        updates = parts.updates
+        updates.boundary()
+        if updates.is_torn:
+            self._find_torn()
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:

@@ -46,6 +46,10 @@ class Updates:
         self.fenced = False
 
     @property
+    def is_torn(self) -> bool:
+        return bool(self._begun)
+
+    @property
     def torn(self) -> str:
         """Why the state is no whole one; "" where it is. What an exception has left stays so, whatever steps follow."""
         for optimizer in self._begun[:1]:
