@@ -17,7 +17,7 @@ from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.learning import Learning
-from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.agent.leaving import NOTICES_MAX, SIGNAL, Standing
 from ckpt.agent.listening import Sources
 from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
@@ -289,7 +289,8 @@ class Job(TakenOver):
                     by_s = time.monotonic() + finite(fields.get("left_s") or 0.0, "leave: left_s")
                     committed = fields.get("committed")
                     why = str(fields.get("why") or "")[:1000]
-                    group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None)
+                    came = [str(each)[:200] for each in list(fields.get("notices") or ())[:NOTICES_MAX]]
+                    group.sent_away(why, by_s, Tick.parse(str(committed)) if committed else None, came)
                 group.leave(rank, (peer, int(fields["id"])), in_order, insists=sent_away)
                 if in_order and not sent_away and group.all_gone:  # it has what it came for without the others
                     self._give_up_recovery(f"rank {rank} has come to its end, and no other has come")

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,15 +59,19 @@ class Verdicts(Leaving):
         one told its own node's ranks so before all others, who may not have heard it."""
         self._former_round = round_ or self._former_round
 
-    def sent_away(self, why: str, deadline_s: float, committed: Tick | None) -> None:
+    def sent_away(self, why: str, deadline_s: float, committed: Tick | None, notices: Collection[str] = ()) -> None:
         """A rank goes since it was told to: to leave, or to end by `why`. Where an agent said so that has died since,
-        this one reports what comes of it. `committed`: the newest that the rank knows to be in the store."""
+        this one reports what comes of it. `committed`: the newest that the rank knows to be in the store. `notices`:
+        those that came to the rank, which need not have told them to this agent yet."""
         if committed is not None:
             self.committed_tick = max(committed, self.committed_tick or committed)
-        if self._leave_round or self._ended or self._former_told:
+        if self._leave_round or self._ended:
             return
-        self._former_told = True
-        self._report = Report("ended" if why else "left", why, deadline_s, ())
+        if not self._former_told:
+            self._former_told = True
+            self._report = Report("ended" if why else "left", why, deadline_s, ())
+        if self._report is not None:
+            self._report = replace(self._report, sources=tuple(sorted({*self._report.sources, *notices})))
 
     def lost(self, rank: int, now_s: float | None) -> None:
         super().lost(rank, now_s)

@@ -343,15 +343,17 @@ class Link:
             self._closed = True
         return self.connection.request("leave", {"outcome": outcome, **more}, timeout_s=timeout_s)
 
-    def leave_saved(self, why: str, until_s: float, by_s: float) -> wire.Message:
+    def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> wire.Message:
         """As `leave`, because of a notice: the machine may be gone soon, so nobody comes later for what is staged.
         Where the agent dies meanwhile another one is started, is handed the arenas, and saves what is in them.
         `why`: of an end; "" in order. `until_s`: how long to wait; `by_s`: the deadline; on the monotonic clock.
+        `notices`: what came here.
         Errors: as `request`; AgentError too where no other agent is to be had."""
         while True:
             connection, now_s = self._connection, time.monotonic()
             newest = self.levels.newest("store")
-            told = {"why": why, "left_s": by_s - now_s, "committed": str(newest) if newest is not None else None}
+            committed = str(newest) if newest is not None else None
+            told = {"why": why, "left_s": by_s - now_s, "committed": committed, "notices": notices}
             try:
                 return self.leave("notice", max(0.0, until_s - now_s), **told)
             except AgentError as exc:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.agent import outcome
 from ckpt.agent.client import places
-from ckpt.agent.leaving import FORMER
+from ckpt.agent.leaving import FORMER, SIGNAL
 from ckpt.errors import AgentError, CkptError, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.notices.notice import Notice, Word
@@ -137,11 +137,15 @@ class Parting:
         """What the agent answers. Where there is none any more rank 0 says what was saved, in its place."""
         by_s = self.leave_by_s if self.leave_by_s < math.inf else until_s
         try:
-            return self._link.leave_saved(why, max(until_s, time.monotonic() + LEAST_S), by_s).fields
+            return self._link.leave_saved(why, max(until_s, time.monotonic() + LEAST_S), by_s, self._names()).fields
         except AgentError as exc:
             if not self._link.has_agent:
                 self._write_outcome(why, by_s - time.monotonic(), exc)
             raise
+
+    def _names(self) -> list[str]:
+        """Of what came here, as an outcome names them."""
+        return sorted(f"{SIGNAL} {notice.key}" for notice in self._came)
 
     def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
         terms, newest = self._link.terms, self._link.levels.newest("store")
@@ -151,7 +155,7 @@ class Parting:
         body = {
             "how": "ended" if why else "left",
             "why": why,
-            "notices": sorted(f"signal {notice.key}" for notice in self._came) or [FORMER],
+            "notices": self._names() or [FORMER],
             "level": "none" if newest is None else "store",
             "tick": str(newest) if newest is not None else None,
             "step": step,

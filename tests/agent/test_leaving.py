@@ -670,6 +670,19 @@ def test_where_nothing_was_handed_over_it_says_what_is_in_the_store_as_the_ranks
     assert body["notices"] == [FORMER]
 
 
+def test_ranks_that_a_former_agent_sent_away_name_the_notices_that_came_to_them_before_they_tell_them() -> None:
+    driver = Warned()
+    driver.group.holds(1, Tick(7), False)
+    driver.group.sent_away("", driver.now_s + 20.0, None)
+    driver.group.sent_away("", driver.now_s + 20.0, None, ["signal SIGTERM"])
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    driver.commit()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["notices"]) == ("left", "store", ["signal SIGTERM"])
+
+
 def test_an_agent_that_sent_them_away_itself_reports_once() -> None:
     driver, _ = leaving_in_20_s()
     sent_away(driver, 0, 1)

@@ -33,7 +33,7 @@ class Waits:
         self.is_asked, self.answer = threading.Event(), threading.Event()
         self.levels = SimpleNamespace(are_open=False)
 
-    def leave_saved(self, why: str, until_s: float, by_s: float) -> Message:
+    def leave_saved(self, why: str, until_s: float, by_s: float, notices: list[str]) -> Message:
         self.asked.append(threading.current_thread().name)
         self.is_asked.set()
         assert self.answer.wait(30)
