@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ckpt.events import Events
 from ckpt.trainer.copier import UNIT_BYTES, Copier
 from ckpt.trainer.pieces import Piece, is_cuda_used, later, split
-from ckpt.trainer.shard import live_parts
+from ckpt.trainer.shard import live_parts, storage_of
 
 PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
 LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
@@ -305,25 +305,10 @@ def is_capturing() -> bool:
     return is_cuda_used() and torch.cuda.is_current_stream_capturing()
 
 
-def storages(tensors: Collection[Tensor]) -> frozenset[int]:
-    """The addresses of their storages: how an optimizer's parameters are found among them, whatever views they are."""
-    return frozenset(map(_storage, tensors)) - {0}
-
-
 def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
     """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
     storages. Usually the first one does. Any optimizer of the process may be asked about, of any kinds of tensors."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     state = (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())
     found = (tensor for tensor in chain(params, state) if isinstance(tensor, Tensor))
-    return any(_storage(part) in addresses for tensor in found for part in live_parts(tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    """The address of its storage; 0 where that has no bytes, and for kinds without one (sparse, wrapping others): these
-    are not in a walk."""
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
+    return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))

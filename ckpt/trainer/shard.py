@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,6 +147,21 @@ def live_parts(tensor: torch.Tensor | Shard) -> tuple[torch.Tensor, ...]:
         return (tensor.tensor,)
     local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return tuple(local.local_shards()) if hasattr(local, "local_shards") else (local,)
+
+
+def storages(tensors: Iterable[torch.Tensor | Shard]) -> frozenset[int]:
+    """The addresses of their storages: the same for all views of one."""
+    return frozenset(storage_of(part) for tensor in tensors for part in live_parts(tensor)) - {0}
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of its storage; 0 where that has no bytes, and for kinds without one (sparse, wrapping others): these
+    are not in a walk."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:

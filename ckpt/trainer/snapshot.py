@@ -40,10 +40,10 @@ from ckpt.trainer.lazy import (
     Trust,
     Watch,
     owns_any,
-    storages,
 )
 from ckpt.trainer.names import some
 from ckpt.trainer.pieces import Piece, Walked, cut, where
+from ckpt.trainer.shard import storages
 
 
 class Snapshot:

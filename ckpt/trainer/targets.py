@@ -184,7 +184,7 @@ class _Plan:
         made: list[tuple[trees.Path, Any]] = []
         for path, name in saved.tensors:
             _, tensor = live.pop(name, (path, None))
-            pieces = self.scan.tensors[self.scan.aliases.get(name, name)][1] if tensor is not None else None
+            pieces = self.pieces(name) if tensor is not None else None
             if pieces is not None and isinstance(tensor, Shard) and self.wants.is_parted(name, pieces.boxes):
                 first = self.scan.aliases[name]
                 self.wants.differ("retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own")
@@ -197,7 +197,7 @@ class _Plan:
                 made.append((path, tensor))
         elsewhere = []  # in the tree of another rank: each has other names here
         for name, (path, tensor) in live.items():
-            if self.wants.fill(name, self.scan.tensors[self.scan.aliases.get(name, name)][1]):
+            if self.wants.fill(name, self.pieces(name)):
                 elsewhere.append((path, tensor))
             made.append((path, tensor))
 
@@ -211,6 +211,10 @@ class _Plan:
             node.put(trees.settle(node.value, value))
 
         self.wants.installs.append(install)
+
+    def pieces(self, name: str) -> Pieces:
+        """Of a tensor of the state, under any of its names."""
+        return self.scan.tensors[self.scan.aliases.get(name, name)][1]
 
     def is_others(self, node: DataNode) -> bool:
         """Whether this rank has nothing where others have an object: a scheduler of the last stage."""

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ckpt.trainer.lazy import owns_any, storages
+from ckpt.trainer.lazy import owns_any
+from ckpt.trainer.shard import storages
 from ckpt.trainer.walk import Walk
 
 
@@ -72,8 +73,7 @@ class Updates:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         walk = self._walk()
         if walk is not self._seen:
-            mine = storages([tensor for line in walk.tensors for tensor in line])
-            self._storages = mine - {0}  # of tensors without bytes
+            self._storages = storages(tensor for line in walk.tensors for tensor in line)
             self._known = WeakKeyDictionary(dict.fromkeys(_optimizers(self._state, set()), True))
             self._seen = walk
         found = self._known.get(optimizer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,7 @@ from ckpt.trainer.nodes import (
     OptimizerNode,
 )
 from ckpt.trainer.optimizers import OptimizerView, Owners
-from ckpt.trainer.shard import Cutter, Pieces, Shard, is_dtensor, live_parts
-from ckpt.trainer.trees import Tensor
+from ckpt.trainer.shard import Cutter, Pieces, Shard, is_dtensor, live_parts, storages
 from ckpt.trainer.watch import Watch, geometry
 from ckpt.types import SMALL_BYTES
 
@@ -299,22 +298,16 @@ def _check_kept(
     tensors in memory of their own: these may be copies of it, which nobody can tell."""
     for node in (node for node in all_nodes if isinstance(node, ModuleNode) and names.is_custom(node.value)):
         sites = {id(site.tensor): site for site in names.sites(node.value)}
-        if _memory(named.tensor for named in found[node.path]) - _memory(site.tensor for site in sites.values()):
+        if storages(named.tensor for named in found[node.path]) - storages(site.tensor for site in sites.values()):
             continue
-        kept = _memory(named.tensor for each in found.values() for named in each)
+        kept = storages(named.tensor for each in found.values() for named in each)
         for view in views.values():
             for tensor in (param.tensor for line in view.params for param in line):
-                if tensor.requires_grad and id(tensor) in sites and _memory([tensor]) - kept:
+                if tensor.requires_grad and id(tensor) in sites and storages([tensor]) - kept:
                     raise UsageError(
                         f"state[{node.path!r}]: its state_dict() leaves out {sites[id(tensor)].name}, which "
                         f"state[{view.path!r}] trains; have it included, or freeze it (requires_grad_(False))"
                     )
-
-
-def _memory(tensors: Iterable[Tensor]) -> set[int]:
-    """Where the memory begins that the tensors are parts of."""
-    parts = (part for tensor in tensors for part in live_parts(tensor) if part.layout is torch.strided)
-    return {torch.Tensor.untyped_storage(part).data_ptr() for part in parts} - {0}
 
 
 def _alike(all_nodes: Sequence[Node], name: str) -> str:

@@ -15,8 +15,9 @@ from ckpt.events import Event, Events
 from ckpt.plan.division import undivided
 from ckpt.plan.staging import stage
 from ckpt.trainer.copier import UNIT_BYTES, CpuCopier, is_same
-from ckpt.trainer.lazy import PROOFS, Spot, Trust, owns_any, storages
+from ckpt.trainer.lazy import PROOFS, Spot, Trust, owns_any
 from ckpt.trainer.pieces import cut
+from ckpt.trainer.shard import storages
 from ckpt.trainer.snapshot import Snapshot
 from tests.trainer.kinds import WITHOUT_STORAGE
 from tests.trainer.snapshots import FRAME_BYTES, LARGE, Rig, Stamper, TearingCopier, raw, rig, walk_of
@@ -495,6 +496,15 @@ def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
             assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
 
 
+def proven(it: Rig, loop: Loop) -> None:
+    """As `prove`, where the copier copies by itself."""
+    for _ in range(PROOFS + 1):
+        loop.update()
+        it.snapshotter.boundary()
+        it.walk_again()
+        it.take()
+
+
 def late_and_held(it: Rig, loop: Loop, copier: CpuCopier) -> tuple[Snapshot, threading.Event]:
     """A late snapshot of which nothing is copied before the event."""
     held = threading.Event()
@@ -511,11 +521,7 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
     storage = loop.params["layer0"].untyped_storage()
     nbytes = storage.nbytes()
     with rig(loop.state, copier=copier) as it:
-        for _ in range(PROOFS + 1):
-            loop.update()
-            it.snapshotter.boundary()
-            it.walk_again()
-            it.take()
+        proven(it, loop)
         snapshot, held = late_and_held(it, loop, copier)
         storage.resize_(0)
         held.set()
@@ -539,11 +545,7 @@ def test_what_is_freed_behind_a_late_copy_is_not_looked_at_and_copied_at_the_bou
     storage = loop.params["layer0"].untyped_storage()
     nbytes = storage.nbytes()
     with rig(loop.state, copier=copier) as it:
-        for _ in range(PROOFS + 1):
-            loop.update()
-            it.snapshotter.boundary()
-            it.walk_again()
-            it.take()
+        proven(it, loop)
         for is_lazy_then in (True, False):
             snapshot, held = late_and_held(it, loop, copier)
             held.set()
