@@ -58,6 +58,15 @@ def alike(manifest: Manifest, frames: Frames) -> dict[str, str]:
     return found | {name: held[0].owner for name, held in unsure.items()}
 
 
+def first_owners(manifest: Manifest, wanted: Collection[str]) -> dict[str, str]:
+    """By name, the first rank that saved a whole one of its own."""
+    found: dict[str, str] = {}
+    for spec in manifest.tensors:
+        if spec.owner and "@" not in spec.owner and spec.name in wanted:
+            found.setdefault(spec.name, spec.owner)
+    return found
+
+
 def _copies(manifest: Manifest) -> dict[str, list[_Copy]]:
     """Whole tensors with an owner, by name."""
     runs: dict[int, list[_Run]] = {}

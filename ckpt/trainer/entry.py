@@ -33,6 +33,7 @@ from ckpt.trainer.coords import Coordinate, by_rank
 from ckpt.trainer.coords import coordinate as find_coordinate
 from ckpt.trainer.initial import load_weights
 from ckpt.trainer.link import Terms
+from ckpt.trainer.names import some
 from ckpt.trainer.pinned import make_copier
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver
@@ -355,9 +356,15 @@ def _restore(
     source = "nothing"
     if asked.init is not None:
         init = asked.init
-        cast = collective.together(group, lambda: load_weights(init, saver.walker))
-        if cast and group.rank == 0:
-            events.emit("init.cast", f"ckpt: init={asked.init!r} has other dtypes: {cast}", loud=True)
+        loaded = collective.together(group, lambda: load_weights(init, saver.walker))
+        if loaded.cast and group.rank == 0:
+            events.emit("init.cast", f"ckpt: init={asked.init!r} has other dtypes: {loaded.cast}", loud=True)
+        if loaded.firsts and group.rank == 0:
+            text = (
+                f"ckpt: init={asked.init!r}: the values of {some(loaded.firsts)} were not the same on the ranks "
+                "that saved them: the first rank's are taken"
+            )
+            events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
         source = f"weights of {asked.init}"
     return Found(Tick(0), "none", None, source, {}), decision
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
-from ckpt.format.manifest import Record
+from ckpt.format.manifest import Record, TensorSpec
 from ckpt.format.safetensors import SafetensorsReader, TensorHead
 from ckpt.plan.layout import Entry
 from ckpt.plan.reshard import Want
@@ -21,18 +21,25 @@ from ckpt.storage import open as open_store
 from ckpt.store.reader import FrameReader, newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer import names
+from ckpt.trainer.alike import first_owners
 from ckpt.trainer.fill import Filler
 from ckpt.trainer.nodes import ModuleNode
 from ckpt.trainer.shard import Cutter, changing
 from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.trainer.wants import empty_like
 
-Place = tuple[Entry, str, tuple[torch.Tensor, ...]]  # an entry, the name it has in the source, its local tensors
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """`cast`: in words, what was converted to another dtype; "" where nothing was. `firsts`: buffers that differed
+    between the ranks that saved them: the first rank's were taken."""
+
+    cast: str = ""
+    firsts: tuple[str, ...] = ()
 
 
-def load_weights(where: str, walker: StateWalker) -> str:
-    """Fills every tensor of every module in the state from `where`. Says in words what was converted to another dtype;
-    "" where nothing was.
+def load_weights(where: str, walker: StateWalker) -> Loaded:
+    """Fills every tensor of every module in the state from `where`.
 
     Errors: StateMismatch names what is missing there or has another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
@@ -42,23 +49,25 @@ def load_weights(where: str, walker: StateWalker) -> str:
     wanted = list(_wanted(modules, walker, walk))
     path = Path(where)
     files = _files(path) if path.exists() else []
-    cast = _from_files(files, wanted) if files else _from_run(where, wanted)
+    loaded = _from_files(files, wanted) if files else _from_run(where, wanted)
     for node in modules:
         if names.is_custom(node.value):
             held = {each.key: each.tensor for each in wanted if each.module == node.path}
             with torch.no_grad():
-                names.load_state_dict(node.value, held)
-    return cast
+                node.load(held, {})
+    return loaded
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. Of a `module`
-    with its own way of loading: a new `tensor`, for that `key` of its state_dict()."""
+    """A tensor of a module, the names that it may have in the source, and the local tensors to be filled. `is_buffer`:
+    any one rank's will do. Of a `module` with its own way of loading: a new `tensor`, for that `key` of its
+    state_dict()."""
 
     entry: Entry
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
+    is_buffer: bool
     module: str = ""
     key: str = ""
     tensor: torch.Tensor | None = None
@@ -81,6 +90,7 @@ def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> I
         return tuple(dict.fromkeys((name, home(name), *known[home(name)])))
 
     filled: set[str] = set()
+    buffers = walk.scan.buffers()
     cutter = Cutter(math.prod(size for _, size in walker.coordinate.mesh))
     for node in modules:
         if not names.is_custom(node.value):
@@ -88,40 +98,44 @@ def _wanted(modules: Sequence[ModuleNode], walker: StateWalker, walk: Walk) -> I
                 if home(named.name) not in filled:
                     filled.add(home(named.name))
                     entry, tensors = places[home(named.name)]
-                    yield _Wanted(replace(entry, name=named.name), known_as(named.name), tensors)
+                    is_buffer = home(named.name) in buffers
+                    yield _Wanted(replace(entry, name=named.name), known_as(named.name), tensors, is_buffer)
             continue
-        for name, key, value in names.state_dict_items(node.value):
+        for name, key, value in names.Said.of(node.value).items:
             if isinstance(value, torch.Tensor):
                 full, new = names.join(node.path, name), empty_like(value)
                 pieces = cutter.pieces(new, full)
                 entry = Entry(full, pieces.dtype, pieces.shape, pieces.boxes)
-                yield _Wanted(entry, known_as(full), pieces.locals, node.path, key, new)
+                yield _Wanted(entry, known_as(full), pieces.locals, home(full) in buffers, node.path, key, new)
 
 
 def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def _places(wanted: list[_Wanted], there: Callable[[str], tuple[int, ...] | None], where: str) -> list[Place]:
-    """What to fill and from which name. `there`: the shape of a tensor in the source; None where it has none."""
-    found: list[Place] = []
+def _places(
+    wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str
+) -> list[tuple[_Wanted, str]]:
+    """What to fill and from which name. `there`: the shape of what the source has under a name; None where it has
+    none."""
+    found: list[tuple[_Wanted, str]] = []
     wrong: list[str] = []
     for each in wanted:
         entry = each.entry
-        name = next((name for name in each.names if there(name) is not None), None)
+        name = next((name for name in each.names if there(each, name) is not None), None)
         if name is None:
             wrong.append(f"{entry.name} is not there")
-        elif (shape := there(name)) != entry.shape:
+        elif (shape := there(each, name)) != entry.shape:
             wrong.append(f"{entry.name} has shape {list(shape or ())} there and {list(entry.shape)} here")
         else:
-            found.append((entry, name, each.tensors))
+            found.append((each, name))
     if wrong:
         more = f" (and {len(wrong) - 20} more)" if len(wrong) > 20 else ""
         raise StateMismatch(f"init={where!r} does not fit the modules: {'; '.join(wrong[:20])}{more}")
     return found
 
 
-def _from_files(files: list[Path], wanted: list[_Wanted]) -> str:
+def _from_files(files: list[Path], wanted: list[_Wanted]) -> Loaded:
     cast: list[str] = []
     with ExitStack() as stack:
         homes: dict[str, tuple[SafetensorsReader, TensorHead]] = {}
@@ -129,8 +143,8 @@ def _from_files(files: list[Path], wanted: list[_Wanted]) -> str:
             reader = stack.enter_context(SafetensorsReader(file))
             homes.update((name, (reader, head)) for name, head in reader.tensors.items())
         shapes = {name: head.shape for name, (_, head) in homes.items()}
-        for entry, name, tensors in _places(wanted, shapes.get, str(files[0].parent)):
-            reader, head = homes[name]
+        for each, name in _places(wanted, lambda _, name: shapes.get(name), str(files[0].parent)):
+            entry, (reader, head) = each.entry, homes[name]
             if not head.bytes:
                 continue
             dtype = getattr(torch, head.dtype, None)
@@ -140,31 +154,44 @@ def _from_files(files: list[Path], wanted: list[_Wanted]) -> str:
             if head.dtype != entry.dtype:
                 cast.append(f"{entry.name} from {head.dtype} to {entry.dtype}")
             whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
-            for box, tensor in zip(entry.boxes, tensors, strict=True):
+            for box, tensor in zip(entry.boxes, each.tensors, strict=True):
                 cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
                 with torch.no_grad(), changing(tensor):
                     tensor.copy_(whole[cut])
     more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
-    return f"{', '.join(cast[:5])}{more}"
+    return Loaded(cast=f"{', '.join(cast[:5])}{more}")
 
 
-def _from_run(where: str, wanted: list[_Wanted]) -> str:
+def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
     store = open_store(where)
 
-    def use(record: Record) -> None:
+    def use(record: Record) -> tuple[str, ...]:
         manifest = record.manifest
-        specs = {spec.name: spec for spec in manifest.tensors if not spec.values and not spec.owner}
-        places = _places(wanted, lambda name: specs[name].shape if name in specs else None, where)
+        specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
+        owners = first_owners(manifest, {name for each in wanted if each.is_buffer for name in each.names})
+
+        def spec_of(each: _Wanted, name: str) -> TensorSpec | None:
+            own = specs.get((name, owners.get(name, ""))) if each.is_buffer else None
+            return specs.get((name, ""), own)
+
+        def there(each: _Wanted, name: str) -> tuple[int, ...] | None:
+            spec = spec_of(each, name)
+            return None if spec is None else spec.shape
+
         wants: list[Want] = []
         tensors: list[torch.Tensor] = []
-        for entry, name, live in places:
-            if specs[name].dtype != entry.dtype:
+        firsts: list[str] = []
+        for each, name in _places(wanted, there, where):
+            entry, spec = each.entry, spec_of(each, name)
+            assert spec is not None
+            if spec.dtype != entry.dtype:
                 raise StateMismatch(
-                    f"init={where!r}: {entry.name} is {specs[name].dtype} there and {entry.dtype} here; export it with "
+                    f"init={where!r}: {entry.name} is {spec.dtype} there and {entry.dtype} here; export it with "
                     "`ckpt restore --dtype` first"
                 )
-            wants += [Want(name, "", entry.dtype, entry.shape, box) for box in entry.boxes]
-            tensors += live
+            wants += [Want(name, spec.owner, entry.dtype, entry.shape, box) for box in entry.boxes]
+            tensors += each.tensors
+            firsts += [entry.name] if spec.owner else []
         filler = Filler(manifest, wants, tensors)
         lengths = manifest.frames["length"]
         held: dict[int, bytearray] = {}
@@ -179,11 +206,11 @@ def _from_run(where: str, wanted: list[_Wanted]) -> str:
 
         FrameReader(store, record).read(filler.frames, deliver, out)
         filler.check()
+        return tuple(firsts)
 
     try:
-        newest_readable(Run(store), use)
+        return Loaded(firsts=newest_readable(Run(store), use))
     except NoCheckpoint as exc:
         raise UsageError(f"init={where!r} is no .safetensors file or folder, and no ckpt run: {exc}") from exc
     finally:
         store.close()
-    return ""

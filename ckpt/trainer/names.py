@@ -8,6 +8,7 @@ one can be restored into another.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,20 +159,33 @@ def _hook_module(hook: Any) -> str:
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
-def state_dict_items(root: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(canonical name, its own key, value) of what a custom module's state_dict() holds, live tensors included where
-    it takes torch's arguments."""
-    module = unwrap(root)
-    live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
-    for key, value in module.state_dict(**live).items():
-        yield _canonical(module, key), key, value
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a custom module's state_dict() holds. `items`: (canonical name, its own key, value), live tensors included
+    where it takes torch's arguments. `versions`: of its modules' own formats, by their own names, which
+    load_state_dict() tells them, so that they know old ones from new ones."""
+
+    items: list[tuple[str, str, Any]]
+    versions: dict[str, int]
+
+    @staticmethod
+    def of(root: nn.Module) -> Said:
+        module = unwrap(root)
+        live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
+        state = module.state_dict(**live)
+        told = getattr(state, "_metadata", {}).items()
+        versions = {key: each["version"] for key, each in told if isinstance(each.get("version"), int)}
+        return Said([(_canonical(module, key), key, value) for key, value in state.items()], versions)
 
 
-def load_state_dict(root: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives a custom module what state_dict_items() said, by its own keys; maybe not all of it."""
-    module = unwrap(root)
+def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping[str, int]) -> list[str]:
+    """Gives a custom module what Said.of() said, by its own keys; maybe not all of it. The keys for which it says, as
+    torch's own does, that it has no place."""
+    module, given = unwrap(root), OrderedDict(state)
+    given._metadata = OrderedDict((key, {"version": each}) for key, each in versions.items())  # type: ignore[attr-defined]
     lenient: dict[str, Any] = {"strict": False} if _takes(module.load_state_dict, "strict") else {}
-    module.load_state_dict(state, **lenient)
+    said = module.load_state_dict(given, **lenient)
+    return list(getattr(said, "unexpected_keys", ()))
 
 
 def _takes(method: Callable[..., Any], argument: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import UsageError
+from ckpt.format import values
 from ckpt.trainer import generators, names, trees
 from ckpt.trainer.names import join
 from ckpt.trainer.shard import Shard
@@ -85,10 +86,11 @@ class ModuleNode(Node):
             found = [Named(join(self.path, site.name), site.tensor) for site in names.sites(root)]
             tensors, payload = self.read_extra(names.extras(root))
             return found + tensors, payload
-        items = [(name, value) for name, _, value in names.state_dict_items(root)]
+        said = names.Said.of(root)
+        items = [(name, value) for name, _, value in said.items]
         found = [Named(join(self.path, name), value) for name, value in items if isinstance(value, torch.Tensor)]
         tensors, payload = self._extra([pair for pair in items if not isinstance(pair[1], torch.Tensor)])
-        return found + tensors, payload
+        return found + tensors, {**payload, "versions": said.versions}
 
     def payload(self) -> dict[str, Any]:
         if names.is_custom(self.value):
@@ -99,10 +101,25 @@ class ModuleNode(Node):
         """The extra state only, of those modules: what `names.extras` found."""
         return self._extra([(join(path, "_extra_state"), module.get_extra_state()) for path, module in modules])
 
-    def _extra(self, values: Sequence[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
+    def load(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+        """Gives a module that says itself how it is loaded its state, by the keys of its state_dict(), maybe not all.
+        `versions`: those that its modules had when they gave it.
+
+        Errors: UsageError names keys that it gives and does not take: what it gives under them is not what it got."""
+        refused = [key for key in names.load_state_dict(self.value, state, versions) if key in state]
+        now = {key: value for _, key, value in names.Said.of(self.value).items} if refused else {}
+        lost = [key for key in refused if key not in now or _bytes(state[key]) != _bytes(now[key])]
+        if lost:
+            raise UsageError(
+                f"state[{self.path!r}]: its load_state_dict() (a {type(self.value).__name__}) has no place for "
+                f"{names.some(sorted(lost))}, which its state_dict() gives and the checkpoint holds; have it take them "
+                "(register_load_state_dict_pre_hook can rename keys)"
+            )
+
+    def _extra(self, items: Sequence[tuple[str, Any]]) -> tuple[list[Named], dict[str, Any]]:
         found: list[Named] = []
         extra: dict[str, Any] = {}
-        for name, value in values:
+        for name, value in items:
             tensors, extra[name] = read_tree("extra", value, join(self.path, name))
             found += tensors
         return found, {"kind": "module", "extra": extra}
@@ -110,6 +127,11 @@ class ModuleNode(Node):
 
 class OptimizerNode(Node):
     """A torch.optim.Optimizer; read as an OptimizerView, once the names of its parameters are known."""
+
+
+def _bytes(value: Any) -> bytes:
+    """The same for equal values, and for tensors of equal bytes on this rank."""
+    return values.encode(trees.embed(getattr(value, "_local_tensor", value), ""))
 
 
 def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import msgpack
 import torch
-from torch import nn
 
 from ckpt.errors import DamagedData, StateMismatch
 from ckpt.events import Events
@@ -18,8 +17,8 @@ from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
 from ckpt.plan.reshard import cuts
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
-from ckpt.trainer import collective, names
-from ckpt.trainer.alike import alike
+from ckpt.trainer import collective
+from ckpt.trainer.alike import alike, first_owners
 from ckpt.trainer.asked import Asked
 from ckpt.trainer.fetch import fetch
 from ckpt.trainer.fill import Filler
@@ -72,25 +71,9 @@ def plan(walker: StateWalker, manifest: Manifest, stored: Stored, strict: bool, 
     trees = _shared(stored, manifest.coordinates)
     others = [_own(stored, coordinate) for coordinate in manifest.coordinates]
     same = alike(manifest, stored.frames)
-    buffers = _first_owners(manifest, _buffers(walker.scan()) - same.keys())
+    buffers = first_owners(manifest, walker.scan().buffers() - same.keys())
     taken = differing(trees) | buffers.keys()
     return plan_targets(walker, manifest, merge_shared(trees), None, others, strict, step, {**buffers, **same}, taken)
-
-
-def _buffers(scan: Scan) -> set[str]:
-    """Of modules: what no optimizer trains. DDP keeps rank 0's where ranks differ (a BatchNorm's statistics)."""
-    modules = [n.path for n in scan.nodes if isinstance(n, ModuleNode) and not names.is_custom(n.value)]
-    held = {named.name for path in modules for named in scan.found[path] if not isinstance(named.tensor, nn.Parameter)}
-    return held & scan.tensors.keys()
-
-
-def _first_owners(manifest: Manifest, wanted: set[str]) -> dict[str, str]:
-    """The first rank that saved a whole one of its own, by name."""
-    found: dict[str, str] = {}
-    for spec in manifest.tensors:
-        if spec.owner and "@" not in spec.owner and spec.name in wanted:
-            found.setdefault(spec.name, spec.owner)
-    return found
 
 
 def _lacks(saved: Shared, scan: Scan, manifest: Manifest) -> bool:

@@ -55,12 +55,14 @@ class OptimizerTree:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
-    state of `modules`. `aliases`: other names of tensors, and the name that each was saved under."""
+    state of `modules`; of those that say themselves how they are loaded, the `versions` of their modules' formats.
+    `aliases`: other names of tensors, and the name that each was saved under."""
 
     data: Mapping[str, Tree] = field(default_factory=dict)
     objects: Mapping[str, Tree] = field(default_factory=dict)
     optimizers: Mapping[str, OptimizerTree] = field(default_factory=dict)
     modules: Mapping[str, Mapping[str, Tree]] = field(default_factory=dict)
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -70,6 +72,7 @@ class Shared:
         objects: dict[str, Tree] = {}
         optimizers: dict[str, OptimizerTree] = {}
         modules: dict[str, dict[str, Tree]] = {}
+        versions: dict[str, dict[str, int]] = {}
         for path, body in _get(tree, "objects", dict).items():
             kind = _get(body, "kind", str)
             if kind == "data":
@@ -80,9 +83,10 @@ class Shared:
                 optimizers[path] = _optimizer(body)
             elif kind == "module":
                 modules[path] = {key: _tree(extra) for key, extra in _get(body, "extra", dict).items()}
+                versions[path] = _versions(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
-        return Shared(data, objects, optimizers, modules, _get(tree, "aliases", dict))
+        return Shared(data, objects, optimizers, modules, versions, _get(tree, "aliases", dict))
 
     def kind_of(self, path: str) -> str | None:
         kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
@@ -139,7 +143,8 @@ def merge_shared(trees: Sequence[Any]) -> Any:
                 objects[path] = body
             elif _get(body, "kind", str) == "module" == _get(objects[path], "kind", str):
                 extra = {**_get(body, "extra", dict), **_get(objects[path], "extra", dict)}
-                objects[path] = {"kind": "module", "extra": extra}
+                versions = {**_versions(body), **_versions(objects[path])}
+                objects[path] = {"kind": "module", "extra": extra, "versions": versions}
             elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
                 objects[path] = _join_optimizers(objects[path], body)
     return {"objects": objects, "aliases": aliases}
@@ -254,6 +259,12 @@ def _number(group: Any, index: int) -> int:
     """Of a group; one that was joined says it."""
     number: int = _get(group, "number", int) if "number" in group else index
     return number
+
+
+def _versions(body: Any) -> dict[str, int]:
+    """Of a module; one that is restored tensor by tensor says none."""
+    versions: dict[str, int] = _get(body, "versions", dict) if "versions" in body else {}
+    return versions
 
 
 def _tree(body: Any) -> Tree:

@@ -142,7 +142,7 @@ class _Plan:
     def custom_module(self, node: ModuleNode, loads: dict[str, Callable[[], Any]]) -> None:
         """A module with its own way of loading gets all of its state in new tensors, by load_state_dict."""
         state: dict[str, Callable[[], Any]] = {}
-        for name, key, value in names.state_dict_items(node.value):
+        for name, key, value in names.Said.of(node.value).items:
             full = names.join(node.path, name)
             if not isinstance(value, torch.Tensor):
                 if name in loads:
@@ -153,7 +153,8 @@ class _Plan:
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
         def install() -> None:
-            names.load_state_dict(node.value, {key: value() for key, value in state.items()})
+            versions = self.saved.versions.get(node.path, {})
+            node.load({key: value() for key, value in state.items()}, versions)
 
         self.wants.installs.append(install)
 

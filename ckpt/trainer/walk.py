@@ -101,6 +101,17 @@ class Scan:
             return _answer(node.read())
         return _Answer(self.views[node.path].again().tensors)
 
+    def buffers(self) -> set[str]:
+        """Of modules: what no optimizer trains. DDP keeps rank 0's where ranks differ (a BatchNorm's statistics)."""
+        held: set[str] = set()
+        for node in (node for node in self.nodes if isinstance(node, ModuleNode)):
+            found = self.found[node.path]
+            if names.is_custom(node.value):  # what it gives may be copies, of parameters too
+                own = {id(site.tensor) for site in names.sites(node.value)}
+                found = [named for named in found if id(named.tensor) in own]
+            held |= {named.name for named in found if not isinstance(named.tensor, nn.Parameter)}
+        return held & self.tensors.keys()
+
     def payload(self, node: Node) -> dict[str, Any] | None:
         """The values of a node as they are now; None for one that belongs to the rank."""
         if node.path in self.fixed:

@@ -12,8 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt
+from ckpt.storage import open as open_store
+from ckpt.store.commit import Committer
+from ckpt.store.lineage import Claim
+from ckpt.store.run import Run
 from tests.session.loops import wait_agent_gone
 from tests.session.runs import Seen
+from tests.store.build import Tensor, epoch, identity, snapshot
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -148,3 +153,44 @@ def test_weights_of_another_dtype_are_converted_and_that_is_said(tmp_path: Path)
     (event,) = seen.named("init.cast")
     assert event.loud
     assert "model.weight from float32 to bfloat16" in event.message
+
+
+def a_run_whose_ranks_differed(folder: Path, **tensors: tuple[torch.Tensor, ...]) -> Path:
+    """The URL of a run: each tensor once, or one of each rank's own."""
+    listed = [
+        (name, Tensor("float32", each.numpy(), owner=f"rank={rank}" if len(held) > 1 else ""))
+        for name, held in tensors.items()
+        for rank, each in enumerate(held)
+    ]
+    store = open_store(str(folder))
+    Run(store).claim(Claim(epoch(1), None))
+    made = snapshot(listed)
+    Committer(store, "w1").commit(identity(1, 1), made.manifest, made.frame, check=lambda: None)
+    store.close()
+    return folder
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_buffers_that_differed_between_the_ranks_of_a_run_are_those_of_the_first(tmp_path: Path, hooked: bool) -> None:
+    """The statistics of a BatchNorm under DDP."""
+    model = nn.BatchNorm1d(3, affine=False)
+    model.num_batches_tracked = None
+    if hooked:
+        model.register_state_dict_post_hook(lambda *_: None)
+    means, variance = (torch.full((3,), 1.0), torch.full((3,), 2.0)), torch.full((3,), 3.0)
+    tensors = {"model.running_mean": means, "model.running_var": (variance,)}
+    url, seen = a_run_whose_ranks_differed(tmp_path / "source", **tensors), Seen()
+    with ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=url, sinks=(seen,)):
+        assert torch.equal(model.running_mean, means[0])
+        assert torch.equal(model.running_var, variance)
+    (event,) = seen.named("restore.differed")
+    assert event.loud
+    assert event.data["names"] == ["model.running_mean"]
+
+
+def test_parameters_that_differed_between_the_ranks_of_a_run_are_not_taken_from_one(tmp_path: Path) -> None:
+    tensors = {"model.weight": (torch.ones(3, 4), torch.zeros(3, 4)), "model.bias": (torch.ones(3),)}
+    url = a_run_whose_ranks_differed(tmp_path / "source", **tensors)
+    with pytest.raises(ckpt.StateMismatch, match=r"model\.weight is not there"):
+        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=url).__enter__()
+    wait_agent_gone(tmp_path / "run")

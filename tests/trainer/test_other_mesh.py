@@ -75,6 +75,20 @@ def test_buffers_of_a_module_that_differ_are_those_of_the_first_rank_and_that_is
     assert named.mismatch.missing == ("m.weight",), "parameters are not taken from one rank"
 
 
+def test_so_are_those_of_a_module_with_hooks_and_parameters_are_not() -> None:
+    def made(value: float) -> nn.Module:
+        module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        model = nn.Sequential(module, nn.BatchNorm1d(3))
+        for tensor in (*model.parameters(), model[1].running_mean):
+            nn.init.constant_(tensor, value if tensor is model[1].running_mean or tensor is module.bias else 1.0)
+        return model
+
+    checkpoint = save_on({"rank": 2}, [{"m": made(float(rank + 1))} for rank in range(2)])
+    found = planned({"m": made(0.0)}, checkpoint, {"rank": 1})
+    assert found.firsts == ("m.1.running_mean",)
+    assert found.mismatch.missing == ("m.0.bias",)
+
+
 def test_one_expert_of_many_that_differs_on_one_rank_only_is_named() -> None:
     states = experts(1) * 3 + experts(2)[1:]
     found = planned(experts(1)[0], save_on({"rank": 4}, states), {"rank": 2})

@@ -510,6 +510,73 @@ def test_a_trained_parameter_that_its_module_leaves_out_is_refused() -> None:
     assert "base.weight" in {spec.name for spec in rt.save(elsewhere).manifest.tensors}
 
 
+class Versioned(nn.Module):
+    """It was turned by version 2, and turns what older ones saved; 1 is not read any more."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        version = metadata.get("version")
+        assert version != 1
+        if version is None:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_a_module_is_told_in_which_version_of_its_format_it_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, other = (nn.Sequential(nn.Sequential(Versioned())) for _ in range(2))
+    rt.restore({"model": other}, rt.save({"model": saved}))
+    assert torch.equal(saved[0][0].weight, other[0][0].weight)
+    monkeypatch.setattr(Versioned, "_version", 1)
+    older = rt.save({"model": saved})
+    monkeypatch.setattr(Versioned, "_version", 2)
+    with pytest.raises(AssertionError):
+        rt.restore({"model": other}, older)
+
+
+class Exporting(Delegating):
+    """A hook renames what it gives, and nothing what it gets."""
+
+    state_dict, load_state_dict = nn.Module.state_dict, nn.Module.load_state_dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(lambda _, d, *rest: {k.replace("inner.", ""): v for k, v in d.items()})
+
+
+class Prefixing(Delegating):
+    """So does a method."""
+
+    load_state_dict = nn.Module.load_state_dict
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        return {f"exported.{key}": value for key, value in nn.Module.state_dict(self, *args, **named).items()}
+
+
+@pytest.mark.parametrize("kind", [Exporting, Prefixing])
+def test_what_a_module_gives_and_does_not_take_back_is_named(kind: Any) -> None:
+    checkpoint = rt.save({"nets": [adam(kind(), 2)["model"]]})
+    with pytest.raises(
+        UsageError, match=r"state\['nets.0'\]: its load_state_dict\(\) .* has no place for .*bias, .*weight"
+    ):
+        rt.restore({"nets": [kind()]}, checkpoint)
+
+
+def test_what_a_module_makes_of_its_tensors_for_others_needs_no_place() -> None:
+    """A hook that adds what follows from the rest: it is as it was once the rest is."""
+    saved, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    for module in (saved, other):
+        module._register_state_dict_hook(lambda m, d, *rest: d.update(merged=m.weight.detach() @ m.weight.detach()))
+    checkpoint = rt.save({"model": saved})
+    assert "model.merged" in {spec.name for spec in checkpoint.manifest.tensors}
+    rt.restore({"model": other}, checkpoint)
+    assert torch.equal(saved.weight, other.weight)
+
+
 class Ema:
     """An object of the user's own, with tensors inside."""
 
