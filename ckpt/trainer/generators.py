@@ -94,6 +94,17 @@ def read(found: Mapping[str, Stream]) -> dict[str, dict[str, Any]]:
     return {name: stream.read() for name, stream in found.items()}
 
 
+def is_like(stream: Stream, state: Any) -> bool:
+    """Whether a stored state is of the kind that this generator has."""
+    return bool(_form(stream.read()["state"]) == _form(state))
+
+
+def _form(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return sorted(state), state.get("bit_generator")
+    return type(state), len(state) if isinstance(state, (bytes, tuple)) else 0
+
+
 def restore(found: Mapping[str, Stream], own: Own | None, others: Sequence[Own], here: Coordinate, step: int) -> None:
     """Writes every generator of which something was saved.
 

@@ -21,7 +21,7 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
-from ckpt.trainer.nodes import DataNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
+from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
 from ckpt.trainer.shard import Pieces, Shard, changing
@@ -92,12 +92,14 @@ def plan_targets(
         elif isinstance(node, ObjectNode):
             plan.object(node)
         elif isinstance(node, DataNode):
-            plan.data(node)
+            plan.data(node, everyone)
         elif isinstance(node, LoaderNode):
             plan.loader(node, mine, everyone, strict)
-    streams = walker.streams(scan.nodes)
+        elif isinstance(node, GeneratorNode):
+            plan.generator(node, mine, everyone)
+    streams = {name: each for name, each in walker.streams(scan.nodes).items() if plan.is_like(name, each, mine)}
     wants.installs.append(lambda: generators.restore(streams, mine, everyone, walker.coordinate, step))
-    extra = plan.extra(mine or next(iter(everyone), None))
+    extra = plan.extra(mine or next(iter(everyone), None), everyone)
     alone = math.prod(size for _, size in walker.coordinate.mesh) == 1
     kept = {name for rank in ([mine] if mine else everyone) for name in rank.generators if walker.generators}
     dropped = tuple(sorted(name for name in kept - streams.keys() if not name.startswith("state:")))
@@ -118,6 +120,7 @@ class _Plan:
     saved: Shared
     wants: Wants
     parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
+    hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # tensors of groups that have got their value, by id
 
     def module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
@@ -173,12 +176,12 @@ class _Plan:
         else:
             self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
 
-    def data(self, node: DataNode) -> None:
+    def data(self, node: DataNode, others: Sequence[Own]) -> None:
         """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
         objects, except where one has two names here and the checkpoint has two tensors."""
         saved = self.saved.data.get(node.path)
         if saved is None:
-            if not self.is_others(node):
+            if not self.is_others(node, others):
                 self.other_kind(node.path, "value")
             return
         live = {name: (path, t) for path, name, t in trees.named(node.path, trees.split(node.value, node.path)[1])}
@@ -217,9 +220,13 @@ class _Plan:
         """Of a tensor of the state, under any of its names."""
         return self.scan.tensors[self.scan.aliases.get(name, name)][1]
 
-    def is_others(self, node: DataNode) -> bool:
-        """Whether this rank has nothing where others have an object: a scheduler of the last stage."""
-        return node.value is None and self.saved.kind_of(node.path) not in (None, "value")
+    def is_others(self, node: DataNode, others: Sequence[Own]) -> bool:
+        """Whether this rank has nothing where others have an object: a scheduler of the last stage, a loader of the
+        first."""
+        if node.value is not None:
+            return False
+        own = any(node.path in rank.loaders or f"state:{node.path}" in rank.generators for rank in others)
+        return own or self.saved.kind_of(node.path) not in (None, "value")
 
     def part(self, name: str, live: Any) -> torch.Tensor | None:
         """A tensor of its own instead of the live one, which is another's too. What is tied in the checkpoint stays
@@ -227,7 +234,7 @@ class _Plan:
         found = self.wants.find(name)
         if found is not None and found.name in self.parted:
             return self.parted[found.name]
-        new = self.wants.fresh(name, live)
+        new: torch.Tensor | None = self.wants.fresh(name, live)
         if found is None or new is None:
             return None
         if isinstance(live, torch.nn.Parameter):
@@ -272,6 +279,18 @@ class _Plan:
             )
         self.wants.differ("missing", path, f"{line}: its data starts from the beginning and repeats")
 
+    def generator(self, node: GeneratorNode, own: Own | None, others: Sequence[Own]) -> None:
+        if not any(f"state:{node.path}" in rank.generators for rank in (*others, *([own] if own else []))):
+            self.wants.missing(node.path, " (the state of a generator)")
+
+    def is_like(self, name: str, stream: generators.Stream, own: Own | None) -> bool:
+        """Whether a generator can go on with what this rank saved of it, if it did: one of another kind cannot."""
+        if own is None or name not in own.generators or generators.is_like(stream, own.generators[name]["state"]):
+            return True
+        path = name.removeprefix("state:")
+        self.wants.differ("retyped", path, f"{path} is a generator of another kind than in the checkpoint")
+        return False
+
     # --------------------------------------------------------------------------------------------------- optimizers
 
     def optimizer(self, view: OptimizerView) -> None:
@@ -305,10 +324,22 @@ class _Plan:
         first = self.scan.aliases.get(param.full, param.full)
         tied = (param.full, first, *self.wants.also.get(first, ()))
         names_of = [name for full in tied for name in (full, self.saved.aliases.get(full)) if isinstance(name, str)]
-        if len(self.saved.modules) == 1:
-            (module,) = self.saved.modules
-            names_of = [name.removeprefix(f"{module}.") for name in names_of]
-        return next((name for name in (*names_of, param.name) if name in saved.home), None)
+        return next((name for full in names_of if (name := self.named_there(full)) in saved.home), None)
+
+    def named_there(self, full: str) -> str | None:
+        """What the checkpoint's optimizers call the parameter of that canonical name: where the checkpoint has one
+        module, its name in that. None where another one is called so: one in that module, or one beside it."""
+        if len(self.saved.modules) != 1:
+            return full
+        (module,) = self.saved.modules
+        name = full.removeprefix(f"{module}.")
+        if name == full:
+            return full if self.is_there(full) else None
+        return None if self.is_there(name) and not self.is_there(full) else name
+
+    def is_there(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        return name in self.wants.names or name in self.saved.aliases
 
     def group(self, view: OptimizerView, number: int, saved: Group) -> None:
         live = dict(trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
@@ -317,7 +348,12 @@ class _Plan:
         def install() -> None:
             group = view.optimizer.param_groups[number]
             for key, value in load().items():
-                group[key] = _as_before(group.get(key), value)
+                live = group.get(key)
+                if (known := self.hypers.get(id(live))) is not None and not bool((known == value).all()):
+                    live = known.clone()  # another group's, for which the checkpoint has another value
+                group[key] = now = _as_before(live, value)
+                if isinstance(now, torch.Tensor):
+                    self.hypers[id(now)] = now
 
         self.wants.installs.append(install)
 
@@ -328,11 +364,12 @@ class _Plan:
             return
         prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
-        if ("reshaped", self.scan.aliases.get(param.full, param.full)) in self.wants.lines:
-            self.wants.used.update(found.values())  # the parameter is named already; its state does not fit either
+        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
+        parameter = self.wants.find(param.full, pieces.boxes)
+        if parameter is not None and not parameter.fits(pieces):
+            self.wants.used.update(found.values())  # the parameter is named; its state does not fit either
             return
         live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
-        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
         flags = saved.groups[saved.home[stored]].hyper.value
         made: list[tuple[trees.Path, Any]] = []
         for path, name in found.items():
@@ -376,22 +413,19 @@ class _Plan:
             self.wants.missing(name)
             return None
         tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
-        if not isinstance(live, torch.Tensor) or parted or not self.fits(param.like(live), found):
+        fits = isinstance(live, torch.Tensor) and found.fits(self.wants.cutter.pieces(param.like(live), name))
+        if parted or not fits:
             tensor = _new_state(found, path, param, flags, pieces.shape)
         self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
         return tensor
 
-    def fits(self, tensor: Any, found: Found) -> bool:
-        pieces = self.wants.cutter.pieces(tensor, found.name)
-        return pieces.dtype == found.dtype and found.shape in (None, pieces.shape)
-
     # -------------------------------------------------------------------------------------------------------- extra
 
-    def extra(self, own: Own | None) -> tuple[str, ...]:
+    def extra(self, own: Own | None, others: Sequence[Own]) -> tuple[str, ...]:
         """What the checkpoint has and this state has no place for."""
         paths = {node.path for node in self.scan.nodes}
         found = set(self.wants.unused())
-        found |= {node.path for node in self.scan.nodes if isinstance(node, DataNode) and self.is_others(node)}
+        found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_others(n, others)}
         for held in (self.saved.data, self.saved.objects, self.saved.optimizers, self.saved.modules):
             found |= {path for path in held if path not in paths}
         for path, keys in self.saved.modules.items():
@@ -402,8 +436,9 @@ class _Plan:
             kept = self.saved.optimizers[path].rest.value if path in self.saved.optimizers else {}
             found |= {names.join(path, key) for key in kept if key not in view.rest["value"]}
         if own is not None:
-            found |= {path for path in own.loaders if path not in paths}
-            found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in paths}
+            places = paths - {n.path for n in self.scan.nodes if isinstance(n, DataNode) and n.value is None}
+            found |= {path for path in own.loaders if path not in places}
+            found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in places}
         return tuple(sorted(found))
 
 

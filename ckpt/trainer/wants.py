@@ -15,7 +15,7 @@ from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import trees
 from ckpt.trainer.names import some
 from ckpt.trainer.saved import Tree
-from ckpt.trainer.shard import DTYPES, Cutter, Pieces, changing, is_dtensor
+from ckpt.trainer.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
 from ckpt.types import Box
 
 ONLY = "only in the checkpoint: "  # so begins a line of what nobody here wants
@@ -31,6 +31,19 @@ class Found:
     dtype: str
     shape: tuple[int, ...] | None
     parts: tuple[TensorSpec, ...] = ()
+
+    def fits(self, pieces: Pieces) -> bool:
+        """Whether it can be filled into these."""
+        return self.dtypes == {pieces.dtype} and all(held == saved for held, saved in self.shapes(pieces))
+
+    @property
+    def dtypes(self) -> set[str]:
+        return {self.dtype, *(part.dtype for part in self.parts)}
+
+    def shapes(self, pieces: Pieces) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shapes that are the same where it fits: those of these pieces, and those in the checkpoint."""
+        whole = [(pieces.shape, self.shape)] if self.shape is not None else []
+        return whole + [(box.shape, part.shape) for box, part in zip(pieces.boxes, self.parts, strict=False)]
 
 
 @dataclass(slots=True)
@@ -144,13 +157,11 @@ class Wants:
                 self.missing(name)
             return False
         self.used.add(found.name)
-        shapes = [(pieces.shape, found.shape)] if found.shape is not None else []
-        shapes += [(box.shape, part.shape) for box, part in zip(pieces.boxes, found.parts, strict=False)]
-        for shape, saved in shapes:
+        for shape, saved in found.shapes(pieces):
             if shape != saved:
                 self.differ("reshaped", name, f"{name} has the shape {shape}, in the checkpoint {saved}")
                 return False
-        for saved_dtype in {found.dtype, *(part.dtype for part in found.parts)}:
+        for saved_dtype in found.dtypes:
             if saved_dtype != pieces.dtype:
                 self.differ("retyped", name, f"{name} is {pieces.dtype}, in the checkpoint {saved_dtype}")
                 return False
@@ -159,15 +170,21 @@ class Wants:
             self.tensors.append(self._destination(local))
         return True
 
-    def fresh(self, name: str, like: Any = None) -> torch.Tensor | None:
-        """A new tensor that will be filled with what the checkpoint has under this name: placed as `like` is, if that
-        has the same global shape, else whole and on the CPU. None where the checkpoint has none, which is noted."""
+    def fresh(self, name: str, like: Any = None) -> Any:
+        """A new tensor that will be filled with what the checkpoint has under this name: placed, and a Shard, as `like`
+        is, if that has the same global shape, else whole and on the CPU. None where the checkpoint has none, which is
+        noted."""
         found = self.find(name)
         if found is None or found.shape is None:
             self.missing(name)
             return None
-        same = isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape
-        new = empty_like(like, dtype_of(found)) if same else torch.empty(found.shape, dtype=dtype_of(found))
+        dtype = dtype_of(found)
+        if isinstance(like, Shard) and like.global_shape == found.shape:
+            new: torch.Tensor | Shard = like.like(empty_like(like.tensor, dtype))
+        elif isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape:
+            new = empty_like(like, dtype)
+        else:
+            new = torch.empty(found.shape, dtype=dtype)
         self.fill(name, self.cutter.pieces(new, name))
         return new
 

@@ -145,6 +145,24 @@ def test_a_stored_state_that_is_none_is_refused(kind: str, bad: Any) -> None:
         generators.restore(generators.registered({"g": KINDS[kind]()}), old, [], at({"rank": 1}, (0,)), 1)
 
 
+@pytest.mark.parametrize("before", [{"g": 3}, {"g": torch.ones(2)}, {"x": 1}])
+def test_a_generator_of_which_the_checkpoint_has_nothing_is_named(before: dict[str, Any]) -> None:
+    made = torch.Generator().manual_seed(1)
+    targets = rt.restore({"x": 1, "g": made}, rt.save({"x": 1, **before}), strict=False)
+    assert targets.mismatch.missing == ("g",)
+    assert made.initial_seed() == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_a_generator_of_another_kind_is_named_and_stays_as_it_was(kind: str, other: str) -> None:
+    saved, mine = KINDS[other](), KINDS[kind]()
+    draw(saved)
+    targets = rt.restore({"g": mine}, rt.save({"g": saved}), strict=False)
+    assert targets.mismatch.retyped == (() if kind == other else ("g",))
+    assert draw(mine) == draw(saved if kind == other else KINDS[kind]())
+
+
 def test_a_generator_of_the_process_that_was_saved_and_is_not_here_is_named() -> None:
     checkpoint = rt.save({"x": 1}, generators=True)
     dropped = []

@@ -932,6 +932,86 @@ def test_not_strict_goes_on_with_what_fits() -> None:
     assert other["x"]["a"].shape == (4,)
 
 
+@pytest.mark.parametrize("first", ["model", "optim"])
+@pytest.mark.parametrize("change", [lambda: nn.Linear(3, 5), lambda: nn.Linear(3, 4).bfloat16()])
+def test_moments_of_a_parameter_that_does_not_fit_are_left_out_in_any_order(first: str, change: Any) -> None:
+    checkpoint = rt.save(adam(nn.Linear(3, 4), 2))
+    model = change()
+    optim = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optim": optim}
+    if first == "optim":
+        state = {"optim": optim, "model": model}
+    targets = rt.restore(state, checkpoint, strict=False)
+    assert (*targets.mismatch.reshaped, *targets.mismatch.retyped) == ("model.bias", "model.weight")
+    assert not targets.extra
+    assert not optim.state
+    model(torch.ones(2, 3, dtype=model.weight.dtype)).sum().backward()
+    optim.step()
+
+
+def test_a_module_that_came_to_the_state_gets_no_moments_of_a_part_of_another_of_its_name() -> None:
+    """`head`, which was alone, is a part of `model`, and now also a module beside it."""
+
+    def made(steps: int, beside: bool) -> dict[str, Any]:
+        model = nn.ModuleDict({"head": nn.Linear(3, 3)})
+        head = nn.Linear(3, 3)
+        parameters = [*model.parameters(), *(head.parameters() if beside else ())]
+        optim = torch.optim.Adam(parameters)
+        for _ in range(steps):
+            sum(p.square().sum() for p in parameters).backward()  # type: ignore[union-attr]
+            optim.step()
+        return {"model": model, "optim": optim, **({"head": head} if beside else {})}
+
+    saved, other = made(2, False), made(0, True)
+    targets = rt.restore(other, rt.save(saved), strict=False)
+    assert targets.mismatch.missing == (
+        *("head.bias", "head.weight"),
+        *("optim.state.head.bias", "optim.state.head.weight"),
+    )
+    assert set(map(id, other["optim"].state)) == set(map(id, other["model"].parameters()))
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_a_rank_that_has_another_module_than_before_gets_none_of_the_former_ones_moments(none: bool) -> None:
+    """Each rank has one module, and other names for it: what its optimizer calls `weight` is not the same."""
+
+    def made(stage: int, steps: int) -> dict[str, Any]:
+        model = nn.Linear(3, 3)
+        nets = {"0": None, "1": None} if none else {}
+        return {"nets": {**nets, str(stage): model}, "optim": adam(model, steps)["optim"]}
+
+    checkpoint = save_on({"rank": 2}, [made(stage, 2) for stage in range(2)])
+    for rank in range(2):
+        for stage in range(2):
+            state = made(stage, 0)
+            targets = rt.plan(StateWalker(state, on({"rank": 2}, rank), False), checkpoint, strict=False)
+            assert bool(targets.mismatch.missing) == (stage != rank)
+            rt.fill(targets, checkpoint)
+            targets.finish()
+            assert bool(state["optim"].state) == (stage == rank)
+
+
+def test_learning_rates_that_differ_part_a_tensor_that_groups_share() -> None:
+    def made(rates: Any) -> torch.optim.Optimizer:
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        shared = {} if isinstance(rates, torch.Tensor) else {"lr": rates[0]}
+        optim = torch.optim.Adam(groups, lr=rates if isinstance(rates, torch.Tensor) else 1.0)
+        for group, rate in zip(optim.param_groups, rates if shared else (), strict=False):
+            group["lr"] = rate
+        return optim
+
+    model = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+    for rates in ([0.5, 0.25, 0.5], [torch.tensor(0.5), torch.tensor(0.25), torch.tensor(0.5)]):
+        checkpoint = rt.save({"model": model, "optim": made(rates)})
+        optim = made(torch.tensor(0.1))
+        assert optim.param_groups[0]["lr"] is optim.param_groups[1]["lr"]
+        held = optim.param_groups[0]["lr"]
+        rt.restore({"model": model, "optim": optim}, checkpoint)
+        assert [float(group["lr"]) for group in optim.param_groups] == [0.5, 0.25, 0.5]
+        assert optim.param_groups[0]["lr"] is held
+        assert all(isinstance(group["lr"], torch.Tensor) for group in optim.param_groups)
+
+
 def test_an_optimizer_grouped_otherwise_is_named() -> None:
     model = nn.Linear(2, 2)
     two = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
@@ -960,6 +1040,29 @@ def on(mesh: dict[str, int], index: int) -> Coordinate:
 def save_on(mesh: dict[str, int], states: list[dict[str, Any]]) -> rt.Checkpoint:
     walkers = [StateWalker(state, on(mesh, rank), False) for rank, state in enumerate(states)]
     return rt.assemble_ranks([rt.save_rank(w, rank, len(states)) for rank, w in enumerate(walkers)])
+
+
+def test_an_object_gets_a_hand_made_shard_as_it_gave_it() -> None:
+    class Table:
+        def __init__(self, rank: int, world: int) -> None:
+            self.part = Shard(torch.full((4 // world, 2), float(rank)), (4, 2), (rank * 4 // world, 0))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"part": self.part}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.part = state["part"]
+
+    checkpoint = save_on({"rank": 2}, [{"table": Table(rank, 2)} for rank in range(2)])
+    for rank in range(4):
+        table = Table(rank, 4)
+        before = table.part
+        targets = rt.plan(StateWalker({"table": table}, on({"rank": 4}, rank), False), checkpoint)
+        rt.fill(targets, checkpoint)
+        targets.finish()
+        assert (table.part.global_shape, table.part.offset) == ((4, 2), (rank, 0))
+        assert table.part.tensor.tolist() == [[float(rank // 2)] * 2]
+        assert table.part.tensor is not before.tensor
 
 
 def test_equal_names_with_different_values_come_back_to_their_own_ranks() -> None:
@@ -1099,6 +1202,28 @@ def test_loader_positions_follow_the_data_parallel_coordinate() -> None:
     assert positions(Loader, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2}) == ["at 0", "at 1", "at 2", "at 3"]
     assert len(set(positions(Loader, {"dp": 2, "tp": 2}, {"rank": 2}))) == 2
     assert positions(Loader, {"rank": 2}, {"dp": 2, "tp": 2}) == ["at 0", "at 0", "at 1", "at 1"]
+
+
+def test_ranks_that_have_no_loader_or_generator_now_miss_none() -> None:
+    """The loader of the first stage; None elsewhere."""
+    saved = {"loader": Loader("at 7"), "dice": torch.Generator().manual_seed(3)}
+    checkpoint = save_on({"rank": 1}, [saved])
+    extra = []
+    for rank in range(2):
+        state = {"loader": Loader(), "dice": torch.Generator()} if rank == 0 else {"loader": None, "dice": None}
+        targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), checkpoint)
+        assert not targets.mismatch, str(targets.mismatch)
+        targets.finish()
+        assert rank or state["loader"].position == "at 7"
+        extra.append(set(targets.extra))
+    assert extra == [set(), {"loader", "dice"}]
+    again = save_on({"pp": 2}, [saved, {"loader": None, "dice": None}])
+    nothing = {"loader": None, "dice": None}
+    for rank, state in enumerate((nothing, {"loader": Loader(), "dice": torch.Generator()})):
+        targets = rt.plan(StateWalker(state, on({"pp": 2}, rank), False), again)
+        assert targets.mismatch.missing == ((), ("dice", "loader"))[rank]
+        assert set(targets.extra) == ({"loader", "dice"}, set())[rank]
+    assert rt.restore(dict(nothing), rt.save(saved), strict=False).extra == ("dice", "loader")
 
 
 def test_on_another_data_parallel_size_a_loader_is_resharded_or_the_choices_are_named() -> None:
