@@ -5,9 +5,9 @@ tied weight is found under any of its names; a module that says itself how it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,12 +18,13 @@ from ckpt.format.safetensors import SafetensorsReader, TensorHead
 from ckpt.plan.layout import Entry
 from ckpt.plan.reshard import Want
 from ckpt.storage import open as open_store
-from ckpt.store.reader import FrameReader, newest_readable
+from ckpt.store.reader import FrameReader, load_values, newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer import names
 from ckpt.trainer.alike import first_owners
 from ckpt.trainer.fill import Filler
 from ckpt.trainer.nodes import ModuleNode
+from ckpt.trainer.saved import Shared, merge_shared
 from ckpt.trainer.shard import Cutter, changing
 from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.trainer.wants import empty_like
@@ -32,10 +33,12 @@ from ckpt.trainer.wants import empty_like
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """`cast`: in words, what was converted to another dtype; "" where nothing was. `firsts`: buffers that differed
-    between the ranks that saved them: the first rank's were taken."""
+    between the ranks that saved them: the first rank's were taken. `versions`: by module, those of its format
+    that it had when it was saved."""
 
     cast: str = ""
     firsts: tuple[str, ...] = ()
+    versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def load_weights(where: str, walker: StateWalker) -> Loaded:
@@ -54,7 +57,7 @@ def load_weights(where: str, walker: StateWalker) -> Loaded:
         if names.is_custom(node.value):
             held = {each.key: each.tensor for each in wanted if each.module == node.path}
             with torch.no_grad():
-                node.load(held, {})
+                node.load(held, loaded.versions.get(node.path, {}))
     return loaded
 
 
@@ -165,7 +168,7 @@ def _from_files(files: list[Path], wanted: list[_Wanted]) -> Loaded:
 def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
     store = open_store(where)
 
-    def use(record: Record) -> tuple[str, ...]:
+    def use(record: Record) -> Loaded:
         manifest = record.manifest
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         owners = first_owners(manifest, {name for each in wanted if each.is_buffer for name in each.names})
@@ -204,13 +207,21 @@ def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
             if not filler(frame, memoryview(held.pop(frame))):
                 raise DamagedData(f"init={where!r}: frame {frame} changed in this host's memory while it was copied")
 
-        FrameReader(store, record).read(filler.frames, deliver, out)
+        reader = FrameReader(store, record)
+        reader.read(filler.frames, deliver, out)
         filler.check()
-        return tuple(firsts)
+        versions = _versions(reader) if any(each.module for each in wanted) else {}
+        return Loaded(firsts=tuple(firsts), versions=versions)
 
     try:
-        return Loaded(firsts=newest_readable(Run(store), use))
+        return newest_readable(Run(store), use)
     except NoCheckpoint as exc:
         raise UsageError(f"init={where!r} is no .safetensors file or folder, and no ckpt run: {exc}") from exc
     finally:
         store.close()
+
+
+def _versions(reader: FrameReader) -> Mapping[str, Mapping[str, int]]:
+    held = load_values(reader)
+    trees = [tree for tree in (held.shared, *held.own_shared.values()) if tree is not None]
+    return Shared.parse(merge_shared(trees)).versions if trees else {}

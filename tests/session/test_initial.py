@@ -155,6 +155,27 @@ def test_weights_of_another_dtype_are_converted_and_that_is_said(tmp_path: Path)
     assert "model.weight from float32 to bfloat16" in event.message
 
 
+class Turned(nn.Linear):
+    """Files of it that do not say their version are turned."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_a_module_is_told_in_which_version_of_its_format_a_run_saved_it(tmp_path: Path) -> None:
+    saved, other = nn.Sequential(Turned(3, 3)), nn.Sequential(Turned(3, 3))
+    with ckpt.Checkpointer(tmp_path / "source", {"model": saved}) as ck:
+        for _ in ck.steps(1):
+            pass
+    wait_agent_gone(tmp_path / "source")
+    with ckpt.Checkpointer(tmp_path / "run", {"model": other}, init=tmp_path / "source"):
+        assert torch.equal(other[0].weight, saved[0].weight)
+
+
 def a_run_whose_ranks_differed(folder: Path, **tensors: tuple[torch.Tensor, ...]) -> Path:
     """The URL of a run: each tensor once, or one of each rank's own."""
     listed = [
