@@ -364,11 +364,10 @@ class _Plan:
             return
         prefix, skeleton = state_path(view.path, stored), saved.state[stored]
         found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
-        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
-        parameter = self.wants.find(param.full, pieces.boxes)
-        if parameter is not None and not parameter.fits(pieces):
+        if self.is_misfit(param):
             self.wants.used.update(found.values())  # the parameter is named; its state does not fit either
             return
+        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
         live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
         flags = saved.groups[saved.home[stored]].hyper.value
         made: list[tuple[trees.Path, Any]] = []
@@ -387,6 +386,14 @@ class _Plan:
             state[param.tensor] = trees.settle(state.get(param.tensor), value)
 
         self.wants.installs.append(install)
+
+    def is_misfit(self, param: Param) -> bool:
+        """Whether what is saved of the parameter (by its module, maybe not as it is) cannot be filled."""
+        if self.scan.aliases.get(param.full, param.full) not in self.scan.tensors:
+            return False
+        pieces = self.pieces(param.full)
+        found = self.wants.find(param.full, pieces.boxes)
+        return found is not None and not found.fits(pieces)
 
     def rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
         """What the optimizer's own load_state_dict() gets beside state and groups; `installs` put these there."""

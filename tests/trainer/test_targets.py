@@ -433,6 +433,16 @@ class Renaming(Delegating):
             state[key.replace("in_", "inner.")] = state.pop(key)
 
 
+class Widening(Delegating):
+    """What it gives has another dtype than what it holds, under the same names."""
+
+    state_dict, load_state_dict = nn.Module.state_dict, nn.Module.load_state_dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(lambda _, d, *rest: {key: value.double() for key, value in d.items()})
+
+
 class Parallel(Renaming):
     """With a wrapper inside."""
 
@@ -449,7 +459,7 @@ def adam(model: nn.Module, steps: int) -> dict[str, Any]:
     return {"model": model, "optim": optim}
 
 
-@pytest.mark.parametrize("kind", [Delegating, Short, Renaming, Parallel, lambda: nn.Sequential(Scaled())])
+@pytest.mark.parametrize("kind", [Delegating, Short, Renaming, Widening, Parallel, lambda: nn.Sequential(Scaled())])
 def test_a_module_that_names_its_tensors_itself_is_restored_with_its_optimizer(kind: Any) -> None:
     saved = adam(kind(), 2)
     checkpoint = rt.save(saved)
