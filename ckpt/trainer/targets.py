@@ -120,7 +120,7 @@ class _Plan:
     saved: Shared
     wants: Wants
     parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
-    hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # tensors of groups that have got their value, by id
+    hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # by id, tensors of groups that have their value
 
     def module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
@@ -312,8 +312,11 @@ class _Plan:
                 if len(set(numbers)) < len(numbers):
                     line += ", and with other hyper-parameters on other ranks"
                 self.wants.differ("reshaped", name, line)
-            for home in held if len(held) == 1 else ():
-                self.group(view, number, saved.groups[home])
+            if len(held) == 1:
+                self.group(view, number, saved.groups[held.pop()])
+            else:
+                tensors = trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1]
+                self.hypers.update((id(tensor), tensor) for _, tensor in tensors if isinstance(tensor, torch.Tensor))
             for param, known_as in zip(params, stored, strict=True):
                 self.parameter(view, param, known_as, saved)
         self.rest(view, saved, self.wants.installs[before:])

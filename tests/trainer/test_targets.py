@@ -1020,6 +1020,10 @@ def test_learning_rates_that_differ_part_a_tensor_that_groups_share() -> None:
         assert [float(group["lr"]) for group in optim.param_groups] == [0.5, 0.25, 0.5]
         assert optim.param_groups[0]["lr"] is held
         assert all(isinstance(group["lr"], torch.Tensor) for group in optim.param_groups)
+        grown = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+        optim = torch.optim.Adam([{"params": list(layer.parameters())} for layer in grown], lr=torch.tensor(0.1))
+        rt.restore({"model": grown, "optim": optim}, checkpoint, strict=False)
+        assert [round(float(group["lr"]), 3) for group in optim.param_groups] == [0.5, 0.25, 0.5, 0.1]
 
 
 def test_an_optimizer_grouped_otherwise_is_named() -> None:
