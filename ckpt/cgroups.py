@@ -22,17 +22,24 @@ _OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What one version calls them. `file_pages`, `unwritten`: in memory.stat, of a group and all in it."""
+    """What one version calls them. `limits`: the lowest counts: above a soft one (memory.high) nothing is refused, but
+    whoever takes memory is slowed down until some is given back, and ours cannot be. `file_pages`, `unwritten`: in
+    memory.stat, of a group and all in it."""
 
-    limit: str
+    limits: tuple[str, ...]
     used: str
     file_pages: tuple[str, ...]
     unwritten: tuple[str, ...]
 
 
-V2 = Names("memory.max", "memory.current", ("inactive_file", "active_file"), ("file_dirty", "file_writeback"))
+V2 = Names(
+    ("memory.max", "memory.high"),
+    "memory.current",
+    ("inactive_file", "active_file"),
+    ("file_dirty", "file_writeback"),
+)
 V1 = Names(
-    "memory.limit_in_bytes",
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
     ("total_dirty", "total_writeback"),
@@ -47,8 +54,12 @@ class Group:
     names: Names
 
     def limit_bytes(self) -> int:
-        """Errors: OSError, ValueError where there is none."""
-        return int(text(self.folder / self.names.limit))
+        """Errors: ValueError where there is none."""
+        found: list[int] = []
+        for name in self.names.limits:
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                found.append(int(text(self.folder / name)))
+        return min(found)
 
     def used_bytes(self) -> int:
         """By the group and all in it, but for what is given back at once, where that is told. Errors: OSError,

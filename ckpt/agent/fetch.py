@@ -186,7 +186,7 @@ class Restore:
                 for sources in (asked.sources, self.sources):
                     sources[level] = sources.get(level, 0) + int(self._lengths[frame])
             elif source is From.STORE:
-                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store")
+                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store", frames=[frame])
                 return
             else:
                 asked.home.discard(frame)
@@ -423,7 +423,7 @@ class Restore:
             return
         if self._open_record is None:
             what = f"frame {min(frames)} of {self.identity}"
-            self._fail(asked, f"{what} is not to be had from memory and not in the store")
+            self._fail(asked, f"{what} is not to be had from memory and not in the store", frames=frames)
             return
         for frame in frames:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))
@@ -475,8 +475,9 @@ class Restore:
             return
         error = failure(done)
         if error:
-            for asked in [self._asked[who] for frame in list(self._wanted) for who in self._who(frame)]:
-                self._fail(asked, f"{self.identity} cannot be read from the store: {error}", done.exception())
+            frames, text = list(self._wanted), f"{self.identity} cannot be read from the store: {error}"
+            for asked in [self._asked[who] for frame in frames for who in self._who(frame)]:
+                self._fail(asked, text, done.exception(), frames)
             return
         self.record = done.result()
         self._read()
@@ -537,12 +538,14 @@ class Restore:
 
     def _lacking(self, frame: int, error: Exception) -> None:
         for asked in [self._asked[who] for who in self._who(frame)]:
-            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", error)
+            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", error, [frame])
 
-    def _fail(self, asked: Asked, message: str, error: object = None) -> None:
+    def _fail(self, asked: Asked, message: str, error: object = None, frames: Collection[int] = ()) -> None:
+        """`frames`: those that are not had. Damaged is one of them that nobody out of reach might have as well."""
         if self._asked.get(id(asked.receiver)) is asked:
             kind = kind_of(error)
-            if kind == DamagedData.kind and self._peers is not None and self._peers.unreached & asked.left:
+            away = self._peers.unreached if self._peers is not None else frozenset()
+            if kind == DamagedData.kind and frames and away.issuperset(frames):
                 kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
             self.drop(asked.receiver)
             fields = {

@@ -341,7 +341,6 @@ class Following:
         request_id = int(fields["id"])
         known = {int(rank): bytes(digest) for rank, digest in fields["known"]}
         slot, identity = int(fields["slot"]), Identity.parse(str(fields["identity"]))
-        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)
 
         def read(parts: list[Part], error: str) -> None:
             moving.end()
@@ -349,6 +348,7 @@ class Following:
             answer(channel, request_id, {}, error, blobs)
 
         self.ranks.read(slot, identity, read)
+        moving = Moving(channel, request_id, self.ranks.progress, self._server.later)  # unless it is refused
 
     def _sizes(self, fields: dict[str, Any]) -> dict[int, int]:
         sizes = {int(rank): int(size) for rank, size in fields["sizes"]}

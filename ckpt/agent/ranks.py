@@ -19,6 +19,7 @@ from ckpt.agent.checkpoint import Part, Reader
 from ckpt.agent.control import ControlPage, Word
 from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
+from ckpt.errors import AgentError
 from ckpt.types import Identity
 
 
@@ -148,8 +149,11 @@ class Ranks:
             peer.send(fields, [arena.fd] if new else [])
 
     def read(self, slot: int, identity: Identity, then: Callable[[list[Part], str], None]) -> None:
-        """Hashes what the ranks have staged in a slot, and leaves the hashes there."""
-        arenas = self.arenas[slot]
+        """Hashes what the ranks have staged in a slot, and leaves the hashes there. Errors: AgentError where there is
+        none: it went with a former agent, to which that was to be said."""
+        arenas = self.arenas.get(slot)
+        if arenas is None:
+            raise AgentError(f"there is nothing in slot {slot} here")
 
         def read(done: Future[list[Part]]) -> None:
             error = failure(done)

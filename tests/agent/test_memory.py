@@ -49,6 +49,16 @@ def test_the_control_groups_limit_counts_in_both_versions(tmp_path: Path) -> Non
     assert memory.free_bytes(MEMINFO, tmp_path) == 0
 
 
+@pytest.mark.parametrize(("most", "high"), [("max", 3 * GIB), (8 * GIB, 3 * GIB), (3 * GIB, 8 * GIB), (3 * GIB, "max")])
+def test_the_soft_limit_counts_like_the_hard_one_and_the_lower_of_both(
+    tmp_path: Path, most: object, high: object
+) -> None:
+    for name, value in (("max", most), ("high", high), ("current", GIB)):
+        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+    assert memory.free_bytes(MEMINFO, tmp_path) == 2 * GIB
+    assert memory.total_bytes(MEMINFO, tmp_path) == 3 * GIB
+
+
 @pytest.mark.parametrize("limited", ["", "batch", "batch/job7", "batch/job7/step0"])
 @pytest.mark.parametrize(
     ("own", "at", "names"),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from ckpt.agent.arena import WARM_BYTES
 from ckpt.agent.memory import Taken
 from ckpt.agent.ranks import GIVE_WAY_S, Ranks
+from ckpt.errors import AgentError
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
@@ -45,6 +48,18 @@ def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
         assert time.monotonic() - began_s >= 3 * GIVE_WAY_S
         ranks.page.copy(1, False)
         assert not ranks.page.copies
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
+    """Not a mistake of who asks: its word was on its way, or waited, while the agent before this one died."""
+    turned = Turned()
+    ranks = Ranks(2, turned.bulk, Taken)
+    try:
+        with pytest.raises(AgentError, match="slot 1"):
+            ranks.read(1, identity(5), lambda parts, error: None)
     finally:
         ranks.drop()
         turned.close()

@@ -393,7 +393,7 @@ class SimConnection:
                 asked.future.set_result(message)
             else:
                 message.close()
-        elif message.kind == "moving":
+        elif "id" in message.fields and message.kind == "moving":
             moving = self._pending.get(message.fields["id"])
             if moving is not None:
                 moving.moves.set()

@@ -99,12 +99,21 @@ class Rig:
 @contextmanager
 def rig(state: Callable[[], tuple[Mapping[str, Tensor], Collection[str]]], **options: object) -> Iterator[Rig]:
     made = Rig(state, **options)  # type: ignore[arg-type]
+    with one_thread():
+        try:
+            yield made
+        finally:
+            made.snapshotter.close()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On a busy machine torch's own threads wait, and may be fewer, which changes sums in the last bit."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine torch's own threads wait for each other
+    torch.set_num_threads(1)
     try:
-        yield made
+        yield
     finally:
-        made.snapshotter.close()
         torch.set_num_threads(threads)
 
 

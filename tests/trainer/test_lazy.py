@@ -20,7 +20,7 @@ from ckpt.trainer.pieces import cut
 from ckpt.trainer.shard import storages
 from ckpt.trainer.snapshot import Snapshot
 from tests.trainer.kinds import WITHOUT_STORAGE
-from tests.trainer.snapshots import FRAME_BYTES, LARGE, Rig, Stamper, TearingCopier, raw, rig, walk_of
+from tests.trainer.snapshots import FRAME_BYTES, LARGE, Rig, Stamper, TearingCopier, one_thread, raw, rig, walk_of
 
 
 class Loop:
@@ -878,7 +878,8 @@ def test_lazy_and_eager_give_equal_bytes() -> None:
             assert not it.events
         return found
 
-    lazy, eager = run(True), run(False)
+    with one_thread():
+        lazy, eager = run(True), run(False)
     assert len(set(eager)) == 8
     assert lazy == eager
 

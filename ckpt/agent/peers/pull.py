@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.agent.bulk import NICE
@@ -55,7 +55,8 @@ class Terms:
     """How an agent fetches. `greet`: makes the dialling side of a handshake for role DATA, given what it is about and
     the name of the peer. `stall_s`: in which a connection moves SLOWEST_BYTES, or is given up. `patience_s`: a
     transfer fails when for so long nothing has come, and the sender has not been seen to serve others either, and a
-    connection then fails. `nice`: at the lowest priority."""
+    connection then fails. `nice`: at the lowest priority. `reached`: by name of a peer, the address that led there
+    last, in any transfer."""
 
     greet: Callable[[str, str], Dialler]
     inward: Bucket
@@ -63,31 +64,33 @@ class Terms:
     stall_s: float
     patience_s: float
     nice: bool = True
+    reached: dict[str, Address] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Dial:
-    """Makes connections that give frames of the offer `name` of the agent `peer`. `addresses`: where that listens; the
-    one that led there last, first. `keep`: given each socket before it is waited for; may refuse it by OSError. `drop`:
-    given it back, to close it, where it came to nothing."""
+    """Makes connections that give frames of the offer `name` of the agent `peer`. `addresses`: where that listens.
+    `keep`: given each socket before it is waited for; may refuse it by OSError. `drop`: given it back, to close it,
+    where it came to nothing."""
 
     terms: Terms
     peer: str
     name: str
-    addresses: list[Address]
+    addresses: Sequence[Address]
     keep: Callable[[socket.socket], None]
     drop: Callable[[socket.socket], None]
 
     def connect(self) -> tuple[socket.socket, Session]:
         """Errors: _TurnedAway where it serves as many as it can; OSError, EOFError, AgentError."""
         error: Exception | None = None
-        for address in self.addresses:
+        known = self.terms.reached.get(self.peer)
+        for address in sorted(self.addresses, key=lambda each: each != known):  # others may take CONNECT_S, each time
             try:
                 made = self._connect_to(address)
             except (OSError, EOFError, AgentError) as exc:
                 error = exc
             else:
-                self.addresses = [address, *(each for each in self.addresses if each != address)]
+                self.terms.reached[self.peer] = address
                 return made
         raise error or OSError("no address")
 

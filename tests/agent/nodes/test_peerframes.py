@@ -318,6 +318,33 @@ def test_what_is_not_had_while_a_node_that_has_it_is_out_of_reach_is_not_called_
     assert "could not be reached" in outcome["message"]
 
 
+def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node_that_is_gone(
+    begin: Callable[..., Start],
+) -> None:
+    """Or each start would end in that, for as long as some node is lost in the middle of it."""
+    start = begin(1, ("a", "b"), ("b",))
+    (rank,) = start.ranks
+    rank.deaf = True
+    start.carrier.broken = {"a"}
+    good, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
+    start.restore.request(rank, [good, damaged])
+
+    def end() -> bool:
+        for _, held, each in [each for each in start.carrier.coming if each[1] == 1]:
+            assert held == 1
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming = [each for each in start.carrier.coming if each[1] == 0]
+        if start.carrier.coming:
+            start.carrier.come()
+        return rank.outcome is not None
+
+    start.turned.until(end)
+    assert start.peers.unreached == {good}
+    assert rank.outcome is not None
+    assert rank.outcome["kind"] == "damaged"
+    assert f"frame {damaged} " in rank.outcome["message"]
+
+
 def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[..., Start]) -> None:
     start = begin(1, ("a", "b"))
     start.restore.request(start.ranks[0], start.frames)

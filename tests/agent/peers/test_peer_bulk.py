@@ -25,6 +25,7 @@ from ckpt.agent.peers.transport import WRONG_MAX, Fetch, Frames
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError, CkptError, DamagedData
 from ckpt.format.frames import frame_hash
+from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.peers.loop import BOUND_S, RUN, SECRET, Node, TurnedLoop
 from tests.agent.peers.proxy import Fault, Proxy
@@ -227,6 +228,34 @@ def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Ma
         loop.until(fetch.done.done)
         with pytest.raises(AgentError, match=f"nothing has come for .*{why}"):
             fetch.done.result()
+
+
+def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(node: Made, loop: TurnedLoop) -> None:
+    """It may take CONNECT_S, and a restore makes many transfers."""
+    sender, receiver = node("a"), node("b")
+    source, frames = content()
+    sender.transport.offer(NAME, memoryview(source), frames)
+    tried: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as nowhere, Tasks("nowhere") as tasks:
+
+        def refuse() -> None:
+            while not tasks.stopping.is_set():
+                sock, _ = nowhere.accept()
+                tried.append(sock)
+                sock.close()
+
+        tasks.start("refuse", refuse)
+        addresses = [Address("127.0.0.1", nowhere.getsockname()[1]), sender.address]
+        for _ in range(3):
+            target = bytearray(ROOM)
+            finished(loop, receiver.transport.fetch("a", addresses, NAME, memoryview(target), frames).done)
+        stream = receiver.transport.stream("a", addresses, NAME, [0])
+        loop.until(stream.done)
+        stream.result().close()
+        count = len(tried)
+        tasks.stopping.set()
+        socket.create_connection(nowhere.getsockname()).close()
+    assert count == 1
 
 
 def test_another_agent_or_secret_at_that_address_is_an_error(node: Made, loop: TurnedLoop) -> None:
