@@ -11,7 +11,7 @@ Put-if-absent is asked for where fsspec can pass it on; else it is a look before
 system's own. Chunks are joined, since fsspec takes one buffer: prefer the backends that speak to the store directly.
 
 Where a file system tells no time of its objects that we can read, they are for ever new (contract.ObjectInfo): nothing
-is deleted there for its age.
+is deleted there for its age. A folder that cannot be listed is an error: fsspec's own find() takes it for an empty one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.dircache import DirCache
 
 from ckpt.errors import (
     AccessDenied,
@@ -42,7 +43,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import lost
-from ckpt.storage.names import TEMPORARY, check_key, check_prefix, check_range, is_key, shown
+from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key, shown
 
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
 _AGAIN = {
@@ -62,16 +63,21 @@ _DIGITS = re.compile(r"(\d{14})(?:\.\d+)?")  # YYYYMMDDHHMMSS, always UTC: MLSD 
 
 
 def open_fsspec(url: str) -> FsspecBackend:
-    """Errors: UsageError where fsspec does not know the protocol, or lacks the package for it."""
+    """Errors: UsageError where fsspec does not know the protocol, or lacks the package for it; StorageError of a file
+    system that connects at once."""
     plain = url.removeprefix("fsspec+")
     protocol = plain.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)
-        filesystem, root = url_to_fs(plain, use_listings_cache=False, skip_instance_cache=True)
+        filesystem, root = url_to_fs(plain, skip_instance_cache=True)
     except (ImportError, ValueError, TypeError) as exc:
         raise UsageError(
             f"{shown(url)}: fsspec cannot open it: {exc}; give a URL that it knows, or install what it lacks"
         ) from exc
+    except Exception as exc:
+        raise _error(shown(url), "connect", exc) from exc
+    if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's takes no such option
+        filesystem.dircache.use_listings_cache = False
     return FsspecBackend(url, protocol, filesystem, root.rstrip("/"))
 
 
@@ -189,12 +195,26 @@ class FsspecBackend:
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Files below the prefix, by their path below the root."""
-        folder = f"{self._root}/{prefix}".rstrip("/")
+        folder = self._fs._strip_protocol(f"{self._root}/{prefix}".rstrip("/"))
         with self._translated(f"list {prefix}"):
             self._fs.invalidate_cache()
-            found = self._fs.find(folder, detail=True)
+            found = self._fs.find(folder, detail=True) if self._is_put_atomic else dict(self._walk(folder))
         head = self._fs._strip_protocol(self._root) + "/"
         return ((path.removeprefix(head), each) for path, each in found.items() if path.startswith(head))
+
+    def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Files below the folder, by their path. One that is not there has none. Errors: OSError."""
+        try:
+            found = self._fs.ls(folder, detail=True)
+        except OSError as exc:
+            if isinstance(exc, FileNotFoundError) or exc.errno == errno.ENOENT:
+                return
+            raise
+        for each in found:
+            if each["type"] != "directory":
+                yield each["name"], each
+            elif depth < PARTS_MAX and each["name"].rstrip("/") != folder:
+                yield from self._walk(each["name"].rstrip("/"), depth + 1)
 
     def _info(self, key: str, found: Mapping[str, Any]) -> ObjectInfo:
         modified_s = _modified_s(found)
@@ -209,28 +229,29 @@ class FsspecBackend:
         except CkptError:
             raise
         except Exception as exc:
-            raise self._error(what, exc) from exc
+            raise _error(self.url, what, exc) from exc
 
-    def _error(self, what: str, exc: Exception) -> CkptError:
-        told = f"{self.url}: {what}: {type(exc).__name__}: {exc}"
-        if "bucket does not exist" in str(exc) or "NoSuchBucket" in str(exc):
-            return StorageError(f"{told}; create the bucket, or check the URL and the endpoint")
-        if isinstance(exc, FileNotFoundError):
-            return NotFound(told)
-        if isinstance(exc, FileExistsError):
-            return AlreadyExists(told)
-        if isinstance(exc, PermissionError) or type(exc).__name__ in (
-            "NoCredentialsError",
-            "ClientAuthenticationError",
-        ):
-            return AccessDenied(f"{told}; check the credentials, and what they allow there")
-        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-            return StorageError(f"{told}; make room (ckpt prune {self.url})")
-        if isinstance(exc, TimeoutError | ConnectionError) or type(exc).__name__ in _AGAIN_NAMES:
-            return TransientError(told)
-        if isinstance(exc, OSError) and exc.errno in _AGAIN:
-            return TransientError(told)
-        return StorageError(told)
+
+def _error(url: str, what: str, exc: Exception) -> CkptError:
+    told = f"{url}: {what}: {type(exc).__name__}: {exc}"
+    if "bucket does not exist" in str(exc) or "NoSuchBucket" in str(exc):
+        return StorageError(f"{told}; create the bucket, or check the URL and the endpoint")
+    if isinstance(exc, FileNotFoundError):
+        return NotFound(told)
+    if isinstance(exc, FileExistsError):
+        return AlreadyExists(told)
+    if isinstance(exc, PermissionError) or type(exc).__name__ in (
+        "NoCredentialsError",
+        "ClientAuthenticationError",
+    ):
+        return AccessDenied(f"{told}; check the credentials, and what they allow there")
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+        return StorageError(f"{told}; make room (ckpt prune {url})")
+    if isinstance(exc, TimeoutError | ConnectionError) or type(exc).__name__ in _AGAIN_NAMES:
+        return TransientError(told)
+    if isinstance(exc, OSError) and exc.errno in _AGAIN:
+        return TransientError(told)
+    return StorageError(told)
 
 
 def _modified_s(found: Mapping[str, Any]) -> float:

@@ -20,6 +20,7 @@ from ckpt.store.commit import Committer
 from ckpt.store.lineage import Claim
 from ckpt.store.prune import Lease, Pruner
 from ckpt.store.run import Run
+from tests.servers import free_port
 from tests.store.build import epoch, floats, identity, snapshot
 from tests.store.test_run import Beating
 
@@ -38,9 +39,14 @@ class FailingFileSystem(LocalFileSystem):
         super().pipe_file(path, value, mode, **options)
 
     def mv(self, path1: str, path2: str, **options: Any) -> None:
-        if type(self).failure is not None:
+        if type(self).failure is not None and type(self).step in ("write", "move"):
             raise type(self).failure
         super().mv(path1, path2, **options)
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if type(self).failure is not None and type(self).step == f"list {os.path.basename(path)}":
+            raise type(self).failure
+        return super().ls(path, detail, **options)
 
 
 class TimelessFileSystem(LocalFileSystem):
@@ -52,15 +58,29 @@ class TimelessFileSystem(LocalFileSystem):
         found: dict[str, Any] = super().info(path, **options)
         return {name: found[name] for name in ("name", "size", "type")}
 
-    def find(self, path: str, *args: Any, detail: bool = False, **options: Any) -> Any:
-        found = super().find(path, *args, **options)
-        return {each: self.info(each) for each in found} if detail else found
+
+class PlainFileSystem(LocalFileSystem):
+    """Local files of a file system that takes no option but its own, as SFTP's does, and caches listings."""
+
+    protocol = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail, **options)
+        return self.dircache.get(path) or super().ls(path, detail, **options)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Another thread may fill it again before it is looked at."""
 
 
 @pytest.fixture(autouse=True)
 def failing() -> Iterator[type[FailingFileSystem]]:
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     fsspec.register_implementation("timeless", TimelessFileSystem, clobber=True)
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
     yield FailingFileSystem
     FailingFileSystem.failure = None
     FailingFileSystem.step = "write"
@@ -94,6 +114,53 @@ def test_an_upload_that_fails_shows_nothing_and_keeps_the_old_object(
     assert os.listdir(tmp_path / "a") == ["k"]
 
 
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (OSError("Socket is closed"), StorageError),  # as paramiko's
+        (ConnectionResetError("reset"), TransientError),
+        (PermissionError("no"), AccessDenied),
+    ],
+)
+@pytest.mark.parametrize("folder", ["commits", "identity"])
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_empty(
+    failing: type[FailingFileSystem], tmp_path: Path, folder: str, failure: OSError, expected: type[StorageError]
+) -> None:
+    """fsspec's own find() passes over it."""
+    store = open_fsspec(f"fsspec+failing://{tmp_path}")
+    store.put("commits/identity/k", [b"x"])
+    failing.failure, failing.step = failure, f"list {folder}"
+    for prefix in ("", "commits/"):
+        with pytest.raises(expected) as caught:
+            list(store.list(prefix))
+        assert type(caught.value) is expected
+    with pytest.raises(expected):
+        store.abort_uploads(0, ["commits/"])
+
+
+@pytest.mark.parametrize("failure", [FileNotFoundError("gone"), OSError(2, "gone"), type("Smb", (OSError,), {})(2, "")])
+def test_a_folder_that_is_not_there_or_goes_meanwhile_has_nothing(
+    failing: type[FailingFileSystem], tmp_path: Path, failure: OSError
+) -> None:
+    store = open_fsspec(f"fsspec+failing://{tmp_path}")
+    assert list(store.list("commits/")) == []
+    store.put("commits/k", [b"x"])
+    store.put("data/k", [b"x"])
+    failing.failure, failing.step = failure, "list commits"
+    assert [info.key for info in store.list("")] == ["data/k"]
+
+
+def test_a_prune_that_cannot_list_the_commits_retires_nothing(failing: type[FailingFileSystem], tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+failing://{tmp_path}")
+    run = Run(store)
+    snap = snapshot({"w": floats(4)})
+    Committer(store, "w").commit(identity(1, 10), snap.manifest, snap.frame, check=lambda: None)
+    run.close(epoch(1), "test")
+    failing.failure, failing.step = OSError("Socket is closed"), "list commits"
+    with pytest.raises(StorageError):
+        Pruner(run, None, grace_s=-1).plan(run.view(), Keep(last=1))
+
+
 def test_a_file_left_by_a_dead_writer_is_no_object_and_goes_by_age(tmp_path: Path) -> None:
     store = open_fsspec(f"fsspec+file://{tmp_path}")
     store.put("a/k", [b"x"])
@@ -104,14 +171,21 @@ def test_a_file_left_by_a_dead_writer_is_no_object_and_goes_by_age(tmp_path: Pat
     assert os.listdir(tmp_path / "a") == ["k"]
 
 
-def test_a_listing_is_current_whatever_the_file_system_caches(tmp_path: Path) -> None:
-    one, two = (open_fsspec(f"fsspec+file://{tmp_path}") for _ in range(2))
+@pytest.mark.parametrize("protocol", ["file", "plain"])
+def test_a_listing_is_current_whatever_the_file_system_caches(tmp_path: Path, protocol: str) -> None:
+    one, two = (open_fsspec(f"fsspec+{protocol}://{tmp_path}") for _ in range(2))
     assert list(one.list("")) == []
     two.put("k", [b"x"])
     assert [info.key for info in one.list("")] == ["k"]
     two.delete(["k"])
     with pytest.raises(NotFound):
         one.head("k")
+
+
+def test_a_server_that_is_not_there_when_it_is_opened_is_named() -> None:
+    """Some file systems connect at once."""
+    with pytest.raises(TransientError, match=r"ftp://127\.0\.0\.1"):
+        open_fsspec(f"ftp://127.0.0.1:{free_port()}/run")
 
 
 def test_a_file_system_that_cannot_be_opened_is_told() -> None:
