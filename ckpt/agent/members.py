@@ -40,8 +40,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `all_gone`: whether every
-    one that ever came is not here any more, and one did."""
+    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `any_left`: whether one came
+    to its end, and was not only lost for long; `all_gone`: whether every one that ever came is not here any more, and one
+    did."""
 
     lost: tuple[Member, ...]
     leaving: tuple[Member, ...]
@@ -85,7 +86,7 @@ def _seen(members: Sequence[Member]) -> Seen:
         leaving=tuple(m for m in members if m.leave is not None),
         all_joined=all(m.joined for m in members),
         any_gone=bool(away),
-        any_left=any(m.presence is Presence.LEFT for m in away),
+        any_left=any(m.presence is Presence.LEFT and not m.away for m in away),
         gone=next((m for m in members if m.presence is Presence.DEAD or m.broke), None),
         any_dead=any(m.presence is Presence.DEAD for m in away),
         all_gone=bool(came) and len(came) == len(away),

@@ -37,7 +37,6 @@ IDLE_S = 30.0  # how long an agent without a job waits for one
 ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit what nobody will come for
 RETRY_S = 30.0
 NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
-END_LEAD_S = 30.0  # from the first signal to SIGKILL: Kubernetes, torchrun, Slurm
 END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that time runs
 END_RESERVE_S = 5.0  # at its end, when it is tried no more
 
@@ -275,14 +274,15 @@ class Node(Inheriting):
         SIGUSR1 is a notice only: who sends it to every process of a job means the machine."""
         job, now_s = self.current, time.monotonic()
         if self._server.end_asked:
-            self._ends_s = min(self._ends_s, now_s + END_LEAD_S)
+            self._ends_s = min(self._ends_s, now_s + self._settings.sigterm_s)
         if self._server.warned:
             self._server.warned = False
             self._warn(now_s)
         if self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
-            told = f"the agent was asked to end; {END_LEAD_S:g} s are taken to be left"
-            self._heard(Notice(time.time() + END_LEAD_S, "agent", True, "signal", told), When.AT_ONCE)
+            left_s = self._settings.sigterm_s
+            told = f"the agent was asked to end; {left_s:g} s are taken to be left"
+            self._heard(Notice(time.time() + left_s, "agent", True, "signal", told), When.AT_ONCE)
         if not (job is not None and job.group.heeds_notices) and not any(each.needed for each in self.followings):
             self._listening.stop()  # a job that comes says anew to what
             self._standing = Standing()

@@ -6,6 +6,7 @@ the file was written ("+120"). Anything else, and nothing, means that the config
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -90,8 +91,8 @@ class FileListener:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError:
-            if os.path.lexists(self._path):
-                return "", self._now_s()
+            with contextlib.suppress(OSError):
+                return "", os.lstat(self._path).st_mtime  # it stands there, whatever it says
             raise Fault(f"{self._path} may not be looked at") from None
         except OSError as exc:
             raise Fault(f"{self._path} cannot be read: {exc}") from exc

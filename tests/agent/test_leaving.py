@@ -779,6 +779,22 @@ def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
     assert driver.answers("held")[0]["leave"] is True
 
 
+def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its_end() -> None:
+    driver = Warned(world=3)
+    driver.save_once()
+    driver.train(2.0)
+    driver.group.lost(2, driver.now_s)
+    driver.now_s += REJOIN_S
+    driver.decide()
+    assert driver.group.members[2].away
+    signalled(driver)
+    assert not driver.ends()
+    driver.now_s += 0.5 + ATTEMPT_S
+    driver.decide()
+    assert driver.ends()
+    assert [body["how"] for body in driver.outcomes()] == ["ended"]
+
+
 def test_a_signal_that_no_launcher_restarts_by_leaves_all_the_time_there_is_unless_a_rank_is_gone() -> None:
     driver = Warned()
     driver.save_once()

@@ -15,7 +15,7 @@ def check(members: Members) -> None:
     assert list(seen.leaving) == [m for m in each if m.leave is not None]
     assert seen.all_joined == all(m.joined for m in each)
     assert seen.any_gone == bool(away)
-    assert seen.any_left == any(m.presence is Presence.LEFT for m in each)
+    assert seen.any_left == any(m.presence is Presence.LEFT and not m.away for m in each)
     assert seen.any_dead == any(m.presence is Presence.DEAD for m in each)
     assert seen.gone is next((m for m in each if m.presence is Presence.DEAD or m.broke), None)
     assert seen.all_gone == (bool(away) and all(m in away for m in each if m.joined))

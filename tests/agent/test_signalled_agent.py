@@ -42,6 +42,21 @@ def test_usr1_is_a_notice_with_the_time_that_it_was_asked_for_and_ends_no_agent(
     wait_gone(agent)
 
 
+def test_one_that_is_asked_to_end_has_as_much_time_as_its_ranks_have_by_that_signal(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_SIGTERM_S", "300")
+    job, _ = start_processes(url, 1)
+    train_processes(job)
+    agent = status(url)["pid"]
+    os.kill(agent, signal.SIGTERM)
+    wait_for(lambda: [each["source"] for each in standing(url)] == ["agent"])
+    assert 200 < standing(url)[0]["left_s"] <= 300
+    job[0].tell(do="die")
+    job[0].end()
+    wait_gone(agent)
+
+
 def test_one_that_is_asked_to_end_goes_on_trying_to_commit_what_the_ranks_left(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,22 @@ def test_a_file_that_was_written_while_nobody_listened_is_another_notice(path: P
     assert told() == [Withdrawn("file", str(path)), dataclasses.replace(seen, deadline_s=anew_s + LEAD_S)]
 
 
+def test_a_file_that_may_not_be_read_is_the_same_one_when_somebody_else_listens(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each start on that machine would leave by it again."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError("not yours")
+
+    clock, first = Clock(), dict[str, dict[str, float]]()
+    write(path, "2040-01-01T00:00:00Z", NOW_S - 10)
+    monkeypatch.setattr(os, "open", refuse)
+    (seen,) = heard(FileListener(path, now_s=clock.now_s, first=first), clock, same)
+    clock.now += 60
+    assert heard(FileListener(path, now_s=clock.now_s, first=first), clock, same) == [seen]
+
+
 def test_another_time_replaces_the_first_and_removal_withdraws(path: Path) -> None:
     clock = Clock()
     write(path, "")

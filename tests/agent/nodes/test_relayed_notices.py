@@ -173,6 +173,21 @@ def test_what_an_operator_asked_for_stands_though_the_agent_that_was_asked_dies(
     assert len({answer["committed"] for answer in together(cluster.job, lambda rank: rank.leave("notice"))}) == 1
 
 
+@pytest.mark.parametrize(("asked", "cancelled"), [(0, 0), (0, 1), (1, 0)])
+def test_what_an_operator_has_taken_back_does_not_stand_again_when_the_agent_that_was_asked_dies(
+    cluster: Cluster, asked: int, cancelled: int
+) -> None:
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.start(0, 1)
+    here = cluster.job[asked]
+    preempt(cluster, asked)
+    await_standing(cluster, ["test"])
+    until(lambda: [each["source"] for each in here.standing] == ["test"])
+    preempt(cluster, cancelled, cancel=True)
+    await_standing(cluster, [])
+    until(lambda: here.standing == [])  # what it would hand to another agent
+
+
 def test_what_the_next_agent_does_not_find_any_more_is_taken_back(job: Cluster, gce: Gce) -> None:
     gce.preempted = True
     await_standing(job, ["gcp-preempted"])
