@@ -350,6 +350,8 @@ class StoreSide:
         with self._lock:
             pruner = self._pruners.setdefault(epoch, Pruner(run, epoch))
         plan = pruner.plan(view, keep, also)
+        if what is not Pass.DUE:
+            pruner.check_metric(view, keep)
         aborted = pruner.execute(plan) if what is Pass.ALL or (what is Pass.DUE and plan) else 0
         facts = {field.name: getattr(plan, field.name) for field in fields(plan)} | {"uploads_aborted": aborted}
         for name in ("retire", "abandoned", "waiting", "damaged"):

@@ -114,6 +114,7 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool,
             view = run.view()
         pruner = Pruner(run, None)
         plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
+        pruner.check_metric(view, keep)
         if yes and check and plan.retire:
             _check_newest(run, view, url, json)
         aborted = pruner.execute(plan) if yes else 0

@@ -41,7 +41,7 @@ class Best:
 class Keep:
     """Which committed checkpoints stay: those of the `last` newest steps of the line, those whose step is a multiple of
     `every`, and the `best` one. Of several at one step the newest counts. The newest of all is never deleted. None: no
-    such rule; with no rule at all everything stays."""
+    such rule; with no rule at all, or only `best` by a metric that none has, everything stays."""
 
     last: int | None = None
     every: int | None = None

@@ -10,7 +10,7 @@ from ckpt.types import PATH_NAME
 PARTS_MAX = 8
 TEMPORARY = ".ckpt-tmp-"  # begins the name of an unfinished file; the dot keeps it from being a key
 
-_PASSWORD = re.compile(r"(://[^/:@]*):(?!\d+(?:/|$)).*@", re.DOTALL)  # behind a user; a port is none
+_PASSWORD = re.compile(r"(://[^/:]*):(?!\d+(?:/|$)).*@", re.DOTALL)  # behind a user (me@corp.com); a port is none
 
 
 def shown(url: str) -> str:

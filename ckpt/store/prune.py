@@ -47,15 +47,16 @@ _READERS = 16
 def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, Mapping[str, float]]) -> set[Identity]:
     """Which checkpoints of a line (oldest first) stay. `metrics`: needed for keep.best only.
 
-    The newest stays always; all stay where `keep` has no rule. Of several at one step (a save, and then the exit) the
-    rules by number count the newest."""
-    if keep.last is None and keep.every is None and keep.best is None:
+    The newest stays always; all stay where `keep` has no rule, or only one by a metric that none has. Of several at one
+    step (a save, and then the exit) the rules by number count the newest."""
+    best = None if keep.best is None else _best(line, keep.best, metrics)
+    if keep.last is None and keep.every is None and best is None:
         return set(line)
     newest = {identity.tick.step: identity for identity in line}
     kept = set(list(newest.values())[-(keep.last or 1) :])
     if keep.every is not None:
         kept.update(identity for step, identity in newest.items() if step % keep.every == 0)
-    if keep.best is not None and (best := _best(line, keep.best, metrics)) is not None:
+    if best is not None:
         kept.add(best)
     return kept
 
@@ -161,6 +162,18 @@ class Pruner:
             freed_later_bytes=later_bytes,
             blocked=blocked,
         )
+
+    def check_metric(self, view: RunView, keep: Keep) -> None:
+        """For whoever has just planned by hand. Errors: UsageError where `keep.best` goes by a metric that no
+        checkpoint of the line has: it is misspelt, and what is best would go."""
+        if keep.best is None:
+            return
+        known = {name for ref in view.line for name in self._metrics_of.get(ref, {})}
+        if keep.best.metric not in known:
+            raise UsageError(
+                f"no checkpoint has a metric {keep.best.metric!r}; nothing was let go. There are "
+                f"{', '.join(sorted(known)[:20]) or 'none: ck.save(metrics=) gives them'}"
+            )
 
     def execute(self, plan: PrunePlan) -> int:
         """Carries the plan out, empty or not, and aborts uploads that nobody will end, older than the grace: how many.

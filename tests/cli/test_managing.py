@@ -74,6 +74,15 @@ def test_prune_keeps_the_best_and_takes_what_is_named(tmp_path: Path, monkeypatc
     assert _steps(monkeypatch, tmp_path) == [2, 4]
 
 
+def test_a_metric_that_no_checkpoint_has_lets_nothing_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    for more in ([], ["--yes", "--last", "1"]):
+        said = ckpt(monkeypatch, "prune", tmp_path, "--best", "val_los:min", *more, "--json")
+        assert said.code == Exit.USAGE
+        assert "val_loss" in said.json["error"]["message"]
+    assert not (tmp_path / "retired").exists()
+
+
 def test_where_a_record_that_cannot_be_read_is_in_the_way_prune_says_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

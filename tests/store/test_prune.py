@@ -46,7 +46,6 @@ def test_retention_keeps_the_last_the_multiples_and_the_best() -> None:
     assert kept(steps, Keep(best=Best("loss")), losses) == [20, 45]
     assert kept(steps, Keep(best=Best("loss", "max")), losses) == [10, 45]
     assert kept(steps, Keep(last=1, every=25, best=Best("loss")), losses) == [20, 25, 45]
-    assert kept(steps, Keep(best=Best("accuracy")), losses) == [45]
     assert kept([10, 20], Keep(best=Best("loss")), {10: {"loss": 1.0}, 20: {"loss": 1.0}}) == [20]
     assert kept([], Keep(last=3)) == []
 
@@ -317,6 +316,11 @@ def test_packs_without_a_record_stay_as_long_as_their_epoch_may_still_commit() -
     job.store.advance(100 * GRACE_S)
     job.prune(Keep(last=1), passes=3)
     assert job.packs_of(20)
+
+
+def test_a_metric_that_none_has_lets_nothing_go() -> None:
+    assert kept([10, 20, 30], Keep(best=Best("los")), {20: {"loss": 1.0}}) == [10, 20, 30]
+    assert kept([10, 20, 30], Keep(last=2, best=Best("los")), {10: {"loss": 1.0}}) == [20, 30]
 
 
 @pytest.mark.parametrize("how", ["closed", "superseded"])
