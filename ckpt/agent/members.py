@@ -40,9 +40,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `any_left`: whether one came
-    to its end, and was not only lost for long; `all_gone`: whether every one that ever came is not here any more, and one
-    did."""
+    """Of all ranks together. `lost`: whose connection is gone; `leaving`: who waits to leave; `any_left`: whether one
+    came to its end, and was not only lost for long; `all_gone`: whether every one that ever came is not here any more,
+    and one did."""
 
     lost: tuple[Member, ...]
     leaving: tuple[Member, ...]
