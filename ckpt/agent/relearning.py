@@ -1,9 +1,10 @@
 """What a job has of what was learnt before it, of failures and of predictions.
 
-A start goes on with what the one before it knew, here or in the record that it comes from, and counts that that one
-failed. Where the agent that knew is gone (one takes over a running job, or coordinates for the first time a job that
-comes back from the memory of several nodes), it is read from the run's records; else it would hand on only what it has
-seen itself, and the next start would know no more.
+A start goes on with what the newest one before it knew, here or in the record that it comes from, and counts that that
+one failed; also where it had saved nothing, and what is gone on from is of an older one. Where the agent that knew is
+gone (one takes over a running job, or coordinates for the first time a job that comes back from the memory of several
+nodes), it is read from the run's records; else it would hand on only what it has seen itself, and the next start would
+know no more.
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ RECORDS = 3  # the newest may be this agent's own by then; what is the same in t
 
 
 class Relearning:
-    """Of one agent. On its main thread, but for reading."""
+    """Of one agent. On its main thread, but for reading. `newest`: the newest job that trained here."""
 
     def __init__(self, bulk: Bulk, store: StoreSide, foreseeing: Foreseeing, events: Events) -> None:
         self._bulk = bulk
         self._store = store
         self._foreseeing = foreseeing
         self._events = events
+        self.newest: Job | None = None
         self._asked: Epoch | None = None
 
     def goes_on(
         self,
         learning: Learning,
         parent: Epoch,
-        former: Job | None,
         record: Record | None,
         view: RunView | None,
         nodes: Sequence[NodeAt],
     ) -> None:
-        """A start goes on from epoch `parent`. `former`: that epoch's job, if this agent had it. `record`: what was
-        restored, if the store gave it. `view`: of the store, if it answered. `nodes`: of the start."""
+        """A start goes on from epoch `parent`. `record`: what was restored, if the store gave it. `view`: of the store,
+        if it answered. `nodes`: of the start."""
+        former = self.newest if self.newest is not None and self.newest.epoch >= parent else None
         closed = view.closed if view is not None else {parent}  # else nobody is left who could have closed it
         if former is not None and former.learning is not None:
             self._from_former(learning, former, former.learning, record is not None, nodes)
@@ -83,6 +85,8 @@ class Relearning:
     def tend(self, job: Job | None) -> None:
         """After anything happened. `job`: the current one. Once for each that may lack something: what is known already
         counts once all the same. Where the store does not answer it goes on with what it learns itself."""
+        if job is not None and job.claim is not None:
+            self.newest = job
         if job is None or job.learning is None or job.epoch == self._asked:
             return
         goes_on = job.nodes and job.claim is not None and job.claim.parent is not None

@@ -398,7 +398,7 @@ class Starts(Keeper):
         if former is not None:
             job.group.goes_on(former.group)
         if job.learning is not None and parent is not None:
-            self._relearning.goes_on(job.learning, parent.epoch, former, record, start.view, start.nodes)
+            self._relearning.goes_on(job.learning, parent.epoch, record, start.view, start.nodes)
         claim = self._claim(job, parent, start)
         job.begin_training(claim, resumed=False)
         self._tell_others_of_claim(job, claim)

@@ -13,6 +13,7 @@ from ckpt.agent.leaving import Standing
 from ckpt.agent.relearning import Relearning
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.failures import Failure
+from ckpt.types import Epoch
 from tests.agent.test_leaving import DAY_S, Warned
 
 
@@ -28,9 +29,11 @@ def test_a_node_that_is_lost_was_preempted_where_a_notice_was_about_to_come_true
     learnt = Learning(Adaptive(), nodes=2)
     learnt.peers = True
     nodes = [SimpleNamespace(name=name) for name in ("a", "b")]
-    former = SimpleNamespace(learning=learnt, gone_s=now_s, ended_in_order=False, nodes=nodes, group=group)
+    epoch = Epoch.new(1)
+    former = SimpleNamespace(epoch=epoch, learning=learnt, gone_s=now_s, ended_in_order=False, nodes=nodes, group=group)
     relearning = Relearning(cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
     learning = Learning(Adaptive(), nodes=1)
-    relearning.goes_on(learning, cast(Any, None), cast(Any, former), None, None, cast(Any, nodes[:1]))
+    relearning.newest = cast(Any, former)
+    relearning.goes_on(learning, epoch, None, None, cast(Any, nodes[:1]))
     seen = {kind for kind in Failure if learning.known.rate_of(kind).seen}
     assert seen == {failure}
