@@ -262,7 +262,7 @@ class Carrier(Committing):
         if round_ is not None:
             self._services.account.staged(time.monotonic(), tick, max(round_.staged.values()))
         if self.learning is not None and round_ is not None:
-            self.learning.stalled(max(round_.staged.values()))
+            self.learning.stalled(max(round_.staged.values()), tick.step + 1)
             self.follow_learning()
 
         def read(parts: list[Part], error: str) -> None:

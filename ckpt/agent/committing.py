@@ -60,7 +60,7 @@ class Committing(Basis):
             "disagreed": list(checkpoint.disagreed[:100]),
         }
         if self.learning is not None:
-            self.learning.commit_began(time.monotonic(), self.ranks.hindmost())
+            self.learning.commit_began(self._entered_s(), self.ranks.hindmost())
             about[ABOUT] = self.learning.about(self._services.foreseen())
         ranks, left_over = self.ranks, bool(self.group.superseded_by)
         kept = self.protection is not None and self.protection.protects
@@ -172,13 +172,18 @@ class Committing(Basis):
         self.group.committed(slot, error, now_s)
         if self.learning is not None:
             took = None if error else (done.result().seconds, done.result().stored_bytes)
-            self.learning.commit_ended(now_s, self.ranks.hindmost(), took)
+            self.learning.commit_ended(self._entered_s(), self.ranks.hindmost(), took)
             self.follow_learning()
         if error:
             self._services.account.commit_failed()
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)
         if not error or _may_be_full(done.exception()):
             self._prune()
+
+    def _entered_s(self) -> float:
+        """When the hindmost rank entered the step that it is in, as far as that is known."""
+        since_s = self.ranks.hindmost_since_s()
+        return time.monotonic() if since_s is None else since_s
 
     def _prune(self) -> None:
         keep, store = self.options.keep, self._services.store

@@ -43,9 +43,10 @@ from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, UNKEPT, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.verdicts import Verdicts
+from ckpt.policy.every import STEPS_APART
 from ckpt.types import Tick
 
-LEAD_MIN = 2  # steps or polls: two announcements may be late before a rank misses one
+LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
@@ -220,7 +221,10 @@ class Group(Verdicts):
             return True
         if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True
-        return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
+        due_s = self._commit_due_s()
+        on_its_way = (s.round for s in self.slots if s.state in (State.GRANTED, State.STAGED) and s.round is not None)
+        later = any(each.opened_s >= due_s for each in on_its_way)  # with long steps it takes more than an interval
+        return round_.opened_s >= due_s or (now_s >= self._late_commit_s() and not later)
 
     def _divide_and_make(self, now_s: float) -> None:
         if self._broken() or self.superseded_by or not self.members.seen.all_joined:

@@ -34,7 +34,7 @@ class Learning:
         self.owed: Failure | None = None  # counted once what came before it is known
         self.decision: Decision = decide(known, limits, nodes)
         self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
-        self._stalled_s = 0.0  # in snapshots since then
+        self._stalls: list[tuple[int, float]] = []  # in which step, and for how long
         self._committing = False
         self._ran_s: float | None = None  # until when the run time is counted
 
@@ -55,19 +55,20 @@ class Learning:
     def failed(self, failure: Failure) -> None:
         self.known = self.known.failed(failure)
 
-    def stalled(self, seconds: float) -> None:
-        """All ranks have staged; the slowest stood still for so long."""
+    def stalled(self, seconds: float, step: int) -> None:
+        """All ranks have staged; the slowest stood still for so long, in that step."""
         self.known = self.known.stalled(seconds)
-        self._stalled_s += seconds
+        self._stalls.append((step, seconds))
 
-    def commit_began(self, now_s: float, step: int) -> None:
-        """`step`: that of the hindmost rank."""
-        self._pace(now_s, step)
+    def commit_began(self, entered_s: float, step: int) -> None:
+        """`step`: that the hindmost rank is in, and since when: a commit begins soon after a step, and ends in the
+        middle of one."""
+        self._pace(entered_s, step)
         self._committing = True
 
-    def commit_ended(self, now_s: float, step: int, took: tuple[float, int] | None) -> None:
-        """`took`: seconds, and the bytes that it put into the store; None where it failed."""
-        self._pace(now_s, step)
+    def commit_ended(self, entered_s: float, step: int, took: tuple[float, int] | None) -> None:
+        """The same at its end. `took`: seconds, and the bytes that it put into the store; None where it failed."""
+        self._pace(entered_s, step)
         self._committing = False
         if took is not None:
             self.known = self.known.committed(*took)
@@ -96,15 +97,16 @@ class Learning:
         """For a record. `sources`: of predictions."""
         return remember(self.known, sources)
 
-    def _pace(self, now_s: float, step: int) -> None:
+    def _pace(self, entered_s: float, step: int) -> None:
         """How fast training went since the last mark, by whether a commit ran all the time."""
         if self._mark is not None:
             since_s, since = self._mark
-            seconds = now_s - since_s - self._stalled_s
+            seconds = entered_s - since_s - sum(stall_s for at, stall_s in self._stalls if since <= at < step)
             if step - since >= PACE_STEPS_MIN and seconds >= PACE_S_MIN:
                 observe = self.known.stepped_beside_commit if self._committing else self.known.stepped
                 self.known = observe(step - since, seconds)
-        self._mark, self._stalled_s = (now_s, step), 0.0
+        self._mark = entered_s, step
+        self._stalls = [(at, stall_s) for at, stall_s in self._stalls if at >= step]
 
 
 def class_of(lost_nodes: int, peers: bool, from_store: bool, warned: bool) -> Failure:

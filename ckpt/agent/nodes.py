@@ -112,6 +112,9 @@ class Nodes:
         """Of this node's ranks: what others are in is known a little later, and they keep step."""
         return self.own.hindmost()
 
+    def hindmost_since_s(self) -> float | None:
+        return self.own.hindmost_since_s()
+
     def welcome(self, rank: int, peer: object) -> list[int]:
         remote = self._remote.get(rank)
         if remote is None:

@@ -76,6 +76,11 @@ class Ranks:
         """The step that all of these ranks have entered."""
         return min((self.page.entered(rank) for rank in self.peers), default=0)
 
+    def hindmost_since_s(self) -> float | None:
+        """When the last of them entered it, on the monotonic clock; None: that is not known here."""
+        last = min(self.peers, key=self.page.entered, default=None)
+        return self.page.since_s(last) if last is not None else None
+
     def welcome(self, rank: int, peer: object) -> list[int]:
         """This is the rank's connection now; what its answer comes with."""
         assert isinstance(peer, Peer)

@@ -31,7 +31,8 @@ class Adaptive:
     shortens the store's interval: from the snapshot that one commit holds to the end of the next commit.
 
     Where they contradict each other store_mb_s is kept first, then at_risk_s, then overhead; what could not be kept is
-    named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that cannot be kept.
+    named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that cannot be kept, nor below
+    four steps beside a commit, since snapshots are three steps apart at least, and wait for the end of one.
     There is no least or longest interval to give: overhead bounds from below, at_risk_s from above. Whoever wants a
     certain interval takes ckpt.Every. Errors: UsageError.
     """
@@ -70,8 +71,8 @@ class Chosen:
 
     `local_by`, `store_by`: which term decided. "start": nothing is measured yet. "rates": the least expected loss for
     what is measured; "predictions": the same, with what proven sources predict. A limit's name: that limit. "step":
-    there is one snapshot to a step. "replication": one snapshot is replicated at a time. "least": more often gains
-    nothing. "store": no less often than the store asks for. "snapshot": there is no commit without a snapshot.
+    snapshots are three steps apart at least. "replication": one snapshot is replicated at a time. "least": more often
+    gains nothing. "store": no less often than the store asks for. "snapshot": there is no commit without a snapshot.
     "commit": a commit takes that long.
     """
 
@@ -128,7 +129,7 @@ _WHY = {
     "rates": "the least expected loss",
     "predictions": "the least expected loss beside what is predicted",
     "overhead": "limited by overhead=",
-    "step": "one step takes that long",
+    "step": "three steps take that long",
     "replication": "replicating one takes that long",
     "least": "more often gains nothing",
     "store": "as often as the store asks for",

@@ -10,9 +10,9 @@ Each level has an interval that costs least (`levels.best`, here in real numbers
   (`rates.reconsider`), and by more than a seventh: about what it takes to gain 1 %. The way back takes up to twice the
   noise, four times where a limit decides. They come nearer to a limit only where they would keep it, too, if all costs
   were three standard deviations more than they were in the long run.
-- What a step, a replication or a commit takes in the long run bounds an interval. One in force is left for such a bound
-  only where it is off by more than three standard deviations of the difference; what the newest measurements say counts
-  only where they differ from the long run by four, since they are looked at after each.
+- What three steps, a replication or a commit take in the long run bounds an interval. One in force is left for such a
+  bound only where it is off by more than three standard deviations of the difference; what the newest measurements say
+  counts only where they differ from the long run by four, since they are looked at after each.
 - A commit's interval is a whole number of the snapshots', and both are the best for that number.
 - What costs more does not shorten the interval of its level, and more failures do not lengthen it (where limits decide:
   but for less than one snapshot more or less to a commit).
@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
+from ckpt.policy.every import STEPS_APART
 from ckpt.policy.failures import Failure
 from ckpt.policy.interval import ROUNDING
 from ckpt.policy.known import Known
@@ -196,9 +197,12 @@ class _Needs:
         self.bytes = known.commit_bytes.mean or 0.0
         self.traffic_s = self.bytes / traffic
         self.at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
+        self.step_s = known.step.mean or 0.0
+        steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
+        self.bounds: dict[Literal["step", "replication"], Typical] = {"step": steps, "replication": known.replication}
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
-            "step": _settled(known.step).mean or 0.0,
+            "step": _settled(steps).mean or 0.0,
             "replication": _settled(known.replication).mean or 0.0,
         }
         self.floors_s: dict[StoreBy, float] = {
@@ -206,19 +210,17 @@ class _Needs:
             "commit": _settled(known.commit).mean or m.commit_s,
             "store_mb_s": self.traffic_s * IN_HAND,
         }
-        self.ceiling_s = (self.at_risk_s - self.commit_high_s) / IN_HAND
+        self.ceiling_s = (self.at_risk_s - self.commit_high_s - self.step_s) / IN_HAND
 
     def settle(self, stay: Chosen) -> None:
         """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
         from that by the errors of both, is as good a bound as what is measured now: else it would follow that to and
         fro. Nothing is lost meanwhile: what comes before the one before has ended is left out anyway."""
-        known = self.known
-        measures: dict[Literal["step", "replication"], Typical] = {"step": known.step, "replication": known.replication}
-        for name, measured in measures.items():
+        for name, measured in self.bounds.items():
             if stay.local_by == name and not _left(stay.local_s, measured):
                 self.least_s[name] = stay.local_s
         self.floors_s["snapshot"] = max(self.least_s.values())
-        if stay.store_by == "commit" and not _left(stay.store_s, known.commit):
+        if stay.store_by == "commit" and not _left(stay.store_s, self.known.commit):
             self.floors_s["commit"] = stay.store_s
 
     # -- what is best now, whatever was before
@@ -301,8 +303,10 @@ class _Needs:
         return local + (0.0 if choice.store_by == "start" else self.store_c / choice.store_s)
 
     def lost_s(self, choice: Chosen) -> float:
-        """The most work that is lost where only the store is left."""
-        return max(choice.store_s, self.measured.commit_s) + self.commit_high_s
+        """The most work that is lost where only the store is left. A snapshot comes up to a step later than is due, but
+        where steps decide when one is."""
+        late_s = 0.0 if choice.local_by == "step" else self.step_s
+        return max(choice.store_s + late_s, self.measured.commit_s) + self.commit_high_s
 
     def takes(self, choice: Chosen) -> dict[Limit, float]:
         """What it takes of each limit that there is, in that limit's unit."""
@@ -323,7 +327,7 @@ class _Needs:
         return {
             "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
             "store_mb_s": self.known.commit_bytes.error / choice.store_s / MB,
-            "at_risk_s": self.known.commit.high_error,
+            "at_risk_s": math.hypot(self.known.commit.high_error, self.known.step.error),
         }
 
     def surely(self, stay: Chosen) -> _Needs:

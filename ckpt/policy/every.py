@@ -54,6 +54,8 @@ class Keep:
             raise UsageError(f'ckpt.Keep(best={self.best!r}): a ckpt.Best("metric", "min")')
 
 
+STEPS_APART = 3  # snapshots that go by the clock, at least: one is announced two steps ahead, after the one before
+
 # A connection has to move 16 KiB in 30 s, or counts as stuck, and 64 of them may share what there is (agent/peers).
 PEER_BANDWIDTH_MIN = 1 << 16
 

@@ -29,7 +29,7 @@ def trained(learning: Learning, commits: int, step_s: float = 0.1, beside_s: flo
     now_s, step = 100.0, 0
     learning.started(now_s, step)
     for _ in range(commits):
-        learning.stalled(0.5)
+        learning.stalled(0.5, step)
         now_s, step = now_s + 8.0, step + round(7.5 / step_s)
         learning.commit_began(now_s, step)
         now_s, step = now_s + 2.0, step + round(2.0 / beside_s)
@@ -45,6 +45,23 @@ def test_costs_are_read_off_snapshots_commits_and_the_steps_between_them() -> No
     assert (known.commit.mean, known.commit_bytes.mean) == (2.0, 10**6)
     assert known.step.mean == pytest.approx(0.1), "without what the snapshots stalled"
     assert known.step_beside_commit.mean == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("commit_s", [10.0, 50.0, 90.0])
+def test_what_commits_slow_training_by_does_not_come_from_where_in_a_step_they_end(commit_s: float) -> None:
+    """They begin after one, and steps take 20 s, always, beside what each snapshot stalls."""
+    learning, now_s, step = Learning(Adaptive()), 0.0, 1
+    learning.started(now_s, step)
+    for _ in range(16):
+        now_s, step = now_s + 200.0, step + 10
+        learning.stalled(0.5, step)
+        learning.commit_began(now_s, step)
+        steps = int((commit_s - 0.5) / 20.0)
+        learning.commit_ended(now_s + 0.5 * (steps > 0) + 20.0 * steps, step + steps, (commit_s, 10**6))
+        now_s += 0.5
+    assert learning.known.step.mean == pytest.approx(20.0)
+    if steps > 1:
+        assert learning.known.step_beside_commit.mean == pytest.approx(20.0)
 
 
 def test_a_commit_that_failed_says_nothing_of_what_commits_take() -> None:
@@ -132,6 +149,32 @@ def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> 
     heir.inherit(recalled.known)
     assert heir.known.process == learning.known.process
     assert heir.known.stall.seen == 0, "another machine may have other costs"
+
+
+def test_each_failure_counts_though_nothing_was_saved_since_the_one_before(
+    url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where failures come more often than snapshots they are what the interval has to follow."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    policy = {"kind": "adaptive", "overhead": 1.0, "store_mb_s": None, "at_risk_s": 1.0}
+    options = {**test_agent.OPTIONS, "policy": policy}
+
+    def seen() -> int:
+        found: int = status_of(url)["job"]["rates"]["process"]["seen"]
+        return found
+
+    for number in range(4):
+        (rank,) = job = ranks(1, options=options)
+        start(job)
+        assert seen() == number
+        wait_for(lambda: status_of(url)["account"]["phase"] == "training")
+        assert status_of(url)["account"]["failures"] == number
+        if not number:
+            checkpoint(job, "store")
+        if number < 3:
+            rank.leave("exception")
+            rank.connection.close()
+    finish(job)
 
 
 def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_on(

@@ -23,6 +23,7 @@ from ckpt.policy import (
     overhead_first_order,
     with_predictions,
 )
+from ckpt.policy.every import STEPS_APART
 from ckpt.policy.typical import LONG
 
 DAY_S = 86_400.0
@@ -158,6 +159,15 @@ def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
     assert (found.unmet, found.store_by) == (("at_risk_s",), "commit")
     assert found.store_s == pytest.approx(job.commit_s)
     assert job.decide(Adaptive(at_risk_s=60), found).store_s == found.store_s
+
+
+@pytest.mark.parametrize(("step_s", "unmet"), [(0.5, ()), (60.0, ()), (100.0, ("at_risk_s",))])
+def test_at_risk_s_counts_that_a_snapshot_waits_for_the_end_of_a_step_and_comes_at_the_third(step_s, unmet):
+    found = Job(commit_s=20, step_s=step_s, job=20).decide(Adaptive(at_risk_s=260))
+    assert found.unmet == unmet
+    assert found.local_s * EXACT >= STEPS_APART * step_s
+    steps = math.ceil(found.store_s / step_s / EXACT)
+    assert steps * step_s + 20 <= found.at_risk_s * EXACT
 
 
 # -- the intervals
@@ -471,7 +481,9 @@ def test_an_interval_that_is_as_long_as_something_takes_does_not_follow_each_mea
         for _ in range(count):
             known = learnt(known, times, 0)
             current = decide(known, limits, job.nodes, job.peers, current)
-        bound_s = times * {"step": job.step_s, "replication": job.replication_s, "commit": job.commit_s}[name]
+        bound_s = (
+            times * {"step": STEPS_APART * job.step_s, "replication": job.replication_s, "commit": job.commit_s}[name]
+        )
         assert (current.store_s if name == "commit" else current.local_s) == pytest.approx(bound_s, rel=0.15)
 
 
@@ -575,10 +587,10 @@ def test_an_overhead_beyond_all_numbers_is_said_in_words():
         (Job(), Adaptive(at_risk_s=600), "limited by at_risk_s="),
         (Job(), Adaptive(at_risk_s=60), "cannot be kept: at_risk_s="),
         (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "cannot be kept: overhead="),
-        (Job(step_s=600), Adaptive(), "one step takes that long"),
-        (Job(step_s=7200), Adaptive(), "one step takes that long"),
+        (Job(step_s=600), Adaptive(), "three steps take that long"),
+        (Job(step_s=7200), Adaptive(), "three steps take that long"),
         (Job(replication_s=600), Adaptive(), "replicating one takes that long"),
-        (Job(stall_s=0, process=300, ran_s=3600), Adaptive(), "more often gains nothing"),
+        (Job(stall_s=0, step_s=0.1, process=300, ran_s=3600), Adaptive(), "more often gains nothing"),
         (Job(commit_s=7200, slowdown=0, job=30), Adaptive(), "one commit takes that long"),
         (Job(stall_s=10, job=10), Adaptive(), "as often as the store asks for"),
         (Job(stall_s=10, job=10), Adaptive(), "with every snapshot"),
