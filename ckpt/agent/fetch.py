@@ -16,7 +16,7 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -186,7 +186,7 @@ class Restore:
                 for sources in (asked.sources, self.sources):
                     sources[level] = sources.get(level, 0) + int(self._lengths[frame])
             elif source is From.STORE:
-                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store", frames=[frame])
+                self._fail(asked, f"frame {frame} of {self.identity} arrived damaged from the store", {frame})
                 return
             else:
                 asked.home.discard(frame)
@@ -247,7 +247,7 @@ class Restore:
             for asked in [*self._waiting, *self._asked.values()]:
                 self._asked[id(asked.receiver)] = asked
                 text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
-                self._fail(asked, text, AgentError(text))  # it may be as good as any
+                self._fail(asked, text, error=AgentError(text))  # it may be as good as any
 
     def _soon(self, what: Callable[[], None]) -> None:
         """On the main thread; may be called from any."""
@@ -422,8 +422,8 @@ class Restore:
         if not frames:
             return
         if self._open_record is None:
-            what = f"frame {min(frames)} of {self.identity}"
-            self._fail(asked, f"{what} is not to be had from memory and not in the store", frames=frames)
+            what = f"frame {min(frames - self._unreached or frames)} of {self.identity}"
+            self._fail(asked, f"{what} is not to be had from memory and not in the store", frames)
             return
         for frame in frames:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))
@@ -475,9 +475,10 @@ class Restore:
             return
         error = failure(done)
         if error:
-            frames, text = list(self._wanted), f"{self.identity} cannot be read from the store: {error}"
-            for asked in [self._asked[who] for frame in frames for who in self._who(frame)]:
-                self._fail(asked, text, done.exception(), frames)
+            text = f"{self.identity} cannot be read from the store: {error}"
+            for asked in list(self._asked.values()):
+                if frames := {frame for frame, receivers in self._wanted.items() if id(asked.receiver) in receivers}:
+                    self._fail(asked, text, frames, done.exception())
             return
         self.record = done.result()
         self._read()
@@ -538,14 +539,17 @@ class Restore:
 
     def _lacking(self, frame: int, error: Exception) -> None:
         for asked in [self._asked[who] for who in self._who(frame)]:
-            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", error, [frame])
+            self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", {frame}, error)
 
-    def _fail(self, asked: Asked, message: str, error: object = None, frames: Collection[int] = ()) -> None:
-        """`frames`: those that are not had. Damaged is one of them that nobody out of reach might have as well."""
+    @property
+    def _unreached(self) -> Set[int]:
+        return self._peers.unreached if self._peers is not None else set()
+
+    def _fail(self, asked: Asked, message: str, frames: Set[int] = frozenset(), error: object = None) -> None:
+        """`frames`: which cannot be had. A node that could not be reached may have them right."""
         if self._asked.get(id(asked.receiver)) is asked:
             kind = kind_of(error)
-            away = self._peers.unreached if self._peers is not None else frozenset()
-            if kind == DamagedData.kind and frames and away.issuperset(frames):
+            if kind == DamagedData.kind and frames and frames <= self._unreached:
                 kind, message = AgentError.kind, f"{message}; a node that has it could not be reached"
             self.drop(asked.receiver)
             fields = {
