@@ -22,9 +22,10 @@ import math
 import posixpath
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import fsspec
@@ -87,6 +88,8 @@ class FsspecBackend:
         self._fs = filesystem
         self._root = root
         self._is_put_atomic = protocol in PUT_IS_ATOMIC
+        # Those that are not asynchronous may have one connection, on which threads would take each other's replies.
+        self._turn: Any = nullcontext() if filesystem.async_impl else threading.RLock()
 
     def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
@@ -225,7 +228,8 @@ class FsspecBackend:
     def _translated(self, what: str) -> Iterator[None]:
         """Turns into ours whatever a file system raises: fsspec promises no more than that it is an exception."""
         try:
-            yield
+            with self._turn:
+                yield
         except CkptError:
             raise
         except Exception as exc:

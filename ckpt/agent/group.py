@@ -221,10 +221,7 @@ class Group(Verdicts):
             return True
         if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True
-        due_s = self._commit_due_s()
-        on_its_way = (s.round for s in self.slots if s.state in (State.GRANTED, State.STAGED) and s.round is not None)
-        later = any(each.opened_s >= due_s for each in on_its_way)  # with long steps it takes more than an interval
-        return round_.opened_s >= due_s or (now_s >= self._late_commit_s() and not later)
+        return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
 
     def _divide_and_make(self, now_s: float) -> None:
         if self._broken() or self.superseded_by or not self.members.seen.all_joined:

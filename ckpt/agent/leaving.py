@@ -25,6 +25,7 @@ from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, Whe
 from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
+from ckpt.policy.every import STEPS_APART
 from ckpt.types import Tick
 
 RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
@@ -183,6 +184,10 @@ class Leaving(Facts):
     def step_s(self) -> float:
         """A step takes about so long; the present one counts where it takes longer."""
         return max(self._usual_step_s, self._slow_s)
+
+    def _late_commit_s(self) -> float:
+        """One that is appointed when a commit is due is announced so many steps ahead, and waits for the end of one."""
+        return super()._late_commit_s() + (STEPS_APART + 1) * self._usual_step_s
 
     @property
     def _saving_s(self) -> float | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +79,27 @@ class PlainFileSystem(LocalFileSystem):
         """Another thread may fill it again before it is looked at."""
 
 
+class OneConnectionFileSystem(LocalFileSystem):
+    """Local files that are asked for over one connection, as SFTP's and FTP's are: a second request meanwhile fails."""
+
+    protocol = "one"
+    connection = threading.Lock()
+
+    def cat_file(self, path: str, *args: Any, **options: Any) -> bytes:
+        assert self.connection.acquire(blocking=False), "two requests on one connection"
+        try:
+            time.sleep(0.005)
+            return bytes(super().cat_file(path, *args, **options))
+        finally:
+            self.connection.release()
+
+
 @pytest.fixture(autouse=True)
 def failing() -> Iterator[type[FailingFileSystem]]:
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     fsspec.register_implementation("timeless", TimelessFileSystem, clobber=True)
     fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    fsspec.register_implementation("one", OneConnectionFileSystem, clobber=True)
     yield FailingFileSystem
     FailingFileSystem.failure = None
     FailingFileSystem.step = "write"
@@ -169,6 +188,13 @@ def test_a_file_left_by_a_dead_writer_is_no_object_and_goes_by_age(tmp_path: Pat
     assert store.abort_uploads(3600) == 0
     assert store.abort_uploads(-60) == 1
     assert os.listdir(tmp_path / "a") == ["k"]
+
+
+def test_a_file_system_that_may_have_one_connection_is_asked_by_one_thread_at_a_time(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+one://{tmp_path}")
+    store.put("k", [bytes(range(256))])
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda at: store.get_range("k", at, 8)[0], range(64))) == list(range(64))
 
 
 @pytest.mark.parametrize("protocol", ["file", "plain"])
