@@ -231,8 +231,9 @@ class Checkpointer:
 
     def _end_step(self) -> None:
         parts = self._parts
-        self._step = step = self._step + 1
-        self._sub = 0
+        updates, step = parts.updates, self._step + 1
+        # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
+        updates.pending, updates.fenced, self._step, self._sub = 0, False, step, 0
         parts.saver.boundary()
         link = parts.saver.link
         if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
@@ -244,8 +245,6 @@ class Checkpointer:
         word = link.look(step, 0)
         if word != self._answered and (word != self._due_word or step >= self._due_step):
             self._serve(word)
-        updates = parts.updates
-        updates.boundary()
         if updates.is_torn:
             self._find_torn()
         if step == self._rehearsed:
@@ -278,8 +277,8 @@ class Checkpointer:
     @_working
     def fence(self) -> None:
         """Waits for copies that still run under the step; call it before changing parameters or optimizer state by
-        hand (outside optimizer.step()) in the middle of a step. A step of ck.steps() that is left by a break after it
-        counts as ended, as after an update."""
+        hand (outside optimizer.step()) in the middle of a step. Where no optimizer has stepped so far, a step of
+        ck.steps() that is left by a break after it counts as ended, as after an update."""
         parts = self._parts
         parts.saver.fence()
         parts.updates.fenced = True
@@ -476,7 +475,7 @@ class Checkpointer:
         updates = self._parts.updates
         begun, self._in_body = self._in_body and not self._stepped, False
         has_ended = self._step != self.restored.step  # else nothing tells that updates are steps here
-        if (updates.pending and (begun or has_ended)) or (updates.fenced and begun):
+        if (updates.pending and (begun or has_ended)) or (updates.fenced and updates.by_hand and begun):
             return True
         if begun and self._parts.saver.walk.has_loaders:
             text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "

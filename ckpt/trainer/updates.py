@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,16 +21,18 @@ class Updates:
     that own one of its tensors. `walk()`: the present walk.
 
     Since the last boundary: `pending`, how many steps have ended; `fenced`, whether changes by hand were announced.
+    `by_hand`: no optimizer has stepped yet, so that updates are such changes.
     Its hooks are to come after those that wait for a copy: an exception there has changed nothing."""
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk]) -> None:
         self.pending = 0
         self.fenced = False
+        self.by_hand = True
         self._state = state
         self._walk = walk
         self._seen: Walk | None = None
         self._storages: frozenset[int] = frozenset()
-        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._known: dict[int, tuple[ref[Optimizer], bool]] = {}  # by id: some have no hash, or are equal to others
         self._begun: list[Optimizer] = []  # one for each step that has not ended: on threads, or within each other
 
     def __enter__(self) -> Self:
@@ -40,11 +42,6 @@ class Updates:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def boundary(self) -> None:
-        """A step has ended."""
-        self.pending = 0
-        self.fenced = False
 
     @property
     def is_torn(self) -> bool:
@@ -66,20 +63,23 @@ class Updates:
             self._begun.append(optimizer)
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._begun:
-            self.pending += 1
-            self._begun.remove(optimizer)
+        for at, begun in enumerate(self._begun):
+            if begun is optimizer:
+                self.pending += 1
+                self.by_hand = False
+                del self._begun[at]
+                return
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         walk = self._walk()
         if walk is not self._seen:
             self._storages = storages(tensor for line in walk.tensors for tensor in line)
-            self._known = WeakKeyDictionary(dict.fromkeys(_optimizers(self._state, set()), True))
+            self._known = {id(each): (ref(each), True) for each in _optimizers(self._state, set())}
             self._seen = walk
-        found = self._known.get(optimizer)
-        if found is None:
-            found = self._known[optimizer] = owns_any(optimizer, self._storages)
-        return found
+        found = self._known.get(id(optimizer))
+        if found is None or found[0]() is not optimizer:
+            found = self._known[id(optimizer)] = ref(optimizer), owns_any(optimizer, self._storages)
+        return found[1]
 
 
 def _optimizers(value: Any, seen: set[int]) -> list[Optimizer]:

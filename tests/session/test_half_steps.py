@@ -118,6 +118,42 @@ def test_weights_that_were_swapped_after_the_boundary_make_no_step(tmp_path: Pat
     assert came_back(tmp_path) == (3, (3, 3))
 
 
+def test_weights_that_are_swapped_behind_a_loop_whose_loader_has_ended_make_no_step(tmp_path: Path) -> None:
+    """zip() is in the next body by then."""
+    run = Run(tmp_path)
+    with run.ck as ck:
+        for _ in range(3):
+            for _step, _batch in zip(ck.steps(12), range(2), strict=False):
+                run.optim.step()
+            ck.fence()
+    assert came_back(tmp_path) == (6, (6, 6))
+
+
+def finish(run: Run, ck: ckpt.Checkpointer) -> None:
+    for _ in ck.steps(10):
+        run.optim.step()
+
+
+def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    with run.ck as ck:
+        saver = ck._parts.saver
+        boundary = saver.boundary
+
+        def interrupted() -> None:
+            boundary()
+            if ck._step == 4:
+                interrupt()
+
+        monkeypatch.setattr(saver, "boundary", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finish(run, ck)
+        monkeypatch.undo()
+    assert came_back(tmp_path) == (4, (4, 4))
+
+
 def test_updates_after_a_save_of_no_ended_step_are_not_saved_as_that_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.ck as ck:

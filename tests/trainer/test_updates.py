@@ -72,7 +72,7 @@ def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> N
         with pytest.raises(RuntimeError, match="out of memory"):
             optim.step(fail)
         optim.step()
-        updates.boundary()
+        updates.pending = 0
         del optim
         gc.collect()
         assert "SGD.step() has begun and not ended" in updates.torn
@@ -114,3 +114,19 @@ def test_steps_within_each_other_and_on_threads_have_ended_when_they_have() -> N
         go_on.set()
         thread.join()
         assert (updates.torn, updates.pending) == ("", 4)
+
+
+def test_an_optimizer_that_has_no_hash_is_counted_like_any_other() -> None:
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    ours, anothers = Equal(model.parameters(), lr=0.1), Equal(other.parameters(), lr=0.1)
+    with counted(model) as updates:
+        anothers.step()
+        assert (updates.pending, updates.is_torn) == (0, False)
+        ours.step()
+        assert (updates.pending, updates.is_torn) == (1, False)
