@@ -36,7 +36,7 @@ from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
 from ckpt.agent.recovery import claim_told
-from ckpt.agent.relaying import OPERATOR, Standing
+from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.storeside import StoreSide, options_from
@@ -151,7 +151,6 @@ class Following:
 
     def take_back(self, source: str) -> None:
         """What an operator asked for, on whichever node: the coordinator passes that on."""
-        self.hear(Withdrawn(source, OPERATOR))
         self._tell({"t": "take-back", "source": source})
 
     def _tell_notices(self) -> None:
@@ -274,8 +273,6 @@ class Following:
             case "drop":
                 self.over = True
                 self._lose_ranks()  # nobody answers what they may have asked
-            case "taken-back":
-                self.hear(Withdrawn(str(fields["source"])[:200], OPERATOR))
             case "measure":
                 self._measure(channel, fields)
             case "make":

@@ -130,23 +130,19 @@ class Others(Leading):
         if told := self._standing.told():
             peer.send({"t": "standing", "notices": told[-RANKS_NOTICES_MAX:]})
 
-    def _stands(self, word: Word, when: When = When.IN_TIME) -> None:
-        """Here, or does not any more, which ranks hand on to the next agent of this node."""
+    def _heard(self, word: Word, when: When = When.IN_TIME) -> None:
         self._standing.hear(word, when)
         body = {"t": "standing", "notices": self._standing.told()[-RANKS_NOTICES_MAX:]}
         for peer in self._server.peers:
             if peer.role == "trainer":
                 peer.send(body)
-
-    def _heard(self, word: Word, when: When = When.IN_TIME) -> None:
-        self._stands(word, when)
         super()._heard(word, when)
         for each in self.followings:
             each.hear(word, when)
 
     def _take_back(self, source: str) -> None:
         """What an operator asked for, on whichever node that was and this is."""
-        self._stands(Withdrawn(source, OPERATOR))
+        self._heard(Withdrawn(source, OPERATOR))
         for each in self.followings:
             each.take_back(source)
         job = self.current
@@ -249,7 +245,8 @@ class Others(Leading):
             self._listening.left_by(str(fields["source"]), str(fields["key"]))
             return
         if message.kind == "taken-back":
-            self._stands(Withdrawn(str(fields["source"])[:200], OPERATOR))
+            self._heard(Withdrawn(str(fields["source"])[:200], OPERATOR))
+            return
         following.led(channel, message)
 
     def _acknowledge(self, channel: Channel, fields: dict[str, Any], why_not: str) -> None:

@@ -151,22 +151,26 @@ def test_failures_shorten_the_intervals_and_outlive_the_job_in_its_records() -> 
     assert heir.known.stall.seen == 0, "another machine may have other costs"
 
 
+OFTEN = {
+    **test_agent.OPTIONS,
+    "policy": {"kind": "adaptive", "overhead": 1.0, "store_mb_s": None, "at_risk_s": 1.0},
+}
+
+
+def failures_seen(url: str) -> int:
+    found: int = status_of(url)["job"]["rates"]["process"]["seen"]
+    return found
+
+
 def test_each_failure_counts_though_nothing_was_saved_since_the_one_before(
     url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where failures come more often than snapshots they are what the interval has to follow."""
     monkeypatch.setenv("CKPT_LINGER_S", "60")
-    policy = {"kind": "adaptive", "overhead": 1.0, "store_mb_s": None, "at_risk_s": 1.0}
-    options = {**test_agent.OPTIONS, "policy": policy}
-
-    def seen() -> int:
-        found: int = status_of(url)["job"]["rates"]["process"]["seen"]
-        return found
-
     for number in range(4):
-        (rank,) = job = ranks(1, options=options)
+        (rank,) = job = ranks(1, options=OFTEN)
         start(job)
-        assert seen() == number
+        assert failures_seen(url) == number
         wait_for(lambda: status_of(url)["account"]["phase"] == "training")
         assert status_of(url)["account"]["failures"] == number
         if not number:
@@ -181,17 +185,10 @@ def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_
     url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPT_LINGER_S", "60")
-    policy = {"kind": "adaptive", "overhead": 1.0, "store_mb_s": None, "at_risk_s": 1.0}
-    options = {**test_agent.OPTIONS, "policy": policy}
-
-    def seen() -> int:
-        found: int = status_of(url)["job"]["rates"]["process"]["seen"]
-        return found
-
     for number in range(2):  # what ends by an exception has failed
-        (rank,) = job = ranks(1, options=options)
+        (rank,) = job = ranks(1, options=OFTEN)
         start(job)
-        assert seen() == number
+        assert failures_seen(url) == number
         checkpoint(job, "store")
         if not number:
             rank.leave("exception")
@@ -205,7 +202,7 @@ def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_
     reconnect(rank)
     rank.join(rank.epoch, resume=True)
     rank.wait_warm()
-    wait_for(lambda: seen() == 1)
+    wait_for(lambda: failures_seen(url) == 1)
     one_step(rank)  # it says where it is
     checkpoint(job, "store")
     finish(job)
