@@ -31,7 +31,9 @@ class When(enum.Enum):
 
     AT_ONCE = "at once"  # it is a request to go now
     IN_TIME = "in time"  # no earlier than it has to
-    NOT_AGAIN = "not again"  # a start has left by it, and a launcher started the job again all the same
+    # A start has left by it, and a launcher started the job again all the same; or its time has come before, and the
+    # machine is still here.
+    NOT_AGAIN = "not again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -447,7 +447,7 @@ class Job(TakenOver):
         leaves = word.certain and when is not When.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
         if when is When.NOT_AGAIN:
-            then = "a start has left by that before, and this one does not; " + then
+            then = "what it asks for has been answered before, and nobody leaves by it again; " + then
         facts = {"source": word.source, "key": word.key, "left_s": round(left_s, 1), "certain": word.certain}
         text = f"{what} in {max(0.0, left_s):.1f} s ({word.message}): {then}"
         self.emit("notice", text, left_s < SOON_S, facts)

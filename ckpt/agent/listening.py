@@ -8,12 +8,13 @@ another one. Which cloud this is, if any, is read from the firmware's tables, on
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.choosing import OUTLIVES_S, When
+from ckpt.agent.choosing import OUTLIVES_S, PAST_S, When
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.settings import NOTICES, Settings, variables
@@ -28,6 +29,7 @@ Post = Callable[[Callable[[], None]], None]
 TEXT_MAX = 4096  # of a path or an address
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_AGAIN_S = 1.0
+PASSED_MAX = 100  # of notices, for which is remembered when their time came
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ class Sources:
 
 class Listening:
     """Owns the threads. `post` runs something on the main thread; `tell` is called there with each word. All methods
-    are for the main thread. `standing`: what was told and not taken back, by (source, key)."""
+    are for the main thread. `standing`: what was told and not taken back, by (source, key); with a deadline that was
+    still ahead when it was told first."""
 
     def __init__(
         self, post: Callable[[Callable[[], None]], None], tell: Callable[[Word, When], None], events: Events
@@ -101,6 +104,7 @@ class Listening:
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
         self._left: dict[tuple[str, str], float] = {}  # by what a job has left, and the deadline: as long as it stands
+        self._times: dict[tuple[str, str], float] = {}  # deadlines of what was told and not taken back
         self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
         self._azure: AzureListener | None = None  # set by the thread that begins
 
@@ -143,6 +147,7 @@ class Listening:
         """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
         does not stand any more that is told."""
         self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
+        self._times[notice.source, notice.key] = notice.deadline_s
         if when is When.NOT_AGAIN:
             self._left[notice.source, notice.key] = notice.deadline_s
 
@@ -225,14 +230,26 @@ class Listening:
             return  # it was told to stop meanwhile
         name = (word.source, word.key)
         if isinstance(word, Notice):
-            self.standing[name] = word
             if word.deadline_s > self._left.get(name, math.inf) + MOVED_S:
                 del self._left[name]
+            word = self.standing[name] = self._ahead(word)
             self._tell(word, self._when(word))
         else:
             self.standing.pop(name, None)
             self._left.pop(name, None)
+            self._times.pop(name, None)
             self._tell(word, When.IN_TIME)
 
+    def _ahead(self, notice: Notice) -> Notice:
+        """What has passed when it is told first is taken to be ahead for a moment; told again it is not put off."""
+        name, now_s = (notice.source, notice.key), time.time()
+        if notice.deadline_s <= now_s:
+            notice = replace(notice, deadline_s=min(now_s + PAST_S, self._times.get(name, math.inf)))
+        self._times[name] = notice.deadline_s
+        if len(self._times) > PASSED_MAX:
+            del self._times[min(self._times, key=self._times.__getitem__)]
+        return notice
+
     def _when(self, notice: Notice) -> When:
-        return When.NOT_AGAIN if (notice.source, notice.key) in self._left else When.IN_TIME
+        left = (notice.source, notice.key) in self._left
+        return When.NOT_AGAIN if left or notice.deadline_s <= time.time() else When.IN_TIME

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from ckpt.agent.bulk import Lane, failure
-from ckpt.agent.choosing import When
+from ckpt.agent.choosing import PAST_S, When
 from ckpt.agent.client import VERSION
 from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
@@ -38,7 +38,7 @@ ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit w
 RETRY_S = 30.0
 NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
 END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that time runs
-END_RESERVE_S = 5.0  # at its end, when it is tried no more
+END_RESERVE = 1 / 6  # of the time that it has from the signal on, at its end, when it is tried no more
 
 
 class Node(Inheriting):
@@ -196,7 +196,8 @@ class Node(Inheriting):
             if fields.get("cancel"):
                 self._take_back(source)
             else:
-                deadline_s = time.time() + finite(fields["deadline_s"], "preempt: deadline_s")
+                left_s = finite(fields["deadline_s"], "preempt: deadline_s")
+                deadline_s = time.time() + (left_s if left_s > 0 else PAST_S)
                 self._heard(Notice(deadline_s, source, True, OPERATOR, "ckpt preempt"), When.AT_ONCE)
             peer.reply(request_id, {})
         else:
@@ -316,7 +317,7 @@ class Node(Inheriting):
             self._limit_s = now_s + ORPHAN_LINGERS * self._settings.linger_s
             self._retry_s = now_s + again_s
         if self._ends_s < math.inf:
-            self._limit_s = min(self._limit_s, self._ends_s - END_RESERVE_S)
+            self._limit_s = min(self._limit_s, self._ends_s - END_RESERVE * self._settings.sigterm_s)
             self._retry_s = min(self._retry_s, now_s + END_RETRY_S)
         if now_s >= self._limit_s:
             for job in orphans:

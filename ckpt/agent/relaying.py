@@ -1,7 +1,8 @@
 """Notices that another node than the coordinator's hears, on their way to it. Pure.
 
 That node says all that stands there, each time something changes and when its ranks join again: so a word that was lost
-with a connection is made up for. Clocks of two hosts differ: how much time is left travels, not the time.
+with a connection is made up for. Clocks of two hosts differ: how much time is left travels, not the time. What is told
+as passed was ahead when it was heard first: nobody who hears of it only now leaves by it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def given_back(told: Any, now_s: float | None = None) -> list[tuple[Notice, When
                 str(each["key"])[:200],
                 str(each["message"])[:500],
             ),
-            When(each["when"]),
+            _when(each),
         )
         for each in told
     ]
@@ -76,6 +77,11 @@ def _left_s(each: Any) -> float:
     if math.isnan(left_s):
         raise AgentError(f"a node says that it has {left_s} s left")
     return min(max(left_s, -LEFT_S_MAX), LEFT_S_MAX)
+
+
+def _when(each: Any) -> When:
+    """Errors: as `_left_s`."""
+    return When.NOT_AGAIN if _left_s(each) <= 0 else When(each["when"])
 
 
 def _is_same(left_s: float, known_s: float) -> bool:
@@ -115,6 +121,6 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
         if name in known and _is_same(left_s, known[name]):
             continue
         text = f"node {node}: {str(each['message'])[:500]}"
-        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), When(each["when"])))
+        found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _when(each)))
     gone = [name for name in known if name[1].endswith(end) and name not in stand]
     return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]

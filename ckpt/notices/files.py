@@ -64,12 +64,13 @@ class FileListener:
                 written_s = 0.0
                 known.standing(self.name, [])
                 return POLL_S
-            if not written_s and found[1] > first.get(key, math.inf) - self._lead_s:
-                known.standing(self.name, [])  # it is another one than was seen by who listened before
+            is_another = not written_s and found[1] > first.get(key, math.inf) - self._lead_s
             if found[1] != written_s:
                 written_s, seen_s = found[1], self._now_s()
             deadline_s = deadline_of(found[0], min(seen_s, written_s))
             if deadline_s is None:
+                if is_another:  # than was seen by who listened before
+                    known.standing(self.name, [])
                 deadline_s = known.earliest(key, seen_s + self._lead_s)
             known.standing(self.name, [Notice(deadline_s, self.name, True, key, f"the file {key} has appeared")])
             return POLL_S

@@ -32,8 +32,9 @@ _LEFT = re.compile(r"(?:(\d{1,6})-)?(?:(\d{1,3}):)?(\d{1,3}):(\d{2})")  # [days-
 class SlurmListener:
     """`end_s`: the value of SLURM_JOB_END_TIME, None where it is not set. Where it is set squeue is asked once, a
     quarter of an hour before it, whether the time limit was changed meanwhile, and once more for each change; where it
-    gives no answer the end stays as it was. Who begins to listen later than that asks before it tells: the variable is
-    as old as the job. Both clocks, Slurm's and ours, are taken to agree then.
+    gives no answer the end stays as it was. Who begins to listen later than that asks before it tells, and waits for
+    the answer for no more than a quarter of the time that is left by the variable, which is as old as the job. Both
+    clocks, Slurm's and ours, are taken to agree then.
 
     Errors: UsageError for a job id that Slurm would not have given.
     """
@@ -68,7 +69,7 @@ class SlurmListener:
 
         def ask() -> float:
             asked_s = self._now_s()
-            left_s = time_left_s(self._output(stop))
+            left_s = time_left_s(self._output(stop, self._timeout_s))
             known.standing(self.name, [] if left_s is None else [self._notice(asked_s + left_s)])
             return POLL_NEAR_S if left_s is not None and left_s < NEAR_S else POLL_S
 
@@ -81,8 +82,10 @@ class SlurmListener:
                 if stop.wait(wait_s):
                     return
             asked_s, before_s = self._now_s(), end_s
+            ahead_s = end_s - asked_s
+            timeout_s = min(self._timeout_s, ahead_s / 4) if ahead_s > 0 else self._timeout_s
             try:
-                left_s = time_left_s(self._output(stop))
+                left_s = time_left_s(self._output(stop, timeout_s))
             except Fault:
                 known.standing(self.name, [self._notice(end_s)])
                 return
@@ -97,7 +100,7 @@ class SlurmListener:
     def _notice(self, end_s: float) -> Notice:
         return Notice(end_s, self.name, True, self._job_id, f"the allocation of Slurm job {self._job_id} ends")
 
-    def _output(self, stop: threading.Event) -> str:
+    def _output(self, stop: threading.Event, timeout_s: float) -> str:
         """What squeue says. The process is gone when this returns; its output is bounded, and its time too."""
         try:
             process = subprocess.Popen(
@@ -106,7 +109,7 @@ class SlurmListener:
         except OSError as exc:
             raise Fault(f"{self._command[0]} cannot be started: {exc}") from exc
         try:
-            text = self._read_all(process, stop)
+            text = self._read_all(process, stop, timeout_s)
             code = process.wait(timeout=1.0)
         except subprocess.TimeoutExpired as exc:
             raise Fault(f"{self._command[0]} closed its output and does not end") from exc
@@ -119,9 +122,9 @@ class SlurmListener:
             raise Fault(f"{self._command[0]} ended with status {code}")
         return text
 
-    def _read_all(self, process: subprocess.Popen[bytes], stop: threading.Event) -> str:
+    def _read_all(self, process: subprocess.Popen[bytes], stop: threading.Event, timeout_s: float) -> str:
         assert process.stdout is not None
-        until_s = time.monotonic() + self._timeout_s
+        until_s = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN)
         out = b""
@@ -131,9 +134,7 @@ class SlurmListener:
             if not (more := process.stdout.read(OUTPUT_BYTES_MAX)):
                 return out.decode(errors="replace")
             out += more
-        raise Fault(
-            f"{self._command[0]} gave no whole answer within {self._timeout_s:g} s and {OUTPUT_BYTES_MAX} bytes"
-        )
+        raise Fault(f"{self._command[0]} gave no whole answer within {timeout_s:g} s and {OUTPUT_BYTES_MAX} bytes")
 
 
 def time_left_s(text: str) -> float | None:

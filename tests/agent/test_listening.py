@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt.agent.choosing import OUTLIVES_S, When
+from ckpt.agent.choosing import OUTLIVES_S, PAST_S, When
 from ckpt.agent.listening import Listening, Sources
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
@@ -152,6 +154,31 @@ def test_what_a_job_has_left_by_is_not_left_by_again_until_it_is_taken_back_or_p
     loop.listening.stop()
     loop.listening.remember(found, When.NOT_AGAIN)
     assert heard() is When.NOT_AGAIN, "a former agent knew of it"
+    loop.listening.close()
+
+
+def test_what_has_passed_when_it_is_told_first_is_ahead_for_a_moment_and_then_no_news(tmp_path: Path) -> None:
+    loop, word, came_s = Loop(), tmp_path / "word", time.time()
+    word.write_text(f"{came_s - 1000:.0f}")
+    sources = Sources("given", file=str(word))
+
+    def heard() -> tuple[float, When]:
+        loop.listening.follow(sources)
+        loop.run()
+        ((found, when),) = loop.listening.heard()
+        assert (found, when) == (loop.told[-1], loop.whens[-1])
+        loop.listening.stop()
+        return found.deadline_s - came_s, when
+
+    first_s, when = heard()
+    assert PAST_S <= first_s < PAST_S + 5
+    assert when is When.IN_TIME
+    assert heard() == (first_s, When.IN_TIME), "it was put off by the start of another job"
+    (found,) = (each for each in loop.told[-1:] if isinstance(each, Notice))
+    loop.listening.remember(replace(found, deadline_s=came_s - 1), When.IN_TIME)  # as if that long ago
+    assert heard() == (-1, When.NOT_AGAIN)
+    word.write_text(f"{came_s + 1000:.0f}")
+    assert heard()[1] is When.IN_TIME, "there is time again"
     loop.listening.close()
 
 

@@ -42,6 +42,16 @@ def test_what_is_past_is_told_once_and_again_when_its_time_is_ahead_after_all() 
     assert len(words("b", there.told(1000.0), {(first.source, first.key): 60.0}, 5000.0)) == 1, "it has moved to now"
 
 
+def test_what_has_passed_there_is_no_news_to_another_agent() -> None:
+    there = Standing()
+    there.hear(SPOT, When.AT_ONCE)
+    for now_s, known in ((1029.0, When.AT_ONCE), (1031.0, When.NOT_AGAIN)):
+        told = there.told(now_s)
+        for (_, when), *others in (words("b", told, {}, 5000.0), given_back(told, 5000.0)):
+            assert when is known
+            assert not others
+
+
 @pytest.mark.parametrize("far_s", [0.0, 253_402_300_799.0, 1e300, math.inf])
 def test_one_whose_time_is_far_away_hides_no_other(far_s: float) -> None:
     there = Standing()

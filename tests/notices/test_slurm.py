@@ -95,6 +95,14 @@ def test_an_end_that_is_near_or_past_when_listening_begins_is_told_only_when_squ
     assert notice.deadline_s == NOW_S - past_s
 
 
+def test_who_begins_near_the_end_does_not_wait_for_squeue_until_it_has_come(squeue: Squeue) -> None:
+    ours = SlurmListener("4711", time.time() + 4, squeue=squeue.path, timeout_s=60)
+    squeue.runs("exec sleep 60")
+    with listening(ours) as (_, told, has_told):
+        assert has_told.wait(10)
+        assert [each.deadline_s > time.time() for each in told if isinstance(each, Notice)] == [True]
+
+
 def test_else_squeue_is_asked_for_the_time_left(squeue: Squeue) -> None:
     clock = Clock()
     squeue.says("1-02:03:04")

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_launcher_that_starts_it_again_there_does_not_have_it_leave_again(job:
     job.enter()
     await_standing(job, ["gcp-preempted"])
     job.await_event("notice")
-    assert [e["message"] for e in job.job[0].events if e["name"] == "notice" and "this one does not" in e["message"]]
+    assert [e["message"] for e in job.job[0].events if e["name"] == "notice" and "answered before" in e["message"]]
     train(job.job, job.job[0].step + 20)
     assert job.status(0)["job"]["notices"]["course"] == "stay"
     assert job.save("store")
@@ -207,6 +208,30 @@ def test_it_is_told_again_to_a_coordinator_whose_agent_was_started_anew(job: Clu
         assert rank.lost.wait(60)
     job.come_back()
     await_standing(job, ["gcp-preempted"])
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_has_passed_while_the_job_trained_on_is_no_news_when_an_agent_dies(
+    cluster: Cluster, tmp_path: Path, node: int
+) -> None:
+    word = tmp_path / "word"
+    word.write_text("+2")
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.connect(0, 0, 1, 1)
+    for rank in cluster.job[2:]:
+        rank.notices = Sources("given", file=str(word)).fields()
+    cluster.enter()
+    cluster.await_event("notice.outcome")  # nobody has come to a step
+    assert cluster.status(0)["job"]["notices"]["course"] == "over"
+    until(lambda: [each["source"] for each in cluster.job[2].standing] == ["file"])
+    cluster.kill_agent(node)
+    for rank in cluster.job if node == 0 else cluster.job[2:]:
+        assert rank.lost.wait(60)
+    cluster.come_back(*([] if node == 0 else [node]))
+    await_standing(cluster, ["file"])
+    train(cluster.job, cluster.job[0].step + 20)
+    assert cluster.status(0)["job"]["notices"]["course"] == ("stay" if node == 0 else "over")
+    assert cluster.save("store")
 
 
 @pytest.mark.parametrize(("node", "hashed"), [(0, True), (0, False), (1, True)])
