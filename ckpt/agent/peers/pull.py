@@ -86,12 +86,9 @@ class Dial:
         known = self.terms.reached.get(self.peer)
         for address in sorted(self.addresses, key=lambda each: each != known):  # others may take CONNECT_S, each time
             try:
-                made = self._connect_to(address)
+                return self._connect_to(address)
             except (OSError, EOFError, AgentError) as exc:
                 error = exc
-            else:
-                self.terms.reached[self.peer] = address
-                return made
         raise error or OSError("no address")
 
     def _connect_to(self, address: Address) -> tuple[socket.socket, Session]:
@@ -104,6 +101,7 @@ class Dial:
                 sock.settimeout(CONNECT_S)
                 sock.connect(place.sockaddr)
                 session = self._greet(sock)
+                self.terms.reached[self.peer] = address  # also where it turns us away: that is tried again
                 _await_turn(sock, session)
                 wait_at_most(sock, self.terms.stall_s)
                 return sock, session

@@ -231,8 +231,8 @@ def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Ma
 
 
 def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(node: Made, loop: TurnedLoop) -> None:
-    """It may take CONNECT_S, and a restore makes many transfers."""
-    sender, receiver = node("a"), node("b")
+    """It may take CONNECT_S, and a restore makes many transfers. Nor is it again where the other one is busy."""
+    sender, receiver = node("a", served_max=1, stall_s=1000.0), node("b", patience_s=2.0)
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     tried: list[socket.socket] = []
@@ -246,6 +246,11 @@ def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(n
 
         tasks.start("refuse", refuse)
         addresses = [Address("127.0.0.1", nowhere.getsockname()[1]), sender.address]
+        with _greeted(loop, sender) as (first, session):
+            pull._await_turn(first, session)
+            fetch = receiver.transport.fetch("a", addresses, NAME, memoryview(bytearray(ROOM)), frames)
+            loop.until(fetch.done.done)
+            assert "serves others" in str(fetch.done.exception())
         for _ in range(3):
             target = bytearray(ROOM)
             finished(loop, receiver.transport.fetch("a", addresses, NAME, memoryview(target), frames).done)
