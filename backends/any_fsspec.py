@@ -12,6 +12,9 @@ system's own. Chunks are joined, since fsspec takes one buffer: prefer the backe
 
 Where a file system tells no time of its objects that we can read, they are for ever new (contract.ObjectInfo): nothing
 is deleted there for its age. A folder that cannot be listed is an error: fsspec's own find() takes it for an empty one.
+
+A connection that FTP or SFTP have lost is made again by nobody. So after an error that is no answer the file system is
+made anew, by the next operation: that of whoever tries again (storage.retry).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import math
 import posixpath
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +58,10 @@ _AGAIN = {
 _AGAIN_NAMES = {
     *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
+    *("error_temp", "error_reply", "error_proto"),  # ftplib: try later, and what is no answer to what was asked
+    *("SSHException", "ChannelException", "NoValidConnectionsError"),  # paramiko
 }
+_NO_LEAVE = {"NoCredentialsError", "ClientAuthenticationError", "AuthenticationException"}
 _MODIFIED = (
     *("mtime", "LastModified", "last_modified", "modified", "modify", "modificationTime"),
     *("updated", "created", "timeModified"),
@@ -69,27 +76,37 @@ def open_fsspec(url: str) -> FsspecBackend:
     plain = url.removeprefix("fsspec+")
     protocol = plain.partition("://")[0]
     try:
-        fsspec.get_filesystem_class(protocol)
-        filesystem, root = url_to_fs(plain, skip_instance_cache=True)
-    except (ImportError, ValueError, TypeError) as exc:
-        raise UsageError(
-            f"{shown(url)}: fsspec cannot open it: {exc}; give a URL that it knows, or install what it lacks"
-        ) from exc
-    except Exception as exc:
-        raise _error(shown(url), "connect", exc) from exc
-    if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's takes no such option
-        filesystem.dircache.use_listings_cache = False
-    return FsspecBackend(url, protocol, filesystem, root.rstrip("/"))
+        kind = fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as exc:
+        raise _unknown(url, exc) from exc
+    made = FsspecBackend(url, protocol, kind)
+    with suppress(TransientError):  # the first operation tries again
+        made.connect()
+    return made
 
 
 class FsspecBackend:
-    def __init__(self, url: str, protocol: str, filesystem: Any, root: str) -> None:
+    def __init__(self, url: str, protocol: str, kind: type[Any]) -> None:
         self.url = shown(url)  # for messages: the file system has the password
-        self._fs = filesystem
-        self._root = root
+        self._with_password = url
+        self._fs: Any = None  # until it is connected, and after an error that may have left it of no use
+        self._root = kind._strip_protocol(url.removeprefix("fsspec+")).rstrip("/")
         self._is_put_atomic = protocol in PUT_IS_ATOMIC
         # Those that are not asynchronous may have one connection, on which threads would take each other's replies.
-        self._turn: Any = nullcontext() if filesystem.async_impl else threading.RLock()
+        self._has_one = not kind.async_impl
+        self._turn: Any = threading.RLock() if self._has_one else nullcontext()
+
+    def connect(self) -> None:
+        """Makes the file system, which may connect at once. Errors: UsageError; StorageError."""
+        try:
+            filesystem, _ = url_to_fs(self._with_password.removeprefix("fsspec+"), skip_instance_cache=True)
+        except (ImportError, ValueError, TypeError) as exc:
+            raise _unknown(self.url, exc) from exc
+        except Exception as exc:
+            raise _error(self.url, "connect", exc) from exc
+        if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's takes no such option
+            filesystem.dircache.use_listings_cache = False
+        self._fs = filesystem
 
     def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
         path = self._path(key)
@@ -198,19 +215,20 @@ class FsspecBackend:
 
     def _find(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Files below the prefix, by their path below the root."""
-        folder = self._fs._strip_protocol(f"{self._root}/{prefix}".rstrip("/"))
         with self._translated(f"list {prefix}"):
+            folder = self._fs._strip_protocol(f"{self._root}/{prefix}".rstrip("/"))
+            head = self._fs._strip_protocol(self._root) + "/"
             self._fs.invalidate_cache()
             found = self._fs.find(folder, detail=True) if self._is_put_atomic else dict(self._walk(folder))
-        head = self._fs._strip_protocol(self._root) + "/"
         return ((path.removeprefix(head), each) for path, each in found.items() if path.startswith(head))
 
     def _walk(self, folder: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Files below the folder, by their path. One that is not there has none. Errors: OSError."""
+        around = sys.exception()
         try:
             found = self._fs.ls(folder, detail=True)
         except OSError as exc:
-            if isinstance(exc, FileNotFoundError) or exc.errno == errno.ENOENT:
+            if isinstance(_reason(exc, around), FileNotFoundError) or exc.errno == errno.ENOENT:
                 return
             raise
         for each in found:
@@ -227,16 +245,46 @@ class FsspecBackend:
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         """Turns into ours whatever a file system raises: fsspec promises no more than that it is an exception."""
-        try:
-            with self._turn:
+        around = sys.exception()
+        with self._turn:
+            if self._fs is None:
+                self.connect()
+            try:
                 yield
-        except CkptError:
-            raise
-        except Exception as exc:
-            raise _error(self.url, what, exc) from exc
+            except CkptError:
+                raise
+            except Exception as exc:
+                error = _error(self.url, what, _reason(exc, around))
+                if self._has_one and not isinstance(error, (NotFound, AlreadyExists, AccessDenied)):
+                    self._fs = None
+                raise error from exc
 
 
-def _error(url: str, what: str, exc: Exception) -> CkptError:
+def _unknown(url: str, why: Exception) -> UsageError:
+    told = f"{shown(url)}: fsspec cannot open it: {why}"
+    return UsageError(f"{told}; give a URL that it knows, or install what it lacks")
+
+
+def _reason(exc: BaseException, around: BaseException | None) -> BaseException:
+    """What became of it: FTP's listing says of whatever the server answers (421: it closes the connection) that there
+    is no such file, and has the answer in the context. `around`: what was being handled before, which is no part of it.
+    """
+    each: BaseException | None = exc
+    while each is not None and each is not around:
+        if _may_pass(each):
+            return each
+        each = each.__cause__ or each.__context__
+    return exc
+
+
+def _may_pass(exc: BaseException) -> bool:
+    """Whether it may succeed when it is tried again."""
+    if isinstance(exc, TimeoutError | ConnectionError | EOFError) or type(exc).__name__ in _AGAIN_NAMES:
+        return True
+    return isinstance(exc, OSError) and (exc.errno in _AGAIN or str(exc) == "Socket is closed")  # paramiko's has none
+
+
+def _error(url: str, what: str, exc: BaseException) -> CkptError:
     told = f"{url}: {what}: {type(exc).__name__}: {exc}"
     if "bucket does not exist" in str(exc) or "NoSuchBucket" in str(exc):
         return StorageError(f"{told}; create the bucket, or check the URL and the endpoint")
@@ -244,18 +292,11 @@ def _error(url: str, what: str, exc: Exception) -> CkptError:
         return NotFound(told)
     if isinstance(exc, FileExistsError):
         return AlreadyExists(told)
-    if isinstance(exc, PermissionError) or type(exc).__name__ in (
-        "NoCredentialsError",
-        "ClientAuthenticationError",
-    ):
+    if isinstance(exc, PermissionError) or type(exc).__name__ in _NO_LEAVE or str(exc).startswith("530 "):  # FTP
         return AccessDenied(f"{told}; check the credentials, and what they allow there")
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
         return StorageError(f"{told}; make room (ckpt prune {url})")
-    if isinstance(exc, TimeoutError | ConnectionError) or type(exc).__name__ in _AGAIN_NAMES:
-        return TransientError(told)
-    if isinstance(exc, OSError) and exc.errno in _AGAIN:
-        return TransientError(told)
-    return StorageError(told)
+    return TransientError(told) if _may_pass(exc) else StorageError(told)
 
 
 def _modified_s(found: Mapping[str, Any]) -> float:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import ftplib
 import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.ftp import FTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt.backends.any_fsspec import open_fsspec
 from ckpt.errors import AccessDenied, DamagedData, NotFound, RunInUse, StorageError, TransientError, UsageError
 from ckpt.policy.every import Keep
+from ckpt.storage import open as open_store
 from ckpt.storage.names import TEMPORARY
 from ckpt.store.commit import Committer
 from ckpt.store.lineage import Claim
 from ckpt.store.prune import Lease, Pruner
 from ckpt.store.run import Run
-from tests.servers import free_port
+from tests.servers import free_port, program, running
 from tests.store.build import epoch, floats, identity, snapshot
 from tests.store.test_run import Beating
 
@@ -94,13 +97,41 @@ class OneConnectionFileSystem(LocalFileSystem):
             self.connection.release()
 
 
+class BreakingFileSystem(LocalFileSystem):
+    """Local files over a connection that, once broken, stays so."""
+
+    protocol = "breaking"
+    made: ClassVar[list[BreakingFileSystem]] = []
+    failure: BaseException | None = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        type(self).made.append(self)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("ls", "info", "cat_file", "pipe_file", "rm_file") and self.failure is not None:
+            raise self.failure
+        return super().__getattribute__(name)
+
+
+class SilentFtp:
+    """What FTPFileSystem speaks through, where the server ends every session that is idle."""
+
+    def mlsd(self, path: str) -> Iterator[tuple[str, dict[str, str]]]:
+        raise ftplib.error_temp("421 Timeout: closing control connection.")
+
+    def close(self) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def failing() -> Iterator[type[FailingFileSystem]]:
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     fsspec.register_implementation("timeless", TimelessFileSystem, clobber=True)
     fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
     fsspec.register_implementation("one", OneConnectionFileSystem, clobber=True)
+    fsspec.register_implementation("breaking", BreakingFileSystem, clobber=True)
     yield FailingFileSystem
+    BreakingFileSystem.made.clear()
     FailingFileSystem.failure = None
     FailingFileSystem.step = "write"
 
@@ -136,7 +167,8 @@ def test_an_upload_that_fails_shows_nothing_and_keeps_the_old_object(
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (OSError("Socket is closed"), StorageError),  # as paramiko's
+        (OSError("Socket is closed"), TransientError),  # as paramiko's
+        (OSError("anything"), StorageError),
         (ConnectionResetError("reset"), TransientError),
         (PermissionError("no"), AccessDenied),
     ],
@@ -197,6 +229,77 @@ def test_a_file_system_that_may_have_one_connection_is_asked_by_one_thread_at_a_
         assert list(pool.map(lambda at: store.get_range("k", at, 8)[0], range(64))) == list(range(64))
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        BrokenPipeError(32, "Broken pipe"),
+        EOFError(),
+        OSError("Socket is closed"),
+        ftplib.error_temp("421 closing"),
+        ftplib.error_reply("226 of what was asked before"),
+        type("SSHException", (Exception,), {})("Server connection dropped"),
+    ],
+)
+def test_a_connection_that_broke_is_made_anew_by_the_next_operation(tmp_path: Path, failure: BaseException) -> None:
+    store = open_fsspec(f"fsspec+breaking://{tmp_path}")
+    store.put("k", [b"x"])
+    (first,) = BreakingFileSystem.made
+    first.failure = failure
+    with pytest.raises(TransientError):
+        store.get("k", 10)
+    assert store.get("k", 10) == b"x"
+    assert [info.key for info in store.list("")] == ["k"]
+    assert len(BreakingFileSystem.made) == 2
+
+
+def test_what_is_an_answer_makes_no_new_connection(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+breaking://{tmp_path}")
+    with pytest.raises(NotFound):
+        store.get("k", 10)
+    assert len(BreakingFileSystem.made) == 1
+
+
+def test_every_operation_outlives_a_restart_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RETRY_S", "30")
+    port = free_port()
+    words = [program("rclone"), "--config", os.devnull, "serve", "ftp", str(tmp_path), "--addr", f"127.0.0.1:{port}"]
+    store = open_store(f"ftp://127.0.0.1:{port}/run")  # before it is there
+    with running(words, port):
+        store.put("a/k", [b"0123"])
+    with running(words, port):
+        assert [info.key for info in store.list("a/")] == ["a/k"]
+    with running(words, port):
+        assert store.get("a/k", 10) == b"0123"
+    with running(words, port):
+        store.put("a/l", [b"4567"])
+    with running(words, port):
+        assert bytes(store.get_range("a/l", 1, 2)) == b"56"
+    with running(words, port):
+        store.delete(["a/k"])
+        assert [info.key for info in store.list("")] == ["a/l"]
+    store.close()
+
+
+def test_a_server_that_ends_the_session_has_not_said_that_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec says so of its listings, whatever the server answered."""
+    monkeypatch.setattr(FTPFileSystem, "_connect", lambda self: setattr(self, "ftp", SilentFtp()))
+    store = open_fsspec("ftp://127.0.0.1/run")
+    with pytest.raises(TransientError, match="421 Timeout"):
+        list(store.list("commits/"))
+    with pytest.raises(TransientError, match="421 Timeout"):
+        store.head("commits/k")
+
+
+def test_what_is_not_there_is_so_also_for_whoever_handles_a_failure(tmp_path: Path) -> None:
+    store = open_fsspec(f"fsspec+file://{tmp_path}")
+    try:
+        raise TransientError("a put") from ConnectionResetError("reset")
+    except TransientError:
+        assert list(store.list("")) == []
+        with pytest.raises(NotFound):
+            store.get("k", 10)
+
+
 @pytest.mark.parametrize("protocol", ["file", "plain"])
 def test_a_listing_is_current_whatever_the_file_system_caches(tmp_path: Path, protocol: str) -> None:
     one, two = (open_fsspec(f"fsspec+{protocol}://{tmp_path}") for _ in range(2))
@@ -208,10 +311,11 @@ def test_a_listing_is_current_whatever_the_file_system_caches(tmp_path: Path, pr
         one.head("k")
 
 
-def test_a_server_that_is_not_there_when_it_is_opened_is_named() -> None:
+def test_a_server_that_is_not_there_when_it_is_opened_is_named_by_the_first_operation() -> None:
     """Some file systems connect at once."""
+    store = open_fsspec(f"ftp://127.0.0.1:{free_port()}/run")
     with pytest.raises(TransientError, match=r"ftp://127\.0\.0\.1"):
-        open_fsspec(f"ftp://127.0.0.1:{free_port()}/run")
+        store.head("k")
 
 
 def test_a_file_system_that_cannot_be_opened_is_told() -> None:
