@@ -24,6 +24,7 @@ from ckpt.agent.folding import WORK_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
 from ckpt.agent.hosts import HOST
+from ckpt.agent.lenders import Lent
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
@@ -339,6 +340,21 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
     made.place(sizes(count, 100), plans(count, 100, 5000))
     assert made.protects
     assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
+
+
+@pytest.mark.parametrize(("zone", "keeps_all"), [("zone-c", True), ("zone-a", False)])
+def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_that_trains(
+    zone: str, keeps_all: bool
+) -> None:
+    nodes = [NodeAt(f"n{at}", (), (at,), (f"zone-{name}",)) for at, name in enumerate("ab")]
+    lent = Lent(NodeAt("stable", (), (), (zone,)), 5000 * MIB)
+    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
+    made = Protection(*given, lambda: [lent])
+    made.place(sizes(2, 100), plans(2, 100, 5000))
+    holders = {kept.node: kept.holders for kept in made.kept}
+    assert (set(holders.values()) == {("stable",)}) is keeps_all
+    assert keeps_all or holders[""] == ("n1",), "the only one outside zone-a"
+    assert ("no memory-only node keeps all" in made.describe()) is not keeps_all
 
 
 def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
