@@ -398,6 +398,19 @@ def test_nodes_that_are_predicted_to_fail_do_not_keep_each_others_copies_from_th
     assert risky["n2"] != ("n0",)
 
 
+def test_nodes_that_are_predicted_to_fail_keep_no_parity_together_from_then_on() -> None:
+    made = protection(4, option=Parity(1, 1))
+
+    def together() -> set[tuple[str, ...]]:
+        made.place(sizes(4, 100), plans(4, 100, 5000))
+        assert made.placement is not None
+        return {group.members for group in made.placement.groups}
+
+    risky = min(together())
+    assert made.foresees({f"n{at}": 0.6 if f"n{at}" in risky else 0.01 for at in range(4)})
+    assert risky not in together()
+
+
 def test_it_is_no_news_that_a_failure_is_a_little_more_or_less_likely() -> None:
     """As it is from reading to reading: all nodes would be put together anew each time."""
     made = protection(4)
