@@ -162,7 +162,7 @@ def _hook_module(hook: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a custom module's state_dict() holds. `items`: (canonical name, its own key, value), live tensors included
-    where it takes torch's arguments. `versions`: of its modules' own formats, by their own names, which
+    where it takes torch's arguments. `versions`: of its modules' own formats, by canonical names, which
     load_state_dict() tells them, so that they know old ones from new ones."""
 
     items: list[tuple[str, str, Any]]
@@ -171,10 +171,13 @@ class Said:
     @staticmethod
     def of(root: nn.Module) -> Said:
         module = unwrap(root)
-        live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
-        state = module.state_dict(**live)
-        told = getattr(state, "_metadata", {}).items()
-        versions = {key: each["version"] for key, each in told if isinstance(each.get("version"), int)}
+        state, told = _state_dict(module)
+        # What a wrapper holds comes after the wrapper, under the same name.
+        versions = {
+            _canonical(module, key): each["version"]
+            for key, each in told.items()
+            if isinstance(each.get("version"), int)
+        }
         return Said([(_canonical(module, key), key, value) for key, value in state.items()], versions)
 
 
@@ -182,10 +185,19 @@ def load_state_dict(root: nn.Module, state: Mapping[str, Any], versions: Mapping
     """Gives a custom module what Said.of() said, by its own keys; maybe not all of it. The keys for which it says, as
     torch's own does, that it has no place."""
     module, given = unwrap(root), OrderedDict(state)
-    given._metadata = OrderedDict((key, {"version": each}) for key, each in versions.items())  # type: ignore[attr-defined]
+    names = {key: _canonical(module, key) for key in _state_dict(module)[1]}
+    told = ((key, {"version": versions[name]}) for key, name in names.items() if name in versions)
+    given._metadata = OrderedDict(told)  # type: ignore[attr-defined]
     lenient: dict[str, Any] = {"strict": False} if _takes(module.load_state_dict, "strict") else {}
     said = module.load_state_dict(given, **lenient)
     return list(getattr(said, "unexpected_keys", ()))
+
+
+def _state_dict(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    """What a module gives, and what it tells of its modules, by their own names."""
+    live: dict[str, Any] = {"keep_vars": True} if _takes(module.state_dict, "keep_vars") else {}
+    state = module.state_dict(**live)
+    return state, getattr(state, "_metadata", {})
 
 
 def _takes(method: Callable[..., Any], argument: str) -> bool:

@@ -264,6 +264,8 @@ def _number(group: Any, index: int) -> int:
 def _versions(body: Any) -> dict[str, int]:
     """Of a module; one that is restored tensor by tensor says none."""
     versions: dict[str, int] = _get(body, "versions", dict) if "versions" in body else {}
+    if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
+        raise DamagedData("the stored versions of a module's format are not numbers by name")
     return versions
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import DamagedData, StateMismatch, UsageError
@@ -546,6 +547,27 @@ def test_a_module_is_told_in_which_version_of_its_format_it_was_saved(monkeypatc
     monkeypatch.setattr(Versioned, "_version", 2)
     with pytest.raises(AssertionError):
         rt.restore({"model": other}, older)
+
+
+WRAPS: dict[str, Any] = {
+    "bare": lambda module: module,
+    "checkpointed": checkpoint_wrapper,
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("before", WRAPS)
+@pytest.mark.parametrize("now", WRAPS)
+def test_a_module_is_told_its_version_whatever_wraps_it_within_another(before: str, now: str) -> None:
+    saved, other = (nn.Sequential(WRAPS[how](Versioned())) for how in (before, now))
+    rt.restore({"model": other}, rt.save({"model": saved}))
+    assert torch.equal(*saved.parameters(), *other.parameters())
+
+
+@pytest.mark.parametrize("versions", [5, {1: 1}, {"": "x"}, {"": None}])
+def test_versions_that_are_no_numbers_by_name_are_damage(versions: Any) -> None:
+    with pytest.raises(DamagedData):
+        Shared.parse({"objects": {"m": {"kind": "module", "extra": {}, "versions": versions}}, "aliases": {}})
 
 
 class Exporting(Delegating):
