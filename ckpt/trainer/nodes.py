@@ -63,7 +63,8 @@ class ObjectNode(Node):
     """An object with state_dict() and load_state_dict(): a scheduler, a scaler, the user's own."""
 
     def read(self) -> tuple[list[Named], dict[str, Any]]:
-        return read_tree("object", self.value.state_dict(), self.path)
+        found, payload = read_tree("object", self.value.state_dict(), self.path)
+        return found, {**payload, "class": type(self.value).__name__}
 
     def payload(self) -> dict[str, Any]:
         return self.read()[1]

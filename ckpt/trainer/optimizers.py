@@ -101,7 +101,14 @@ class OptimizerView:
             bare, found = trees.split(hyper(self.optimizer.param_groups[index]), self.path)
             tensors = [(path, name) for path, name, _ in trees.named(group_path(self.path, index), found)]
             groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
-        return {"kind": "optimizer", "groups": groups, "skeletons": now.skeletons, "state": now.state, "rest": now.rest}
+        return {
+            "kind": "optimizer",
+            "class": type(self.optimizer).__name__,
+            "groups": groups,
+            "skeletons": now.skeletons,
+            "state": now.state,
+            "rest": now.rest,
+        }
 
     def referred(self, payload: dict[str, Any]) -> Iterator[str]:
         """The tensors that a payload refers to and that were read anew for it, by name."""

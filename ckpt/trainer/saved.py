@@ -56,13 +56,15 @@ class OptimizerTree:
 class Shared:
     """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
     state of `modules`; of those that say themselves how they are loaded, the `versions` of their modules' formats.
-    `aliases`: other names of tensors, and the name that each was saved under."""
+    `classes`: the names of those of optimizers and objects. `aliases`: other names of tensors, and the name that each
+    was saved under."""
 
     data: Mapping[str, Tree] = field(default_factory=dict)
     objects: Mapping[str, Tree] = field(default_factory=dict)
     optimizers: Mapping[str, OptimizerTree] = field(default_factory=dict)
     modules: Mapping[str, Mapping[str, Tree]] = field(default_factory=dict)
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -73,8 +75,10 @@ class Shared:
         optimizers: dict[str, OptimizerTree] = {}
         modules: dict[str, dict[str, Tree]] = {}
         versions: dict[str, dict[str, int]] = {}
+        classes: dict[str, str] = {}
         for path, body in _get(tree, "objects", dict).items():
             kind = _get(body, "kind", str)
+            classes[path] = _class(body)
             if kind == "data":
                 data[path] = _tree(body)
             elif kind == "object":
@@ -86,7 +90,7 @@ class Shared:
                 versions[path] = _versions(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
-        return Shared(data, objects, optimizers, modules, versions, _get(tree, "aliases", dict))
+        return Shared(data, objects, optimizers, modules, versions, classes, _get(tree, "aliases", dict))
 
     def kind_of(self, path: str) -> str | None:
         kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
@@ -220,7 +224,8 @@ def _join_optimizers(first: Any, second: Any) -> dict[str, Any]:
     for group, names in zip(groups, joined.values(), strict=True):
         group["params"] = tuple(names)
     flat = [state.get(name, -1) for names in joined.values() for name in names]
-    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, "rest": _rest(first)}
+    of_first = {"class": _class(first), "rest": _rest(first)}
+    return {"kind": "optimizer", "groups": groups, "skeletons": skeletons, "state": flat, **of_first}
 
 
 def _numbers(body: Any, shift: int) -> dict[str, int]:
@@ -247,6 +252,12 @@ def _optimizer(body: Any) -> OptimizerTree:
     if not isinstance(rest.value, dict):
         raise DamagedData("the stored values of an optimizer are not by key")
     return OptimizerTree(groups, state, home, rest)
+
+
+def _class(body: Any) -> str:
+    """Of an optimizer or an object; "" where it is not known."""
+    kind: str = _get(body, "class", str) if "class" in body else ""
+    return kind
 
 
 def _rest(body: Any) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
-from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
+from ckpt.trainer.names import join
+from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, Node, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
 from ckpt.trainer.shard import Pieces, Shard, changing
@@ -88,7 +89,7 @@ def plan_targets(
         if isinstance(node, ModuleNode):
             plan.module(node)
         elif isinstance(node, OptimizerNode):
-            plan.optimizer(scan.views[node.path])
+            plan.optimizer(node, scan.views[node.path])
         elif isinstance(node, ObjectNode):
             plan.object(node)
         elif isinstance(node, DataNode):
@@ -166,6 +167,9 @@ class _Plan:
         if saved is None:
             self.other_kind(node.path, "object")
             return
+        if self.is_of_another_class(node, _keys(node.payload()["value"]), _keys(saved.value)):
+            self.wants.used.update(name for _, name in saved.tensors)
+            return
         load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
         self.wants.installs.append(_call(node.value.load_state_dict, load))
 
@@ -175,6 +179,19 @@ class _Plan:
             self.wants.missing(path)
         else:
             self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
+
+    def is_of_another_class(self, node: Node, live: set[str], kept: set[str], more: str = "") -> bool:
+        """Whether the checkpoint has another optimizer or object in this place: of another class and, unlike one that
+        was only renamed or wrapped, with other keys (`live` and `kept`). Nothing of it fits then."""
+        here, there = type(node.value).__name__, self.saved.classes[node.path]
+        if there in ("", here) or live == kept:
+            return False
+        keys = [
+            f"{word} {', '.join(sorted(of))}" for word, of in (("without", live - kept), ("with", kept - live)) if of
+        ]
+        line = f"{node.path} is of the class {here}, in the checkpoint of the class {there}, {' and '.join(keys)}{more}"
+        self.wants.differ("retyped", node.path, line)
+        return True
 
     def data(self, node: DataNode, others: Sequence[Own]) -> None:
         """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
@@ -293,10 +310,17 @@ class _Plan:
 
     # --------------------------------------------------------------------------------------------------- optimizers
 
-    def optimizer(self, view: OptimizerView) -> None:
+    def optimizer(self, node: OptimizerNode, view: OptimizerView) -> None:
         saved = self.saved.optimizers.get(view.path)
         if saved is None:
             self.other_kind(view.path, "optimizer")
+            return
+        live = set().union(*(_flags(hyper(group)) for group in view.optimizer.param_groups))
+        kept = set().union(*(_flags(group.hyper.value) for group in saved.groups))
+        state = {join(*path) for held in saved.state.values() if held is not None for path in held.tensors}
+        more = f"; of its parameters it has {', '.join(sorted(state))}" if state else ""
+        if self.is_of_another_class(node, live, kept, more):
+            self.wants.used.update(name for name in self.wants.names if name.startswith(f"{view.path}."))
             return
         before = len(self.wants.installs)
         for number, params in enumerate(view.params):
@@ -313,13 +337,29 @@ class _Plan:
                     line += ", and with other hyper-parameters on other ranks"
                 self.wants.differ("reshaped", name, line)
             if len(held) == 1:
-                self.group(view, number, saved.groups[held.pop()])
+                self.numbered(view, number, home := saved.groups[held.pop()])
+                self.group(view, number, home)
             else:
                 tensors = trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1]
                 self.hypers.update((id(tensor), tensor) for _, tensor in tensors if isinstance(tensor, torch.Tensor))
             for param, known_as in zip(params, stored, strict=True):
                 self.parameter(view, param, known_as, saved)
         self.rest(view, saved, self.wants.installs[before:])
+
+    def numbered(self, view: OptimizerView, number: int, saved: Group) -> None:
+        """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
+        schedulers = (
+            node.path
+            for node in self.scan.nodes
+            if isinstance(node, ObjectNode)
+            and getattr(getattr(node.value, "optimizer", None), "param_groups", None) is view.optimizer.param_groups
+        )
+        if saved.number != number and (scheduler := next(schedulers, None)) is not None:
+            name = group_path(view.path, number)
+            line = (
+                f"{name} is the group {saved.number} of the checkpoint, and {scheduler} goes by the numbers of groups"
+            )
+            self.wants.differ("reshaped", name, line)
 
     def stored(self, param: Param, saved: OptimizerTree) -> str | None:
         """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
@@ -450,6 +490,16 @@ class _Plan:
             found |= {path for path in own.loaders if path not in places}
             found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in places}
         return tuple(sorted(found))
+
+
+def _keys(value: Any) -> set[str]:
+    return set(map(str, value)) if isinstance(value, dict) else set()
+
+
+def _flags(group: Any) -> set[str]:
+    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say."""
+    held = group.items() if isinstance(group, dict) else ()
+    return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held}
 
 
 def _call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:

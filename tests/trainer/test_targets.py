@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.lr_scheduler import ConstantLR
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import DamagedData, StateMismatch, UsageError
@@ -1055,6 +1057,86 @@ def test_an_optimizer_grouped_otherwise_is_named() -> None:
     one = torch.optim.SGD(model.parameters(), lr=0.1)
     found = rt.plan(rt.walker_of({"model": model, "optim": one}), checkpoint).mismatch
     assert found.reshaped == ("optim.param_groups.0",)
+
+
+@pytest.mark.parametrize("rates", [True, False])
+def test_groups_in_another_order_are_named_where_a_scheduler_goes_by_their_numbers(rates: bool) -> None:
+    """It would give each group the rate of another."""
+
+    def made(order: tuple[int, int]) -> dict[str, Any]:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        groups = [{"params": list(model[n].parameters()), "lr": 1.0 + n} for n in order]
+        optim = torch.optim.SGD(groups, lr=0.5)
+        return {"model": model, "optim": optim, **({"sched": ConstantLR(optim)} if rates else {})}
+
+    targets = rt.restore(made((1, 0)), rt.save(made((0, 1))), strict=False)
+    assert targets.mismatch.reshaped == (("optim.param_groups.0", "optim.param_groups.1") if rates else ())
+    assert not rates or "optim.param_groups.0 is the group 1 of the checkpoint, and sched" in str(targets.mismatch)
+    rt.restore(made((1, 0)), rt.save(made((1, 0))))
+
+
+class Renamed(torch.optim.Adam):
+    pass
+
+
+ADAMS = "in the checkpoint of the class Adam, .*; of its parameters it has exp_avg, exp_avg_sq, step$"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "SGD, .*without .*momentum.* and with .*betas"),
+        (torch.optim.RMSprop, "RMSprop, .*without alpha"),
+        (torch.optim.Adamax, "Adamax, .*with amsgrad"),
+        (Renamed, ""),
+        (lambda p: Around(torch.optim.Adam(p)), ""),
+    ],
+)
+def test_an_optimizer_of_another_class_is_named_with_what_only_one_of_both_has(make: Any, said: str) -> None:
+    saved = adam(nn.Linear(3, 4), 2)
+    checkpoint = rt.save(saved)
+    model = nn.Linear(3, 4)
+    state = {"model": model, "optim": make(model.parameters())}
+    targets = rt.restore(state, checkpoint, strict=False)
+    if not said:
+        assert not targets.mismatch
+        rt.assert_same_state({"model": model}, {"model": saved["model"]})
+        assert len(state["optim"].state) == 2
+        return
+    (line,) = targets.mismatch.lines
+    assert re.search(f"^optim is of the class {said}", line)
+    assert re.search(ADAMS, line)
+    assert not targets.extra
+    assert not state["optim"].state
+    assert torch.equal(model.weight, saved["model"].weight)
+    assert "betas" not in state["optim"].param_groups[0] or isinstance(state["optim"], torch.optim.Adamax)
+    model(torch.ones(2, 3)).sum().backward()
+    state["optim"].step()
+
+
+def test_weight_decay_of_another_kind_is_named() -> None:
+    """Adam and AdamW have the same moments, and the same hyper-parameters, of which one says yes in one of them."""
+    if "decoupled_weight_decay" not in torch.optim.AdamW([torch.zeros(1)]).param_groups[0]:
+        pytest.skip("this torch tells them apart by class alone")
+    model = nn.Linear(3, 4)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    (line,) = rt.plan(rt.walker_of(state), rt.save(adam(model, 1))).mismatch.lines
+    assert "without decoupled_weight_decay=True and with decoupled_weight_decay=False" in line
+
+
+def test_a_scheduler_of_another_class_is_named_and_left_as_it_is() -> None:
+    def made(kind: Any) -> dict[str, Any]:
+        state = adam(nn.Linear(3, 4), 1)
+        return {**state, "sched": kind(state["optim"])}
+
+    checkpoint = rt.save(made(lambda optim: torch.optim.lr_scheduler.CosineAnnealingLR(optim, 9)))
+    other = made(lambda optim: torch.optim.lr_scheduler.StepLR(optim, 2))
+    targets = rt.restore(other, checkpoint, strict=False)
+    assert targets.mismatch.retyped == ("sched",)
+    assert "StepLR, in the checkpoint of the class CosineAnnealingLR, without gamma, step_size and with T_max" in str(
+        targets.mismatch
+    )
+    assert not hasattr(other["sched"], "T_max")
 
 
 def test_an_object_of_another_kind_is_named() -> None:
