@@ -292,6 +292,25 @@ def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -
         assert "no node keeps" in made.describe()
 
 
+def test_where_only_some_copies_fit_the_third_slot_gives_way_to_these_too() -> None:
+    made, told = protection(4), plans(4, 100, 600)
+    assert made.place(sizes(4, 100) | {"n2": 200 * MIB}, told) == SLOTS_MIN < told["n0"].slots
+    assert made.protects
+    assert made.placement is not None
+    assert [each.node for each in made.placement.shortfalls] == ["n2"]
+    for load in made.placement.loads:
+        assert load.keeps_all_bytes <= told[load.node].left_bytes(SLOTS_MIN)
+
+
+def test_what_is_sent_and_received_for_each_checkpoint_is_in_the_table() -> None:
+    for option, sent in ((Replicas(2), 2), (Parity(2, 2), 2), (Parity(3, 1), 1)):
+        made = protection(4, option.n) if isinstance(option, Replicas) else protection(4, option=option)
+        made.place(sizes(4, 100), plans(4, 100, 5000))
+        rows = made.table()["nodes"]
+        for name in ("sends_bytes", "receives_bytes"):
+            assert sum(row[name] for row in rows) == pytest.approx(4 * sent * 100 * MIB, rel=0.01), (option, name)
+
+
 @pytest.mark.parametrize("option", [Parity(3, 1), Parity(2, 2), Parity(1, 1)])
 @pytest.mark.parametrize("count", range(2, 9))
 @pytest.mark.parametrize("allowed", [400, 450, 500, 600, 700, 1000, 2000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
@@ -14,7 +15,8 @@ from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.peerframes import IN_FLIGHT, PeerFrames
-from ckpt.errors import AgentError, DamagedData
+from ckpt.errors import AgentError, DamagedData, NotFound
+from ckpt.store.reader import FrameReader
 from tests.agent.nodes.staged import FRAME_BYTES, Net, Turned, identity, staged
 from tests.agent.receiver import Rank
 
@@ -343,6 +345,36 @@ def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node
     assert rank.outcome is not None
     assert rank.outcome["kind"] == "damaged"
     assert f"frame {damaged} " in rank.outcome["message"]
+
+
+def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_rest_of_it(
+    begin: Callable[..., Start],
+) -> None:
+    start = begin(1, ("a",), ("b",))
+    (rank,) = start.ranks
+    away, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
+    both = threading.Event()
+
+    def open_record() -> FrameReader:
+        assert both.wait(60)
+        raise NotFound("it was deleted")
+
+    start.restore._open_record = open_record
+    start.carrier.broken = {"a"}
+    start.restore.request(rank, [away, damaged])
+
+    def end() -> bool:
+        for *_, each in start.carrier.coming:
+            each.done.set_exception(DamagedData("wrong too often"))
+        start.carrier.coming.clear()
+        if start.restore._wanted.keys() == {away, damaged}:
+            both.set()
+        return rank.outcome is not None
+
+    start.turned.until(end)
+    assert start.peers.unreached == {away}
+    assert rank.outcome is not None
+    assert rank.outcome["kind"] == "damaged"
 
 
 def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[..., Start]) -> None:
