@@ -29,7 +29,7 @@ from typing import Any
 import msgpack
 
 from ckpt.agent import wire
-from ckpt.errors import AgentError, CkptError
+from ckpt.errors import AgentError, CkptError, UsageError
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
@@ -51,8 +51,13 @@ class Places:
 
 
 def places(url: str, settings: Settings) -> Places:
-    """Makes the folder. Errors: AgentError when it is not the user's alone, or the path is too long."""
+    """Makes the folder. Errors: AgentError when it is not the user's alone, or the path is too long; UsageError where
+    the URL is no UTF-8, as all that agents say is."""
     folder = settings.runtime_dir
+    try:
+        named = url.encode()
+    except UnicodeEncodeError as exc:
+        raise UsageError(f"no agent can serve {shown(url)!r}, a name that is no UTF-8; rename that folder") from exc
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
@@ -63,7 +68,7 @@ def places(url: str, settings: Settings) -> Places:
             f"{folder} must be a folder of your own with mode 0700 (it is mode {info.st_mode & 0o777:o}, "
             f"owner {info.st_uid}); mend it or set CKPT_RUNTIME_DIR"
         )
-    name = "agent-" + hashlib.sha256(url.encode()).hexdigest()[:16]
+    name = "agent-" + hashlib.sha256(named).hexdigest()[:16]
     sock = folder / f"{name}.sock"
     if len(os.fsencode(sock)) > 107:
         raise AgentError(f"the socket path {sock} is longer than 107 bytes; set CKPT_RUNTIME_DIR to a shorter folder")

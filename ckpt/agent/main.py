@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt.agent.server import ENDS, Server
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
@@ -32,6 +33,7 @@ SESSION_NICE = 10
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # heard once the server runs: so nothing is left
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     loud = _Loud()
     logging.getLogger().addHandler(loud)
@@ -57,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(given: argparse.Namespace) -> None:
     from ckpt.agent.node import Node
-    from ckpt.agent.server import Server
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
     server = Server(given.socket)
@@ -76,7 +77,6 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
     from ckpt.agent import memory
     from ckpt.agent.client import places
     from ckpt.agent.lending import LendingNode
-    from ckpt.agent.server import Server
 
     free = memory.free_bytes()
     if terms.memory_bytes > free:

@@ -31,6 +31,7 @@ log = logging.getLogger("ckpt")
 OUTBOX_MAX = 10_000  # packets for a peer that does not read; then it is let go
 AT_ONCE = 64  # messages of one peer before the others have their turn
 WAIT_S_MAX = 3600.0  # what the kernel is asked to wait at once: it counts in 32 bits of milliseconds
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGAIN_S = 1.0  # until what failed, settling or accepting, is tried again
 _UCRED = struct.Struct("3i")
 
@@ -169,9 +170,11 @@ class Server:
     def run(self, handler: Handler) -> None:
         """Serves until the handler has finished."""
         self._handler = handler
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        for number in ENDS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+                signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_warning)  # Slurm sends it to every process of a step
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         while True:
             wake_s = self._settle()
             while self._lost:

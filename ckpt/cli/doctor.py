@@ -16,7 +16,7 @@ import typer
 
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, UsageError
 
 if TYPE_CHECKING:
     from ckpt.storage.probe import Probe
@@ -161,7 +161,9 @@ def _rate(work: Callable[[], object], count: int = 5) -> str:
 
 
 def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
-    """What the store does, and what is wrong with it. An error of the store is a finding, not a failure."""
+    """What the store does, and what is wrong with it. An error of the store is a finding, not a failure.
+
+    Errors: UsageError where the URL is none."""
     import secrets
     from dataclasses import asdict
 
@@ -181,6 +183,8 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
                 facts["get, one object"] = _rate(lambda: store.get_range(key, 0, len(body)), count=3)
             finally:
                 store.delete([key])
+    except UsageError:
+        raise
     except CkptError as error:
         return {"error": str(error)}, [str(error)]
     finally:

@@ -47,7 +47,9 @@ ASK_S = 0.005  # how often the run's agent is: a snapshot in memory comes earlie
 def rehearse(
     url: out.Url,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
-    at: Annotated[int | None, typer.Option("--at", metavar="STEP", help="Kill after it; default: half way.")] = None,
+    at: Annotated[
+        int | None, typer.Option("--at", metavar="STEP", help="Kill after it; default: half way.", min=1)
+    ] = None,
     lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="How long each run may take.")] = 3600.0,
@@ -66,7 +68,7 @@ def rehearse(
             note(f"undisturbed: {shlex.join(straight.command)}")
             finish(straight.start(runtime), timeout_s)
             last = straight.check()
-            at = at or max(1, last // 2)
+            at = max(1, last // 2) if at is None else at
             note(f"to be killed: {shlex.join(killed.command)}")
             killed_at = kill_after(killed, runtime, at, lose_memory, timeout_s)
             note(f"killed when step {killed_at} was saved; starting it again")

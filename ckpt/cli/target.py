@@ -71,13 +71,11 @@ def choose(url: str, run: RunView, which: str | None) -> CommitRef:
             return ref
     for ref in reversed(line):
         tick = ref.identity.tick
-        if which == f"{tick.step}.{tick.sub}":
-            return ref
-        if which.isdecimal() and int(which) == tick.step:
+        if which in (f"{tick.step}.{tick.sub}", str(tick.step)):
             return ref
     near = ", ".join(name_of(ref) for ref in line[-8:]) or "none"
     raise NoCheckpoint(
-        f"{shown(url)}: no checkpoint {which!r} on the line of the run; the newest are {near}{_branches(run)}"
+        f"{shown(url)}: no checkpoint {which!r:.80} on the line of the run; the newest are {near}{_branches(run)}"
     )
 
 

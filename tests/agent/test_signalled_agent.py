@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt.agent.client import places
+from ckpt.settings import read
 from ckpt.storage import canonical
 from tests.agent.test_agent import committed_steps, start_processes, train_processes, wait_for, wait_gone
 from tests.agent.test_foreseeing import status
@@ -76,3 +80,18 @@ def test_one_that_is_asked_to_end_goes_on_trying_to_commit_what_the_ranks_left(
     data.unlink()
     wait_gone(agent)
     assert committed_steps(url)[-1] == last
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_an_agent_that_is_ended_before_it_serves_leaves_nothing(
+    how: signal.Signals, runtime_dir: Path, tmp_path: Path
+) -> None:
+    place = places(os.fspath(tmp_path), read())
+    words = ["--url", tmp_path, "--socket", place.socket, "--lock", place.run_lock, "--log", place.log]
+    command = [sys.executable, "-m", "ckpt.agent.main", *map(str, words), "--ready-fd", "1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2]) as agent:
+        while not place.run_lock.exists():
+            assert agent.poll() is None
+        agent.send_signal(how)
+        assert agent.wait(60) == 0
+    assert list(runtime_dir.iterdir()) == []

@@ -53,12 +53,22 @@ def greets(address: str, known: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def running(url: Path, *words: str, given: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(
+    url: Path, *words: str, given: str = "", hang_up: signal.Handlers = signal.SIG_DFL
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the line that it says. `given`: what stands in its standard input, which stays open."""
     command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(url), *HERE, *words]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env) as process:
+    with subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),  # whoever started the tests may ignore it
+    ) as process:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -69,7 +79,7 @@ def running(url: Path, *words: str, given: str = "") -> Iterator[tuple[subproces
             process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_says_where_it_listens_and_ends_when_it_is_told_to_leaving_nothing(
     how: signal.Signals, tmp_path: Path, runtime_dir: Path, secret: Path
 ) -> None:
@@ -78,6 +88,16 @@ def test_it_says_where_it_listens_and_ends_when_it_is_told_to_leaving_nothing(
         process.send_signal(how)
         assert process.wait(60) == 0
     assert not list(runtime_dir.iterdir())
+
+
+def test_under_nohup_it_outlives_its_terminal(tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path / "run", hang_up=signal.SIG_IGN) as (process, _):
+        process.send_signal(signal.SIGHUP)
+        assert "lends 1.0 MiB" in ckpt(monkeypatch, "watch", tmp_path / "run", "--once").out
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_as_json_it_says_the_addresses_the_memory_and_the_url(tmp_path: Path, secret: Path) -> None:

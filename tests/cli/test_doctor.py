@@ -41,6 +41,15 @@ def test_a_store_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: p
     assert "file" in said.json["problems"][0]
 
 
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "file"])
+def test_what_is_no_url_of_a_store_is_a_wrong_call(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.chdir(tmp_path)
+    said = ckpt(monkeypatch, "doctor", url, "--json")
+    assert said.code == Exit.USAGE
+    assert said.json["error"]["kind"] == "usage"
+
+
 def test_what_ckpt_needs_of_a_store_and_does_not_get_is_a_problem() -> None:
     good = Probe(True, True, True, True, True, True, True, clock_skew_s=-1.0, put_s=0.1, get_s=0.1)
     assert store_problems(good) == []

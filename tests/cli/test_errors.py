@@ -178,6 +178,15 @@ def test_what_the_locale_has_no_letters_for_is_printed_all_the_same(tmp_path: Pa
         assert said.returncode == 0, said.stderr
 
 
+@pytest.mark.parametrize("words", [["prune"], ["watch", "--once"], ["preempt"]])
+def test_what_asks_the_agent_of_a_folder_whose_name_is_no_utf8_says_so(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ckpt(monkeypatch, words[0], os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), *words[1:], "--json")
+    assert said.code == Exit.USAGE
+    assert "rename that folder" in said.json["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "kind"),
     [

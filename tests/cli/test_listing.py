@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.cli import out
+from ckpt.cli.exits import Exit
 from ckpt.store.commit import Committer
 from ckpt.types import Identity, Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
@@ -89,6 +90,14 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path, monkeypat
     assert said.err.startswith("error: ")
     assert "10, 20, 40" in said.err
     assert said.json["error"]["kind"] == "no-checkpoint"
+
+
+@pytest.mark.parametrize("step", ["9" * 5000, "²", "-10", "", "10.", "1_0"])
+def test_what_is_no_step_is_not_there(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    said = ckpt(monkeypatch, "show", tmp_path, f"--step={step}")
+    assert said.code == Exit.NO_CHECKPOINT
+    assert len(said.err) < 500
 
 
 def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(

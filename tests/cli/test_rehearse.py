@@ -125,6 +125,12 @@ def test_a_script_that_is_not_the_same_twice_is_told_apart_from_a_bad_restart(
     assert "tensor model.bias" in said.out
 
 
+@pytest.mark.parametrize("at", ["0", "-1"])
+def test_a_step_that_no_run_has_is_a_wrong_call(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ckpt(monkeypatch, "rehearse", tmp_path / "run", "--at", at, "--", "true").code == Exit.USAGE
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_kill_that_came_too_late_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _rehearse(monkeypatch, tmp_path / "run", "exact", steps=2)
     assert said.code == 7
