@@ -31,6 +31,7 @@ from ckpt.format.parity import Row
 from ckpt.plan.rebuild import Run, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.cluster import HASHES_AT
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
@@ -370,13 +371,14 @@ def test_memory_of_copies_that_are_gone_is_used_again_and_no_more_is_held_than_o
     assert held.keeper.bytes == 0
 
 
-def test_what_holds_something_else_than_it_should_is_not_kept(held: Held) -> None:
-    """The giver's first page says that it is another step's."""
+@pytest.mark.parametrize("until", [HASHES_AT, PAGE])
+def test_what_holds_something_else_than_it_should_is_not_kept(until: int, held: Held) -> None:
+    """The giver's first page, so much of it, says that it is another step's."""
     which = identity(5)
     mine, other = staged(which, 2), staged(identity(6), 2)
     try:
         found = described(which, mine)
-        lied = [Described(each.rank, each.size, other[each.rank].page(), each.frames) for each in found]
+        lied = [replace(each, page=other[each.rank].page()[:until] + each.page[until:]) for each in found]
         for rank in range(2):
             held.transport.offers[f"copy/{which}/{rank}"] = mine[rank].view, found[rank].frames
         heard: list[str] = []
