@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from ckpt.agent.surviving import Verdict, judge
+from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.storeside import StoreSide
+from ckpt.agent.surviving import Verdict, commit_whole, judge
+from ckpt.agent.terms import Terms
+from ckpt.errors import Superseded
 from ckpt.store.lineage import Ancestor, Claim, CommitRef
 from ckpt.store.run import RunView
 from ckpt.types import Epoch, Identity, Tick
@@ -127,3 +134,21 @@ def test_no_commit_takes_anything_from_the_line_or_the_run_from_a_start_that_the
         if verdict is Verdict.COMMIT:
             assert [ref.identity for ref in after.line] == [*before, identity]
     assert seen == set(Verdict)
+
+
+@pytest.mark.parametrize("then", [later(at(A, 10)), later(at(A, 20))])
+def test_whether_it_is_still_due_is_looked_at_again_just_before_the_record(then: Claim) -> None:
+    """A start may have begun while its packs were put."""
+    views = [view((CLAIM,)), view((CLAIM, then))]
+    store = SimpleNamespace(
+        run=lambda: SimpleNamespace(view=lambda: views.pop(0)),
+        commit_for_another=lambda made, codec, bandwidth, about, check, *more: check(),
+    )
+    made = SimpleNamespace(identity=at(A, 20), manifest=SimpleNamespace(coordinates=()), disagreed=())
+    given = cast(StoreSide, store), cast(Checkpoint, made), Terms(CLAIM, "raw", None), "a test", threading.Event()
+    if then.parent == made.identity:
+        commit_whole(*given)
+    else:
+        with pytest.raises(Superseded, match="not on the line"):
+            commit_whole(*given)
+    assert not views
