@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, CommitFailed, Leave, NotStaged, SaveFailed, Superseded, UsageError
@@ -73,11 +74,15 @@ class Handle:
         return self._levels.level(self.tick)
 
     def wait(self, level: Level = "store", timeout_s: float | None = None) -> None:
-        """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time."""
+        """Returns when it has reached `level`. Errors: SaveFailed when it will not, or not in time. After the block at
+        once, by what was last known in it."""
         checkpointer = self._checkpointer
-        here = threading.current_thread() is checkpointer._parts.saver.thread
-        wait = checkpointer._wait_here if here else checkpointer._wait_for
-        wait(self.tick, level, timeout_s)
+        if checkpointer._entered is None:
+            self._levels.wait(self.tick, level, timeout_s)
+        elif threading.current_thread() is checkpointer._parts.saver.thread:
+            checkpointer._wait_here(self.tick, level, timeout_s)
+        else:
+            checkpointer._wait_for(self.tick, level, timeout_s)
 
     def __repr__(self) -> str:
         return f"<ckpt.Handle step {self.tick.step} level {self.level}>"
@@ -197,16 +202,17 @@ class Checkpointer:
 
     # -- the loop
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: SupportsIndex) -> Iterator[int]:
         """Yields 1, 2, ... `total`, or from the step after the restored one; each round of the loop is one step (one
         optimizer update). Put it first in a zip: zip(ck.steps(n), loader). Errors: UsageError; as `step`."""
         self._check_use()
-        if not isinstance(total, int) or isinstance(total, bool):
+        last = _whole(total)
+        if last is None:
             raise UsageError(f"ck.steps({total!r}): a whole number of steps")
         if self._leave_loop():
             self.step()
         self._loop = loop = object()
-        while self._step < total:
+        while self._step < last:
             self._stepped = False
             self._in_body = True
             yield self._step + 1
@@ -217,11 +223,11 @@ class Checkpointer:
                 self.step()
 
     @_working
-    def step(self, n: int | None = None) -> None:
+    def step(self, n: SupportsIndex | None = None) -> None:
         """Ends a step, in loops that count themselves. n, if given, must be the last step + 1. After an
         optimizer.step() that an exception has left nothing is saved any more.
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
-        if n is not None and (n != self._step + 1 or isinstance(n, bool)):
+        if n is not None and _whole(n) != self._step + 1:
             raise UsageError(
                 f"ck.step({n}): the last ended step is {self._step}, so the next is {self._step + 1}; "
                 "start counting from ck.restored.step + 1"
@@ -232,8 +238,9 @@ class Checkpointer:
     def _end_step(self) -> None:
         parts = self._parts
         updates, step = parts.updates, self._step + 1
+        seen = updates.marks()
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
-        updates.pending, updates.fenced, self._step, self._sub = 0, False, step, 0
+        updates.ended, updates.fenced, updates.seen, self._step, self._sub = 0, False, seen, step, 0
         parts.saver.boundary()
         link = parts.saver.link
         if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
@@ -291,11 +298,16 @@ class Checkpointer:
         Errors: UsageError after an update without a boundary; and, where a loader is registered, in the body of a
         step of ck.steps() that has not ended: the batch that was drawn for it would be skipped after a restore."""
         numbers = check_metrics(metrics, self.events)
-        if self._parts.updates.pending or self._has_drawn():
-            what = "after an optimizer update" if self._parts.updates.pending else "after a batch was drawn for a step"
+        if self._parts.updates.pending:
             raise UsageError(
-                f"ck.save() {what} that no step has ended: call ck.step() first, so that the checkpoint is of step "
-                f"{self._step + 1} and not of half of it"
+                "ck.save() after an optimizer update that no step has ended: call ck.step() first, so that the "
+                f"checkpoint is of step {self._step + 1} and not of half of it"
+            )
+        if self._has_drawn():
+            raise UsageError(
+                f"ck.save() in step {self._step + 1}, which has not ended, after a batch may have been drawn for it, "
+                "which a restart would skip: call ck.step() first, at the end of the step's body. Behind a loop that "
+                "ended with its loader step() would count one step too many: have the body say ck.step() and ck.save()"
             )
         tick = self._next_tick()
         try:
@@ -388,6 +400,7 @@ class Checkpointer:
                 parts.closing.close()
                 self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
             finally:
+                parts.saver.link.levels.fail_all("the block was left before that was known")
                 parts.last.close()
                 parts.parting.close()
         if failure is not None:
@@ -471,15 +484,20 @@ class Checkpointer:
 
     def _leave_loop(self) -> bool:
         """Whether it was left after an update that no step has ended, which makes one. Where it was before the update,
-        what was drawn for the step is lost, and said."""
+        what the step has drawn or changed is said: it is none of the last one's."""
         updates = self._parts.updates
         begun, self._in_body = self._in_body and not self._stepped, False
         has_ended = self._step != self.restored.step  # else nothing tells that updates are steps here
         if (updates.pending and (begun or has_ended)) or (updates.fenced and updates.by_hand and begun):
             return True
+        lost = []
         if begun and self._parts.saver.walk.has_loaders:
-            text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "
-            text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
+            text = "a batch that was drawn for it is not trained, and is passed over after a restart (at the end of a "
+            lost.append(f"{text}loader none was drawn)")
+        if begun and updates.has_changed:
+            lost.append(f"buffers have changed in it, which are saved as they are now if step {self._step} is not yet")
+        if lost:
+            text = f"ckpt: left in step {self._step + 1} before its update: {'; '.join(lost)}"
             self.events.emit("step.unfinished", text, loud=True)
         return False
 
@@ -613,6 +631,14 @@ class Checkpointer:
             self._receipt.committed_step = newest.step if newest else self._receipt.committed_step
             self._receipt.agent_restarts = saver.link.restarts
             saver.prove(self._receipt)
+
+
+def _whole(number: SupportsIndex) -> int | None:
+    """Of any kind that counts, NumPy's too, but no truth value; None: it is none."""
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
 
 
 _LIVE: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

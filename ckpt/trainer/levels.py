@@ -64,9 +64,9 @@ class Levels:
             self._failed = {key: why for key, why in self._failed.items() if key[0] != tick}
 
     def fail_all(self, message: str) -> None:
-        """Nothing more will be reported."""
+        """Nothing more will be reported. Of several reasons the first is told."""
         with self._changed:
-            self._end = message
+            self._end = self._end or message
             self._changed.notify_all()
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
 from tests.session.loops import wait_agent_gone
@@ -163,6 +164,99 @@ def test_updates_after_a_save_of_no_ended_step_are_not_saved_as_that_step(tmp_pa
     assert came_back(tmp_path) == (0, (0, 0))
 
 
+# ------------------------------------------------------------------------------------------------- no update at all
+
+
+class Scaled:
+    """A model with a buffer, whose scaler skips the update of step SKIPPED."""
+
+    SKIPPED = 3
+
+    def __init__(self, url: Path) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.seen: list[ckpt.Event] = []
+        state = {"model": self.model, "optim": self.optim, "scaler": self.scaler}
+        self.ck = ckpt.Checkpointer(url, state, policy=RARELY, sinks=(self.seen.append,))
+
+    @property
+    def batches(self) -> float:
+        return self.model[1].num_batches_tracked.item()
+
+    def forward(self) -> torch.Tensor:
+        return self.model(torch.randn(4, 2)).square().sum()
+
+    def train(self, step: int) -> None:
+        loss = self.forward() * (torch.inf if step == self.SKIPPED else 1.0)
+        self.optim.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optim)
+        self.scaler.update()
+
+
+def break_after_a_skip(run: Scaled, ck: ckpt.Checkpointer) -> None:
+    for step in ck.steps(10):
+        run.train(step)
+        if step == run.SKIPPED:
+            break
+
+
+def break_own_loop_after_a_skip(run: Scaled, ck: ckpt.Checkpointer) -> None:
+    for step in range(1, 10):
+        run.train(step)
+        if step == run.SKIPPED:
+            break
+        ck.step(step)
+
+
+@pytest.mark.parametrize("train", [break_after_a_skip, break_own_loop_after_a_skip])
+def test_a_step_whose_update_a_scaler_has_skipped_ends_as_any_other(
+    tmp_path: Path, train: Callable[[Scaled, ckpt.Checkpointer], None]
+) -> None:
+    run = Scaled(tmp_path)
+    with run.ck as ck:
+        train(run, ck)
+    wait_agent_gone(tmp_path)
+    again = Scaled(tmp_path)
+    with again.ck as ck:
+        assert (ck.restored.step, again.batches, again.scaler.get_scale()) == (3, 3, 2.0)
+
+
+def test_nothing_is_saved_between_an_update_that_was_skipped_and_its_boundary(tmp_path: Path) -> None:
+    run = Scaled(tmp_path)
+    with run.ck as ck:
+        for step in ck.steps(5):
+            run.train(step)
+            with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
+                ck.save()
+            ck.step()
+            ck.save()
+
+
+def test_a_loop_that_is_left_after_a_forward_pass_says_what_it_has_changed(tmp_path: Path) -> None:
+    run = Scaled(tmp_path)
+    with run.ck as ck:
+        for step in ck.steps(10):
+            if step == 2:
+                run.forward()
+                break
+            run.train(step)
+    (said,) = [event for event in run.seen if event.name == "step.unfinished"]
+    assert said.loud
+    assert "left in step 2 before its update: buffers have changed" in said.message
+
+
+def test_a_loop_that_is_left_at_the_beginning_of_its_body_has_nothing_to_say(tmp_path: Path) -> None:
+    run = Scaled(tmp_path)
+    with run.ck as ck:
+        for step in ck.steps(10):
+            if step == 5:
+                break
+            run.train(step)
+    assert "step.unfinished" not in [event.name for event in run.seen]
+
+
 # ------------------------------------------------------------------------------------------------- half an update
 
 
@@ -221,6 +315,37 @@ def test_after_half_an_update_nothing_is_saved_whatever_steps_follow(tmp_path: P
             ck.poll()
     assert len(run.said("step.torn")) == 1
     assert came_back(tmp_path) == (1, (1, 1))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_error_of_the_users_own_hook_before_an_update_leaves_no_half_of_one(
+    tmp_path: Path, everywhere: bool
+) -> None:
+    """As of one that clips gradients, and refuses such as are not finite."""
+    run, refused = Run(tmp_path), 0
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if ck.receipt["end_step"] == 2 and not refused:
+            raise ArithmeticError
+
+    with run.ck as ck:
+        register = register_optimizer_step_pre_hook if everywhere else run.optim.register_step_pre_hook
+        hook = register(check)
+        try:
+            for _ in range(4):
+                try:
+                    run.optim.step()
+                except ArithmeticError:
+                    refused += 1
+                    continue
+                ck.step()
+        finally:
+            hook.remove()
+    assert refused == 1
+    assert not run.said("step.torn")
+    assert came_back(tmp_path) == (3, (3, 3))
+    run.optim.step()
+    assert not run.optim._optimizer_step_pre_hooks, "ours are gone"
 
 
 def test_within_an_update_nothing_is_saved_and_after_it_all_is_well(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
 from tests.session.loops import losses, make, wait_agent_gone
+from tests.session.runs import kill_agent
 from tests.session.test_one_process import agent_pid, wait_gone
 
 EVERY = ckpt.Every(steps=1)
@@ -154,6 +156,16 @@ def test_nothing_is_saved_while_a_loader_is_ahead_of_the_last_step(tmp_path: Pat
     again = Loaderlike()
     with ckpt.Checkpointer(tmp_path, {"loader": again, "model": model}) as ck:
         assert (ck.restored.step, again.read) == (3, 3)
+
+
+def test_a_save_behind_a_loop_that_ended_with_its_loader_is_told_where_it_belongs(tmp_path: Path) -> None:
+    loader = Loaderlike()
+    with ckpt.Checkpointer(tmp_path, {"loader": loader}) as ck:
+        for _step, _batch in zip(ck.steps(9), range(2), strict=False):
+            loader.read += 1
+        with pytest.raises(ckpt.UsageError, match=r"Behind a loop that ended with its loader"):
+            ck.save()
+    assert ck.receipt["end_step"] == 2
 
 
 def test_leaving_before_the_update_says_that_a_batch_is_lost(tmp_path: Path) -> None:
@@ -346,7 +358,19 @@ def test_a_truth_value_is_no_number_of_steps(tmp_path: Path) -> None:
             ck.step(True)
         with pytest.raises(ckpt.UsageError, match=r"ck\.steps\(True\)"):
             next(ck.steps(True))
+        for wrong in (2.0, np.bool_(True), "1", torch.tensor([1, 1])):
+            with pytest.raises(ckpt.UsageError, match=r"ck\.steps\("):
+                next(ck.steps(wrong))  # type: ignore[arg-type]
+            with pytest.raises(ckpt.UsageError, match=r"ck\.step\("):
+                ck.step(wrong)  # type: ignore[arg-type]
         ck.step(1)
+
+
+def test_whatever_counts_is_a_number_of_steps(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, {"x": torch.ones(2)}) as ck:
+        assert list(ck.steps(np.int64(3))) == [1, 2, 3]
+        ck.step(np.int32(4))
+        ck.step(torch.tensor(5))
 
 
 def test_a_handle_says_what_was_last_known_of_it_after_the_block(tmp_path: Path) -> None:
@@ -354,8 +378,35 @@ def test_a_handle_says_what_was_last_known_of_it_after_the_block(tmp_path: Path)
         ck.step()
         handle = ck.save()
         handle.wait("store", timeout_s=60)
+        last = ck.save()
+    handle.wait()
+    last.wait("store")
     assert handle.level == "store"
     assert repr(handle) == "<ckpt.Handle step 1 level store>"
+
+
+def test_who_waits_on_another_thread_for_what_is_not_known_at_the_end_of_the_block_is_told(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            handle.wait()
+        except ckpt.SaveFailed as exc:
+            errors.append(exc)
+
+    pad = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    limits = ckpt.Limits(bandwidth=1000, exit_s=1)
+    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(tmp_path, {"x": pad}, limits=limits) as ck:  # noqa: PT012
+        ck.step()
+        handle = ck.save()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        raise ZeroDivisionError
+    thread.join(20)
+    kill_agent(tmp_path)
+    assert "the block was left before that was known" in str(errors[0])
+    with pytest.raises(ckpt.SaveFailed, match="the block was left"):
+        handle.wait()
 
 
 def test_another_thread_cannot_end_a_step(tmp_path: Path) -> None:
