@@ -25,7 +25,7 @@ from ckpt.events import Events, JsonLines, Sink
 from ckpt.plan.placement import ONE_COPY, Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
-from ckpt.settings import read
+from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import entry, loaders
@@ -336,6 +336,27 @@ class Checkpointer:
     # -- entering and leaving
 
     def __enter__(self) -> Self:
+        self._check_entry()
+        settings, began_s = read(), time.monotonic()
+        is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
+        self._hold_at, self._rehearsed = (settings.hold_at, 1) if is_rehearsal else (0, 0)
+        if self._notices == "off":
+            settings = replace(settings, notices="off")
+        last, closing = contextlib.ExitStack(), contextlib.ExitStack()
+        try:
+            self._begin(settings, last, closing, began_s)
+        except BaseException:
+            if self._entered is not None:  # the agent has taken us in
+                self._entered.saver.link.give_up()
+                self._close(self._entered)
+            try:
+                closing.close()
+            finally:
+                last.close()
+            raise
+        return self
+
+    def _check_entry(self) -> None:
         if self._entered is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
         if self._was_entered:
@@ -345,21 +366,19 @@ class Checkpointer:
                 f"this process has a Checkpointer on {shown(self.url)} already: put all of the state into one, or give "
                 "each a URL of its own"
             )
-        settings, began_s = read(), time.monotonic()
-        is_rehearsal = settings.redirect is not None and self.url == settings.redirect[1]
-        self._hold_at, self._rehearsed = (settings.hold_at, 1) if is_rehearsal else (0, 0)
-        if self._notices == "off":
-            settings = replace(settings, notices="off")
-        with contextlib.ExitStack() as last, contextlib.ExitStack() as stack:
-            lines = self._write_events(settings.events, last)
-            tasks = stack.enter_context(Tasks("trainer", pool_size=4))
-            saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, stack)
-            updates = stack.enter_context(Updates(self.state, lambda: saver.walk))
-            parting = Parting(saver.link, tasks, self.events, settings)
-            if lines is not None and saver.link.terms is not None:
-                terms = saver.link.terms
-                lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
-            self._entered = _Parts(tasks, saver, updates, parting, stack.pop_all(), last.pop_all())
+
+    def _begin(
+        self, settings: Settings, last: contextlib.ExitStack, closing: contextlib.ExitStack, began_s: float
+    ) -> None:
+        lines = self._write_events(settings.events, last)
+        tasks = closing.enter_context(Tasks("trainer", pool_size=4))
+        saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, closing)
+        updates = closing.enter_context(Updates(self.state, lambda: saver.walk))
+        parting = Parting(saver.link, tasks, self.events, settings)
+        if lines is not None and saver.link.terms is not None:
+            terms = saver.link.terms
+            lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
+        self._entered = _Parts(tasks, saver, updates, parting, closing, last)
         self._was_entered = True
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
@@ -376,7 +395,6 @@ class Checkpointer:
         if saver.link.terms is not None and saver.link.terms.rank == 0:
             loaders.advise(self.state, self.events)
         parting.begin()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         parts = self._parts
@@ -392,22 +410,22 @@ class Checkpointer:
                 parts.saver.quiet()  # takes no snapshot: the state may be half a step old
                 failure = parts.parting.finish_early(self._limits.exit_s)
         finally:
-            self._update_receipt()
-            self._entered = None
-            _LIVE.discard(self)
-            parts.parting.end_threads()
-            try:
-                parts.closing.close()
-                self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
-            finally:
-                parts.saver.link.levels.fail_all("the block was left before that was known")
-                parts.last.close()
-                parts.parting.close()
+            self._close(parts)
         if failure is not None:
             if error is not None:
                 error.add_note(f"ckpt: {failure}")
             else:
                 raise CommitFailed(str(failure)) from failure
+
+    def _close(self, parts: _Parts) -> None:
+        with contextlib.ExitStack() as ends:  # all of them: Ctrl-C ends a wait in one, and not the next
+            ends.callback(parts.parting.close)
+            ends.callback(parts.last.close)
+            ends.callback(parts.saver.link.levels.fail_all, "the block was left before that was known")
+            ends.callback(self._say_receipt)
+            ends.callback(parts.closing.close)
+            ends.callback(parts.parting.end_threads)
+            ends.callback(self._forget)
 
     def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
         """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""
@@ -622,6 +640,16 @@ class Checkpointer:
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )
         return parts
+
+    def _forget(self) -> None:
+        try:
+            self._update_receipt()
+        finally:
+            self._entered = None
+            _LIVE.discard(self)
+
+    def _say_receipt(self) -> None:
+        self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
 
     def _update_receipt(self) -> None:
         self._receipt.end_step = self._step

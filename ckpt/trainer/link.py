@@ -41,6 +41,7 @@ from ckpt.types import Epoch, Identity, Tick
 RECONNECT_TRIES = 20
 AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
 RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
+HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
 DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
 _NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
 
@@ -90,20 +91,27 @@ class Slot:
     """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
 
     It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
-    is bound, declared and filled is always of one plan."""
+    is bound, declared and filled is always of one plan. Who holds it is known by an object, for whom Ctrl-C keeps from
+    hearing that he does."""
 
     arena: Arena
     plan: Plan | None = None
     declared: tuple[int, int] = (0, 0)
-    _held: threading.Lock = field(default_factory=threading.Lock)
+    _holder: object = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def hold(self, wait: bool) -> bool:
-        """Whether it is held by the caller now."""
-        return self._held.acquire(blocking=wait)
+    def hold(self, by: object) -> bool:
+        """Whether it is held by that one now. Does not wait."""
+        with self._lock:
+            if self._holder is None:
+                self._holder = by
+            return self._holder is by
 
-    def let_go(self) -> None:
-        """By whoever holds it, on any thread."""
-        self._held.release()
+    def let_go(self, by: object) -> None:
+        """On any thread, by whoever holds it, or may."""
+        with self._lock:
+            if self._holder is by:
+                self._holder = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +320,6 @@ class Link:
             blobs=[encode_layout(offer.layout), offer.hashes],
         )
 
-    def hold(self, number: int) -> Slot | None:
-        """The slot, held by the caller; None where there is none, or it is being made ready. Does not wait."""
-        with self._lock:
-            slot = self.slots.get(number)
-        return slot if slot is not None and slot.hold(wait=False) else None
-
     def report(self, kind: str, fields: dict[str, Any]) -> None:
         """`staged` or `missed`; lost with the agent, which then counts the tick as missed by itself."""
         self._notify(kind, fields)
@@ -451,14 +453,16 @@ class Link:
         self.tasks.submit(self._prepare, number, slot, plan)
 
     def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
-        slot.hold(wait=True)  # a snapshot into it may not be over: the agent can take an appointment back
+        while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
+            if self.tasks.stopping.wait(HELD_S):
+                return
         try:
             is_ready = self._warm(number, slot, plan)
         except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
             self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
             return
         finally:
-            slot.let_go()
+            slot.let_go(plan)
         if is_ready:  # said only now: the slot may be appointed at once
             self._notify("warm", {"slot": number, "division": plan.declaration.division})
 

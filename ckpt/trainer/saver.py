@@ -152,11 +152,11 @@ class Saver:
             self._note_unsettled(before)
             return "layout"
         self._unsettled = 0
-        slot, filling, is_under_way = self.link.hold(number), None, False
+        slot, filling, is_under_way = self.link.slots.get(number), None, False
         if slot is None:
             return "not granted"
         try:
-            if slot.plan is None or slot.plan.offered is not self.walk.layout:
+            if not slot.hold(tick) or slot.plan is None or slot.plan.offered is not self.walk.layout:
                 return "not granted"
             filling = self._fill(round_, number, slot, slot.plan, tick, metrics, started_s)
             if filling is None:
@@ -170,7 +170,7 @@ class Saver:
                 if filling is not None:
                     self._open.discard(filling.snapshot)
                 self._snapshotter.poll()  # Ctrl-C behind the snapshot: nothing may write into it any more
-                slot.let_go()
+                slot.let_go(tick)
         self.link.levels.expect(tick)
         self._last = tick
         return ""
@@ -252,10 +252,11 @@ class Saver:
 
     def close(self) -> None:
         """Lets what is under way into the arenas finish, then ends the stager, the copies and the link."""
-        self.quiet()
-        self._fillings.put(None)
-        self._snapshotter.close()
-        self.link.close()
+        with contextlib.ExitStack() as ends:  # the next one too, where Ctrl-C ends a wait
+            ends.callback(self.link.close)
+            ends.callback(self._snapshotter.close)
+            ends.callback(self._fillings.put, None)
+            self.quiet()
 
     def abandon_in_child(self) -> None:
         self.forked = True
@@ -333,7 +334,7 @@ class Saver:
             if not why and self.link.terms is not None:
                 why = self._seal(filling, self.link.terms)
         finally:
-            filling.slot.let_go()  # before it is said: the agent may appoint the slot again at once
+            filling.slot.let_go(filling.tick)  # before it is said: the agent may appoint the slot again at once
         if why:
             self.receipt.missed += 1
             self.link.levels.put(filling.tick, "local", False, why)

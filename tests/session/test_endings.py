@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,54 @@ def test_who_presses_control_c_while_the_last_save_is_on_its_way_is_let_go_and_i
     restored = come_back(tmp_path / "run", exit_s=1.0).restored  # what it finds in memory only is saved at its end, too
     assert (restored.step, restored.level) == (2, "local")
     kill_agent(tmp_path / "run")
+
+
+def interrupt(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
+def is_all_gone(url: Path) -> bool:
+    wait_agent_gone(url)
+    return not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+
+
+def test_an_interrupt_at_the_end_of_entering_leaves_nothing_behind(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def stop(event: ckpt.Event) -> None:
+        told.append(event.name)
+        if event.name == "restored":
+            raise KeyboardInterrupt
+
+    with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
+        ck.step()
+    assert is_all_gone(tmp_path)
+    with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}, sinks=(stop,)):
+        pass
+    assert "restored" in told
+    assert is_all_gone(tmp_path)
+    with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
+        assert ck.restored.step == 1
+
+
+@pytest.mark.parametrize("where", ["quiet", "prove"])
+def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:  # noqa: PT012
+        ck.step()
+        ck.save().wait("store", timeout_s=60)
+        saver, leave = ck._parts.saver, ck._parts.parting.leave
+
+        def leave_and_break(outcome: str, until_s: float) -> ckpt.CkptError | None:
+            monkeypatch.setattr(saver, where, interrupt)
+            return leave(outcome, until_s)
+
+        monkeypatch.setattr(ck._parts.parting, "leave", leave_and_break)
+    monkeypatch.undo()
+    assert is_all_gone(tmp_path)
+    with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
+        assert ck.restored.step == 1
 
 
 def test_an_agent_is_not_bound_to_the_processor_that_its_trainer_is_bound_to(tmp_path: Path) -> None:

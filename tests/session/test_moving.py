@@ -182,7 +182,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         ck.save().wait("store", timeout_s=60)
         link = ck._parts.saver.link
         number, slot, old = ready(link)
-        assert link.hold(number) is slot
+        assert slot.hold(link)
         before = bytes(slot.arena.view)
         link._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
         thread = threading.Thread(target=link._prepare, args=(number, slot, new))
@@ -190,7 +190,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         time.sleep(0.3)
         assert slot.plan is old
         assert bytes(slot.arena.view) == before
-        slot.let_go()
+        slot.let_go(link)
         thread.join()
         assert slot.plan is new
         link._plan = slot.plan = old
@@ -204,9 +204,8 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
     def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         if kind in ("warm", "staged"):
             slot = link.slots[fields["slot"]]
-            found.append((kind, can := slot.hold(wait=False)))
-            if can:
-                slot.let_go()
+            found.append((kind, slot.hold(link)))
+            slot.let_go(link)
         notify(link, kind, fields, blobs)
 
     monkeypatch.setattr(Link, "_notify", looking)
@@ -216,6 +215,31 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
         ck.save().wait("store", timeout_s=60)
     assert {kind for kind, _ in found} == {"warm", "staged"}
     assert all(can for _, can in found), found
+
+
+def test_an_interrupt_as_soon_as_a_slot_is_held_costs_one_save_and_the_end_of_the_block_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = Slot.hold
+
+    def interrupted(slot: Slot, by: object) -> bool:
+        monkeypatch.undo()
+        hold(slot, by)
+        raise KeyboardInterrupt
+
+    state: dict[str, Any] = {"a": torch.ones(64)}
+    with ckpt.Checkpointer(tmp_path, state, policy=ckpt.Every(steps=10**6)) as ck:
+        ck.step()
+        ck.save().wait("store", timeout_s=60)
+        ck.step()
+        monkeypatch.setattr(Slot, "hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ck.save()
+        for number in range(3, 6):
+            ck.state["b"] = torch.ones(number)  # each slot is made ready anew
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+    assert ck.receipt["committed_step"] == 5
 
 
 class Failing:

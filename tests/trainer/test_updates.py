@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
+from ckpt.trainer.coords import by_rank
 from ckpt.trainer.updates import Updates
-
-
-@dataclass
-class HandWalk:
-    tensors: tuple[tuple[torch.Tensor, ...], ...]
+from ckpt.trainer.walk import StateWalker
 
 
 def counted(model: torch.nn.Module, *registered: Optimizer) -> Updates:
-    walk = HandWalk(tuple((param,) for param in model.parameters()))
-    return Updates({"model": model, "optim": list(registered)}, lambda: walk)  # type: ignore[arg-type,return-value]
+    walk = StateWalker({"model": model}, by_rank(0, 1)).walk()
+    return Updates({"model": model, "optim": list(registered)}, lambda: walk)
 
 
 def sgd(*params: torch.nn.Parameter) -> SGD:
@@ -36,7 +32,7 @@ def test_an_optimizer_that_is_made_where_another_one_was_is_not_taken_for_it() -
         for step in range(200):
             for params in (list(model.parameters()), [torch.nn.Parameter(torch.ones(2))]):
                 ours = len(params) == 2
-                updates.pending = 0
+                updates.ended = 0
                 sgd(*params).step()
                 assert updates.pending == ours, step
             if step % 10 == 9:
@@ -72,7 +68,7 @@ def test_what_an_exception_has_left_of_a_step_is_not_mended_by_whole_ones() -> N
         with pytest.raises(RuntimeError, match="out of memory"):
             optim.step(fail)
         optim.step()
-        updates.pending = 0
+        updates.ended = 0
         del optim
         gc.collect()
         assert "SGD.step() has begun and not ended" in updates.torn
