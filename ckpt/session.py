@@ -232,20 +232,20 @@ class Checkpointer:
                 f"ck.step({n}): the last ended step is {self._step}, so the next is {self._step + 1}; "
                 "start counting from ck.restored.step + 1"
             )
-        self._stepped = True
         self._end_step()
 
     def _end_step(self) -> None:
         parts = self._parts
         updates, step = parts.updates, self._step + 1
-        seen = updates.marks()
+        collected = updates.collect() if updates.scalers else ()
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
-        updates.ended, updates.fenced, updates.seen, self._step, self._sub = 0, False, seen, step, 0
+        updates.ended, updates.fenced, updates.collected = 0, False, collected
+        self._step, self._sub, self._stepped = step, 0, True
         parts.saver.boundary()
         link = parts.saver.link
         if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
-            self._is_first_step = False
             parts.saver.doubt()
+            self._is_first_step = False
             with contextlib.suppress(SaveFailed):  # the next snapshot will say it
                 parts.saver.settle(Tick(step))
         link.enter(step + 1)
@@ -502,20 +502,15 @@ class Checkpointer:
 
     def _leave_loop(self) -> bool:
         """Whether it was left after an update that no step has ended, which makes one. Where it was before the update,
-        what the step has drawn or changed is said: it is none of the last one's."""
+        what was drawn for the step is lost, and said."""
         updates = self._parts.updates
         begun, self._in_body = self._in_body and not self._stepped, False
         has_ended = self._step != self.restored.step  # else nothing tells that updates are steps here
         if (updates.pending and (begun or has_ended)) or (updates.fenced and updates.by_hand and begun):
             return True
-        lost = []
         if begun and self._parts.saver.walk.has_loaders:
-            text = "a batch that was drawn for it is not trained, and is passed over after a restart (at the end of a "
-            lost.append(f"{text}loader none was drawn)")
-        if begun and updates.has_changed:
-            lost.append(f"buffers have changed in it, which are saved as they are now if step {self._step} is not yet")
-        if lost:
-            text = f"ckpt: left in step {self._step + 1} before its update: {'; '.join(lost)}"
+            text = f"ckpt: left in step {self._step + 1} before its update: a batch that was drawn for it is not "
+            text += "trained, and is passed over after a restart (at the end of a loader none was drawn)"
             self.events.emit("step.unfinished", text, loud=True)
         return False
 
