@@ -12,7 +12,7 @@ import pytest
 from ckpt.agent import reprotecting
 from ckpt.agent.copies import Copies, described, encode_described
 from ckpt.agent.network import Network, NodeAt
-from ckpt.agent.reprotecting import Reprotecting
+from ckpt.agent.reprotecting import Reprotecting, again_after_s
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from tests.agent.fake import full
 from tests.agent.nodes.cluster import Cluster, together
@@ -112,6 +112,10 @@ def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> No
     job.give()
     assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
     assert job.tend(1) == []
+
+
+def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> None:
+    assert [again_after_s(failures) for failures in (1, 2, 5, 6, 10_000)] == [2.0, 4.0, 32.0, 60.0, 60.0]
 
 
 @pytest.mark.parametrize("when", ["meanwhile", "afterwards"])
