@@ -394,6 +394,7 @@ class Checkpointer:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
         if saver.link.terms is not None and saver.link.terms.rank == 0:
             loaders.advise(self.state, self.events)
+        last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
         parting.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -410,7 +411,11 @@ class Checkpointer:
                 parts.saver.quiet()  # takes no snapshot: the state may be half a step old
                 failure = parts.parting.finish_early(self._limits.exit_s)
         finally:
-            self._close(parts)
+            try:
+                self._close(parts)
+            except KeyboardInterrupt:  # before the first of them was closed, maybe
+                self._close(parts)
+                raise
         if failure is not None:
             if error is not None:
                 error.add_note(f"ckpt: {failure}")
@@ -422,7 +427,6 @@ class Checkpointer:
             ends.callback(parts.parting.close)
             ends.callback(parts.last.close)
             ends.callback(parts.saver.link.levels.fail_all, "the block was left before that was known")
-            ends.callback(self._say_receipt)
             ends.callback(parts.closing.close)
             ends.callback(parts.parting.end_threads)
             ends.callback(self._forget)
@@ -642,9 +646,6 @@ class Checkpointer:
         finally:
             self._entered = None
             _LIVE.discard(self)
-
-    def _say_receipt(self) -> None:
-        self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict())
 
     def _update_receipt(self) -> None:
         self._receipt.end_step = self._step

@@ -65,10 +65,6 @@ def test_who_presses_control_c_while_the_last_save_is_on_its_way_is_let_go_and_i
     kill_agent(tmp_path / "run")
 
 
-def interrupt(*args: object, **kwargs: object) -> None:
-    raise KeyboardInterrupt
-
-
 def is_all_gone(url: Path) -> bool:
     wait_agent_gone(url)
     return not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
@@ -93,21 +89,24 @@ def test_an_interrupt_at_the_end_of_entering_leaves_nothing_behind(tmp_path: Pat
         assert ck.restored.step == 1
 
 
-@pytest.mark.parametrize("where", ["quiet", "prove"])
+@pytest.mark.parametrize("where", ["quiet", "prove", "_close"])
 def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:  # noqa: PT012
         ck.step()
         ck.save().wait("store", timeout_s=60)
-        saver, leave = ck._parts.saver, ck._parts.parting.leave
+        leave, owner = ck._parts.parting.leave, ck if where == "_close" else ck._parts.saver
+
+        def interrupted(*args: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
 
         def leave_and_break(outcome: str, until_s: float) -> ckpt.CkptError | None:
-            monkeypatch.setattr(saver, where, interrupt)
+            monkeypatch.setattr(owner, where, interrupted)
             return leave(outcome, until_s)
 
         monkeypatch.setattr(ck._parts.parting, "leave", leave_and_break)
-    monkeypatch.undo()
     assert is_all_gone(tmp_path)
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
