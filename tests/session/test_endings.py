@@ -89,6 +89,26 @@ def test_an_interrupt_at_the_end_of_entering_leaves_nothing_behind(tmp_path: Pat
         assert ck.restored.step == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_agent_does_not_wait_for_who_was_interrupted_at_the_end_of_the_block(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:  # noqa: PT012
+        ck.step()
+        ck.save().wait("store", timeout_s=60)
+        ck.step()
+        saver = ck._parts.saver
+
+        def interrupted(timeout_s: float | None = None) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(saver, "quiet", interrupted)
+        if fails:
+            raise ZeroDivisionError
+    assert is_all_gone(tmp_path)
+
+
 @pytest.mark.parametrize("where", ["quiet", "prove", "_close"])
 def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
