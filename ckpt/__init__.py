@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt.policy.every import Best, Every, Keep, Limits
     from ckpt.session import Checkpointer, Handle, Restored
     from ckpt.trainer.shard import Shard
+    from ckpt.trainer.workers import shield_worker
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _WHERE = {
     "Handle": "ckpt.session",
     "Restored": "ckpt.session",
     "Shard": "ckpt.trainer.shard",
+    "shield_worker": "ckpt.trainer.workers",
     "Adaptive": "ckpt.policy.adaptive",
     "Best": "ckpt.policy.every",
     "Every": "ckpt.policy.every",
@@ -76,6 +78,7 @@ __all__ = [
     "StorageError",
     "Superseded",
     "UsageError",
+    "shield_worker",
 ]
 
 

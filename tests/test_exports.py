@@ -34,6 +34,7 @@ EXPORTED = [
     "StorageError",
     "Superseded",
     "UsageError",
+    "shield_worker",
 ]
 
 

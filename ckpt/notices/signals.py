@@ -80,7 +80,7 @@ class Signals:
         self._woken_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._leads_s:
             previous = signal.getsignal(number)
-            if previous is None or (previous is signal.SIG_DFL and _is_caught(number)):
+            if previous is None or (previous is signal.SIG_DFL and is_caught(number)):
                 self._unheard(number)
             elif previous is not signal.SIG_IGN:
                 self._previous[number] = previous
@@ -196,7 +196,7 @@ class Signals:
         return {n: came and not callable(self._previous.get(n)) for n, came in self._came.items()}
 
 
-def _is_caught(number: int) -> bool:
+def is_caught(number: int) -> bool:
     """Whether the process has a handler for it, whoever installed it: Python knows of its own (proc(5), SigCgt)."""
     with contextlib.suppress(OSError):  # without /proc
         for line in Path("/proc/self/status").read_bytes().splitlines():

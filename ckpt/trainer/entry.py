@@ -40,6 +40,7 @@ from ckpt.trainer.saver import Saver
 from ckpt.trainer.snapshot import Snapshotter
 from ckpt.trainer.targets import Targets
 from ckpt.trainer.walk import StateWalker
+from ckpt.trainer.workers import shielded
 from ckpt.types import Identity, Tick
 
 T = TypeVar("T")
@@ -204,6 +205,8 @@ def _prepare(
     replicated: bool,
 ) -> Saver:
     walker = StateWalker(asked.state, coordinate, asked.generators)
+    if settings.notices != "off":
+        stack.enter_context(shielded(asked.state, events))
     snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
     saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
     stack.callback(saver.close)

@@ -30,6 +30,8 @@ from tests.session.test_notices import CODE, ENDLESS, MODULE, at_step, code_of, 
 from tests.session.test_notices import given as given  # a fixture, for every test here
 
 SELDOM = ("--every", "1000000")
+HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+USR1_HANDLED = {"PET_SIGNALS_TO_HANDLE": HANDLED, "TORCHELASTIC_SIGNALS_TO_HANDLE": HANDLED}
 Test = TypeVar("Test", bound=Callable[..., None])
 ROWS: set[str] = set()
 
@@ -186,9 +188,7 @@ def test_a_usr1_that_torchrun_does_not_handle_ends_it_and_not_its_workers(tmp_pa
 @pytest.mark.torchrun
 @row("torchrun, SIGUSR1 that it is told to handle")
 def test_a_usr1_that_torchrun_handles_is_passed_on_and_ends_the_job(tmp_path: Path) -> None:
-    handled = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    both = {"PET_SIGNALS_TO_HANDLE": handled, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
-    script = two_ranks(tmp_path, restarts=1, **both)
+    script = two_ranks(tmp_path, restarts=1, **USR1_HANDLED)
     at_step(script)
     os.kill(script.process.pid, signal.SIGUSR1)
     assert code_of(script) not in (0, -signal.SIGKILL)
@@ -215,6 +215,29 @@ def test_every_process_of_a_slurm_step_gets_sigterm_and_the_requeued_job_goes_on
     at_step(again, step + 5)
     assert restored(again.lines()) == [(0, step)] * 2
     assert not (tmp_path / "outcome.json").exists(), "that of the former start was left"
+    again.process.terminate()
+    assert code_of(again) not in (0, -signal.SIGKILL)
+    left_in_the_store(tmp_path)
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_workers_of_loaders_get_the_signal_too_and_all_ranks_leave_at_one_step(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """From Slurm, and from a torchrun that passes it on to the process groups of its ranks."""
+    script = two_ranks(tmp_path, "--workers", "2", SLURM_JOB_ID="7", **USR1_HANDLED)
+    at_step(script)
+    step_of_slurm = psutil.Process(script.process.pid)
+    everybody = [step_of_slurm, *step_of_slurm.children(recursive=True)]
+    assert len(everybody) >= 1 + 2 + 4
+    for process in everybody:
+        process.send_signal(number)
+    assert code_of(script) not in (0, -signal.SIGKILL)
+    step = left_in_the_store(tmp_path)["step"]
+    assert last_steps(script) == [step] * 2
+    again = two_ranks(tmp_path, "--workers", "2", name="again", SLURM_JOB_ID="7")
+    at_step(again, step + 5)  # with the batches that follow
     again.process.terminate()
     assert code_of(again) not in (0, -signal.SIGKILL)
     left_in_the_store(tmp_path)

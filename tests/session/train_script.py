@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from tests.session.loops import make
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
     parser.add_argument("--save-at", type=int, nargs="*", default=(), help="explicit saves, not waited for")
+    parser.add_argument("--workers", type=int, default=0, help="batches come from a loader that has so many")
     parser.add_argument("--mib", type=int, default=0, help="so much more state, all of which changes in every step")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -48,19 +50,24 @@ def main() -> None:
     def say(**fields: object) -> None:
         say_line({"rank": rank, **fields})
 
+    order = range(1 << 20)
+    own = {"generator": torch.Generator(), "num_workers": args.workers, "batch_size": None}
+    loader = StatefulDataLoader(order, **own) if args.workers else None
     if args.handler:
         signal.signal(signal.SIGTERM, lambda number, frame: say(handled=number))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     with ckpt.Checkpointer(
         args.url,
-        {**job.state, **({"more": more} if args.mib else {})},
+        {**job.state, **({"more": more} if args.mib else {}), **({"loader": loader} if loader else {})},
         policy=ckpt.Adaptive(at_risk_s=args.at_risk) if args.at_risk else ckpt.Every(steps=args.every),
         take_over=args.take_over,
         sinks=(lambda event: say(event=event.name, message=event.message),),
     ) as ck:
         assert not args.mib or int(more[0]) == ck.restored.step, "it holds another step than it says"
         say(restored=ck.restored.step, level=ck.restored.level, attempt=attempt, pid=os.getpid())
+        drawn = iter(loader or order[ck.restored.step :])
         for step in ck.steps(args.steps):
+            assert next(drawn) == step - 1, "the loader goes on where it was"
             loss = job.train(step)
             more.add_(1)
             say(step=step, loss=loss)
