@@ -48,7 +48,7 @@ class Epoch:
 
     @staticmethod
     def parse(text: str) -> Epoch:
-        match = re.fullmatch(r"(\d{8})-([0-9a-f]{16})", text)
+        match = re.fullmatch(r"([0-9]{8})-([0-9a-f]{16})", text)
         if match is None:
             raise ValueError(f"not an epoch: {text[:80]!r}")
         return Epoch(int(match[1]), match[2])
@@ -76,7 +76,7 @@ class Tick:
 
     @staticmethod
     def parse(text: str) -> Tick:
-        match = re.fullmatch(r"(\d{12})\.(\d{4,9})", text)
+        match = re.fullmatch(r"([0-9]{12})\.([0-9]{4,9})", text)
         if match is None:
             raise ValueError(f"not a tick: {text[:80]!r}")
         return Tick(int(match[1]), int(match[2]))
@@ -94,6 +94,8 @@ class Identity:
 
     @staticmethod
     def parse(text: str) -> Identity:
+        if text[25:26] != "-":
+            raise ValueError(f"not an identity: {text[:80]!r}")
         return Identity(Epoch.parse(text[:25]), Tick.parse(text[26:]))
 
 

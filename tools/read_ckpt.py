@@ -321,6 +321,9 @@ def tick(identity: str) -> tuple[int, int]:
 def read_claim(data: bytes, name: str) -> tuple[str | None, dict[str, str | None]]:
     """The parent of that epoch, and those of its ancestors. ValueError and its like where it is no claim."""
     claim = json.loads(data)
+    end = re.search(rb', "check": "([0-9a-f]{32})"\}\Z', data)
+    if xxhash and end and xxhash.xxh3_128_hexdigest(data[: end.start()] + b"}").encode() != end[1]:
+        raise ValueError("its hash is wrong")
     if claim["version"] != 1 or claim["epoch"] != name or len(data) > CLAIM_BYTES_MAX:
         raise ValueError(f"a claim of version {claim['version']!r:.80} and of epoch {claim['epoch']!r:.80}")
     ancestors = dict(claim["ancestors"])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt.storage import Backend
     from ckpt.store.diff import Diff
     from ckpt.store.lineage import CommitRef
+    from ckpt.store.run import RunView
     from ckpt.store.verify import Verified
 
 
@@ -48,7 +49,7 @@ def verify(
         records = [each for ref in refs for each in view.records[ref.identity]]
         with target.held(store, refs), out.progress("verifying", json=json) as report:
             results = verify_all(run, records, report)
-        damaged_claims = [{"key": key, "what": what, "tensors": []} for key, what in view.damaged]
+        damaged_claims = [{"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(view)]
     good = not damaged_claims and all(result.is_good or result.is_retired for result in results)
     if json:
         out.as_json({"url": store.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
@@ -58,6 +59,18 @@ def verify(
             out.say(f"DAMAGED {claim['key']}: {claim['what']}")
     if not good:
         raise typer.Exit(Exit.DIFFERENT)
+
+
+def _wrong_claims(view: RunView) -> list[tuple[str, str]]:
+    """The keys of claims that are damaged or missing, and what is wrong with each."""
+    from ckpt.store import keys
+
+    newest = view.newest_epoch
+    broken = view.lineage.broken(newest) if newest is not None else None
+    wrong = dict(view.damaged)
+    if broken is not None:
+        wrong.setdefault(keys.epoch_key(broken), "it is missing: the line begins there, what came before is a branch")
+    return sorted(wrong.items())
 
 
 def _facts(result: Verified) -> dict[str, Any]:

@@ -8,16 +8,20 @@ committed or not, and the chain of ancestors that were never claimed (they ran w
 What else is committed is a branch: listed, never restored by itself. So a writer of an older epoch can land whatever
 it likes however late: beyond the fork tick it is on no line, and up to it, it is what the newer epoch went on from.
 
-An epoch's parent always has a smaller number, so that no chain of claims runs in a circle.
+An epoch's parent always has a smaller number, so that no chain of claims runs in a circle. A claim ends with its own
+hash: a bit that flips in its fork point would lead the run along another line, in silence.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import xxhash
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.types import Epoch, Identity
@@ -30,6 +34,7 @@ AGENT_TEXT_MAX = 100
 TEXT_MAX = 256
 NUMBER_MAX = 99_999_999  # eight digits
 _VERSION = 1
+_CHECK = re.compile(rb', "check": "([0-9a-f]{32})"\}\Z')  # what a claim ends with; those of earlier releases do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +99,21 @@ def encode_claim(claim: Claim) -> bytes:
         "time": claim.time_s,
     }
     told = {"run": claim.run, "agents": [[name, list(at)] for name, at in claim.agents]} if claim.agents else {}
-    whole = json.dumps(body | told).encode()
-    return whole if len(whole) <= CLAIM_BYTES_MAX else json.dumps(body).encode()  # agents are a help, and no more
+    whole = _checked(body | told)
+    return whole if len(whole) <= CLAIM_BYTES_MAX else _checked(body)  # agents are a help, and no more
+
+
+def _checked(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b'%s, "check": "%s"}' % (data[:-1], xxhash.xxh3_128_hexdigest(data).encode())
 
 
 def decode_claim(data: bytes, key: str) -> Claim:
     """Errors: DamagedData names `key`."""
     body = decode_json(data, key)
+    end = _CHECK.search(data)
+    if end is not None and xxhash.xxh3_128_hexdigest(data[: end.start()] + b"}").encode() != end[1]:
+        raise DamagedData(f"{key} does not hash to what it says of itself")
     try:
         if body["version"] != _VERSION:
             raise DamagedData(f"{key} is a claim of version {body['version']!r}; this is for a newer ckpt")

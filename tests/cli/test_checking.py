@@ -48,6 +48,22 @@ def test_verify_names_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ckpt(monkeypatch, "verify", tmp_path, "--step", "10").code == 0
 
 
+@pytest.mark.parametrize("how", ["gone", "flipped"])
+def test_verify_names_a_claim_without_which_the_line_is_another(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    claim = sorted((tmp_path / "epochs").iterdir())[-1]
+    if how == "gone":
+        claim.unlink()
+    else:
+        claim.write_bytes(claim.read_bytes().replace(b"-000000000020.0000", b"-000000000030.0000"))
+    said = ckpt(monkeypatch, "verify", tmp_path, "--json")
+    assert said.code == 1
+    assert [each["key"] for each in said.json["claims"]] == [f"epochs/{claim.name}"]
+    assert f"DAMAGED epochs/{claim.name}" in ckpt(monkeypatch, "verify", tmp_path).out
+
+
 def test_verify_names_a_missing_pack_and_a_damaged_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path)
     sorted(tmp_path.rglob("*.pack"))[-1].unlink()

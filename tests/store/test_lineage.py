@@ -197,7 +197,25 @@ def test_a_claim_cannot_go_on_from_itself_or_from_later_so_that_no_chain_is_a_ci
 
 def changed(**fields: object) -> bytes:
     body = json.loads(encode_claim(Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), None),), "l", "h", 1.0)))
-    return json.dumps({key: value for key, value in {**body, **fields}.items() if value != "absent"}).encode()
+    body = {**body, "check": "absent", **fields}
+    return json.dumps({key: value for key, value in body.items() if value != "absent"}).encode()
+
+
+def test_a_claim_of_an_earlier_release_has_no_hash_and_is_read() -> None:
+    assert decode_claim(changed(), f"epochs/{epoch(3)}").parent == identity(2, 30)
+
+
+def test_a_bit_that_flips_in_a_claim_is_found_or_changes_nothing() -> None:
+    """Else the run would go on along another line, in silence."""
+    claim = Claim(epoch(3), identity(2, 30), (Ancestor(epoch(2), None),), "launch", "host", 1.0)
+    data = encode_claim(claim)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            assert decode_claim(bytes(flipped), f"epochs/{epoch(3)}") == claim, bytes(flipped)
+        except DamagedData:
+            continue
 
 
 @pytest.mark.parametrize(
@@ -214,6 +232,9 @@ def changed(**fields: object) -> bytes:
         changed(epoch=str(epoch(4))),
         changed(parent=str(identity(3, 1))),
         changed(parent="../../etc/passwd"),
+        changed(parent=str(identity(2, 1)).replace("-", ",")),
+        changed(parent=str(identity(2, 1))[:25] + "," + str(identity(2, 1))[26:]),
+        changed(parent=str(identity(2, 1)).replace("1", "\N{ARABIC-INDIC DIGIT ONE}")),
         changed(parent=7),
         changed(ancestors=7),
         changed(ancestors=[[str(epoch(2))]]),
