@@ -257,6 +257,8 @@ class LocalBackend:
             return AccessDenied(f"{failed}; user {os.geteuid()} needs to read and write there")
         if exc.errno in _AGAIN:
             return TransientError(failed)
+        if exc.errno == errno.ENAMETOOLONG:
+            return StorageError(f"{failed}; give a shorter path")
         if exc.errno == errno.ELOOP:
             return StorageError(f"{path} is a symbolic link inside a store; links are not followed")
         if exc.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):

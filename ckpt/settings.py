@@ -205,7 +205,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
     return Settings(
         runtime_dir=_absolute(runtime),
-        launch=_launch(env)[:200],
+        launch=_launch(env)[:200].encode(errors="backslashreplace").decode(),  # agents speak UTF-8
         linger_s=_number(env, "CKPT_LINGER_S", 300.0),
         heartbeat_s=_number(env, "CKPT_HEARTBEAT_S", 10.0, HEARTBEAT_S_MIN),
         agent_log=_absolute(log) if log else None,

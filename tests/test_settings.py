@@ -115,6 +115,7 @@ def test_a_launch_is_named_by_whoever_gave_it_a_name() -> None:
     assert read(named).launch == "mine"
     assert read({**named, "CKPT_LAUNCH": ""}).launch == "7"
     assert read({"TORCHELASTIC_RUN_ID": "run"}).launch == "run"
+    assert read({"CKPT_LAUNCH": "mine\udcff"}).launch == "mine\\udcff", "agents say nothing that is no UTF-8"
 
 
 def test_a_run_id_that_every_torchrun_has_names_no_launch_and_its_process_does() -> None:

@@ -160,6 +160,12 @@ def test_each_fault_of_a_disk_has_its_class(
     assert store.get("k", 1) == b"x"
 
 
+def test_a_path_that_is_too_long_is_told(tmp_path: Path) -> None:
+    store = open_local(str(tmp_path / ("x" * 300)))
+    with pytest.raises(StorageError, match="give a shorter path"):
+        store.put("k", [b"x"])
+
+
 def test_no_permission_is_told(store: LocalBackend, folder: Path) -> None:
     store.put("a/k", [b"x"])
     for each in (folder / "a", folder, folder.parent):
