@@ -15,7 +15,8 @@ ABOVE = {"local": ("local", "peer", "store"), "peer": ("peer",), "store": ("stor
 
 
 class Levels:
-    """Thread-safe. A tick that reached the store has reached this host's memory too; that it has failed to reach other
+    """Thread-safe; no block under its lock ends with `return` and a call: Ctrl-C between the two would leave it locked.
+    A tick that reached the store has reached this host's memory too; that it has failed to reach other
     nodes' memory says nothing of the store."""
 
     def __init__(self) -> None:
@@ -72,19 +73,18 @@ class Levels:
     @property
     def are_open(self) -> bool:
         """Whether something that was taken here is neither in the store nor given up."""
-        with self._changed:
-            return bool(self._expected)
+        return bool(self._expected)
 
     def is_staged(self, tick: Tick) -> bool:
         return self.level(tick) != "none"
 
     def level(self, tick: Tick) -> Level:
-        with self._changed:
-            return self._reached.get(tick, "none")
+        return self._reached.get(tick, "none")
 
     def newest(self, level: Level) -> Tick | None:
         with self._changed:
-            return max((t for t, got in self._reached.items() if ORDER[got] >= ORDER[level]), default=None)
+            reached = list(self._reached.items())
+        return max((tick for tick, got in reached if ORDER[got] >= ORDER[level]), default=None)
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
         """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s;
