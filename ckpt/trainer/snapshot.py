@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -182,19 +182,24 @@ class Snapshotter:
         return self._trust.fell_back()
 
     def close(self) -> None:
-        """Ends what still runs, removes the hook, drops all views. A second call does nothing."""
-        self.poll()
-        if self._hook is not None:
-            self._hook.remove()
-        if not self._tasks.stopping.is_set():
-            self._tasks.submit(lambda: None).result()  # after all that a device still works on
-        self._tasks.close()
+        """Ends what still runs, removes the hook, drops all views; each of it, where Ctrl-C ends a wait. A second call
+        does nothing."""
+        with ExitStack() as ends:
+            ends.callback(self._copier.close)
+            ends.callback(self._drop)
+            ends.callback(self._tasks.close)
+            if self._hook is not None:
+                ends.callback(self._hook.remove)
+            self.poll()
+            if not self._tasks.stopping.is_set():
+                self._tasks.submit(lambda: None).result()  # after all that a device still works on
+
+    def _drop(self) -> None:
         self._reading = None
         with self._binding:
             self._bound = {}
         for slot in list(self._regions):
             self._unpin(slot)
-        self._copier.close()
 
     def _pin(self, slot: int, data: memoryview) -> None:
         self._unpin(slot)

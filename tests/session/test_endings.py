@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
 from tests.session.endings import PAD_BYTES
@@ -67,7 +69,8 @@ def test_who_presses_control_c_while_the_last_save_is_on_its_way_is_let_go_and_i
 
 def is_all_gone(url: Path) -> bool:
     wait_agent_gone(url)
-    return not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+    return not left and not _global_optimizer_pre_hooks
 
 
 def test_an_interrupt_at_the_end_of_entering_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -109,25 +112,27 @@ def test_an_agent_does_not_wait_for_who_was_interrupted_at_the_end_of_the_block(
     assert is_all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["quiet", "prove", "_close"])
+@pytest.mark.parametrize("where", ["quiet", "prove", "_close", "_tasks.submit"])
 def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KeyboardInterrupt), ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:  # noqa: PT012
         ck.step()
         ck.save().wait("store", timeout_s=60)
-        leave, owner = ck._parts.parting.leave, ck if where == "_close" else ck._parts.saver
+        leave, saver = ck._parts.parting.leave, ck._parts.saver
+        owner: Any = {"_close": ck, "_tasks.submit": saver._snapshotter._tasks}.get(where, saver)
 
         def interrupted(*args: object) -> None:
             monkeypatch.undo()
             raise KeyboardInterrupt
 
         def leave_and_break(outcome: str, until_s: float) -> ckpt.CkptError | None:
-            monkeypatch.setattr(owner, where, interrupted)
+            monkeypatch.setattr(owner, where.rpartition(".")[2], interrupted)
             return leave(outcome, until_s)
 
         monkeypatch.setattr(ck._parts.parting, "leave", leave_and_break)
     assert is_all_gone(tmp_path)
+    assert not saver._snapshotter._bound, "views of arenas that are gone"
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
 
