@@ -140,7 +140,7 @@ def group_path(path: str, index: int) -> str:
 
 def view(path: str, optimizer: torch.optim.Optimizer, owners: Owners) -> OptimizerView:
     """Errors: UsageError names a parameter that belongs to nothing registered, or state of no parameter."""
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise UsageError(
             f"state[{path!r}] is a ZeroRedundancyOptimizer, whose state is spread over ranks by whole parameters; "
             "use FSDP2 (torch.distributed.fsdp.fully_shard), which shards it"

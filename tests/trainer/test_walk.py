@@ -270,9 +270,10 @@ def test_sharding_by_whole_parameters_is_refused_by_name() -> None:
     wrapped = type("FullyShardedDataParallel", (nn.Sequential,), {})(model)
     with pytest.raises(UsageError, match=r"FSDP1.*fully_shard"):
         rt.walker_of({"model": wrapped}).walk()
-    zero = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(model.parameters(), lr=1)
-    with pytest.raises(UsageError, match=r"ZeroRedundancyOptimizer.*fully_shard"):
-        rt.walker_of({"model": model, "optim": zero}).walk()
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    for kind in (zero, type("Mine", (zero,), {})):
+        with pytest.raises(UsageError, match=r"ZeroRedundancyOptimizer.*fully_shard"):
+            rt.walker_of({"model": model, "optim": kind(model.parameters(), lr=1)}).walk()
 
 
 def test_state_of_no_parameter_is_refused() -> None:
