@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
@@ -167,7 +168,10 @@ class _Plan:
         if saved is None:
             self.other_kind(node.path, "object")
             return
-        if self.is_of_another_class(node, _keys(node.payload()["value"]), _keys(saved.value)):
+        # What a class of the user's makes of former keys is its own affair; a scheduler takes whatever it is given.
+        if isinstance(node.value, LRScheduler) and self.is_of_another_class(
+            node, _keys(node.payload()["value"]), _keys(saved.value)
+        ):
             self.wants.used.update(name for _, name in saved.tensors)
             return
         load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
@@ -181,8 +185,8 @@ class _Plan:
             self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
 
     def is_of_another_class(self, node: Node, live: set[str], kept: set[str], more: str = "") -> bool:
-        """Whether the checkpoint has another optimizer or object in this place: of another class and, unlike one that
-        was only renamed or wrapped, with other keys (`live` and `kept`). Nothing of it fits then."""
+        """Whether the checkpoint has another optimizer or scheduler in this place: of another class and, unlike one
+        that was only renamed or wrapped, with other keys (`live` and `kept`). Nothing of it fits then."""
         here, there = type(node.value).__name__, self.saved.classes[node.path]
         if there in ("", here) or live == kept:
             return False

@@ -1139,6 +1139,23 @@ def test_a_scheduler_of_another_class_is_named_and_left_as_it_is() -> None:
     assert not hasattr(other["sched"], "T_max")
 
 
+class Average(Ema):
+    """A former Ema, which takes over what that had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["average"] if "average" in state else state["shadow"]
+
+
+def test_an_object_of_the_users_that_was_renamed_gets_what_its_former_class_had() -> None:
+    saved, other = Ema(3), Average(3)
+    saved.shadow[0].fill_(5.0)
+    rt.restore({"ema": other}, rt.save({"ema": saved}))
+    assert other.shadow[0].tolist() == [5.0] * 3
+
+
 def test_an_object_of_another_kind_is_named() -> None:
     found = rt.plan(rt.walker_of({"x": Ema(1)}), rt.save({"x": 5})).mismatch
     assert found.retyped == ("x",)
