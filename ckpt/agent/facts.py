@@ -555,7 +555,7 @@ class Facts:
         times += [lost_s + REJOIN_S for lost_s in lost if lost_s is not None]
         if self._may_appoint() and self._due_s > now_s:
             times.append(self._due_s)
-        if self._is_stuck and self._retry_commit_s > now_s:
+        if now_s < self._retry_commit_s < math.inf:
             times.append(self._retry_commit_s)
         if now_s < self._retry_copy_s < math.inf:
             times.append(self._retry_copy_s)

@@ -191,8 +191,8 @@ class Group(Verdicts):
             round_ = newest.round
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
             last = no_more and not round_.last_try and not self._given_up and not self._waits_for_agent(now_s)
-            stuck = self._is_stuck and now_s >= self._retry_commit_s
-            again = round_.store is Store.FAILED and (last or stuck)
+            soon = self._is_stuck or not (self._broken() or self._would_delay_the_last(now_s))
+            again = round_.store is Store.FAILED and (last or (soon and now_s >= self._retry_commit_s))
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
         if chosen is newest and self._copies_first(now_s):
@@ -221,7 +221,8 @@ class Group(Verdicts):
             return True
         if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True
-        return round_.opened_s >= self._commit_due_s() or now_s >= self._late_commit_s()
+        late = now_s >= min(self._late_commit_s(), self._retry_commit_s)  # nothing came of the one whose turn it was
+        return late or round_.opened_s >= self._commit_due_s()
 
     def _divide_and_make(self, now_s: float) -> None:
         if self._broken() or self.superseded_by or not self.members.seen.all_joined:

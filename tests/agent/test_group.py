@@ -1047,6 +1047,41 @@ def test_what_waits_for_its_turn_is_committed_late_where_no_later_one_comes() ->
     assert driver.group.committing is not None
 
 
+def test_a_commit_that_failed_is_tried_again_ever_later() -> None:
+    driver, waits_s = paced(600.0, 600.0), []
+    driver.now_s = 600.0
+    driver.decide()
+    driver.complete()
+    for _ in range(7):
+        driver.commit("down")
+        driver.make_ready()
+        assert driver.group.committing is None
+        wake_s = driver.group.next_wake_s(driver.now_s)
+        assert wake_s is not None
+        waits_s.append(wake_s - driver.now_s)
+        driver.now_s = wake_s
+        driver.decide()
+        assert driver.group.committing is not None
+    assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    driver.commit()
+    assert rounds(driver, 2, 600.0) == [True, True]
+
+
+def test_where_a_commit_failed_what_was_complete_meanwhile_is_committed_soon() -> None:
+    driver = paced()
+    for driver.now_s in (10.0, 20.0):
+        driver.make_ready()
+        driver.decide()
+        driver.complete()
+    driver.commit("down")
+    assert driver.group.committing is None
+    wake_s = driver.group.next_wake_s(20.0)
+    assert wake_s == 22.0
+    driver.now_s = 22.0
+    driver.decide()
+    assert driver.group.committing is not None
+
+
 def test_a_notice_whose_time_is_far_away_changes_no_interval() -> None:
     driver = paced()
     driver.group.warn(Standing("slurm", "7", 2 * 86400.0, 0.0))
