@@ -168,6 +168,7 @@ class Basis:
         """Asks how often to save, and does so from now on."""
         assert self.learning is not None
         before, now_s = self.learning.decision, time.monotonic()
+        self.learning.slots = self.group.slots_in_use
         decision = self.learning.decide(now_s)
         self.group.paced(decision.local_s, decision.store_s, now_s)
         if (decision.local_s, decision.snapshots) != (before.local_s, before.snapshots):

@@ -51,17 +51,18 @@ LIMITS: tuple[Limit, ...] = ("store_mb_s", "at_risk_s", "overhead")  # the first
 
 
 def decide(
-    known: Known, limits: Adaptive, nodes: int = 1, peers: bool = False, current: Chosen | None = None
+    known: Known, limits: Adaptive, nodes: int = 1, peers: bool = False, current: Chosen | None = None, slots: int = 3
 ) -> Decision:
     """The intervals for a job on so many nodes. `peers`: whether other hosts' memory survives the loss of a node.
-    `current`: what was decided before and is in force; None: nothing was. Errors: UsageError where nodes is below 1.
+    `current`: what was decided before and is in force; None: nothing was. `slots`: for how many snapshots there is
+    memory; with one, each is committed before the next is taken. Errors: UsageError where nodes is below 1.
 
     Pure: the same arguments, the same answer. It takes a fraction of a millisecond: ask after every observation that
     matters (a snapshot, a commit, a failure), and now and then while nothing happens, since that is news as well.
     """
-    needs = _Needs(known, limits, nodes, peers)
+    needs = _Needs(known, limits, nodes, peers, slots)
     wanted = needs.wanted()
-    if current is None or _starts(current) != _starts(wanted):
+    if current is None or _starts(current) != _starts(wanted) or not needs.can_be(current):
         return needs.decision(wanted)
     stay = current
     if stay.local_by == "predictions" and not needs.foreseen:
@@ -92,6 +93,7 @@ def _reconsidered(needs: _Needs, stay: Chosen) -> Chosen:
     if broken:  # for a limit's sake one that ranks higher is not put at risk
         found += _alternatives(stay, wanted)
         kept = LIMITS[: min(LIMITS.index(each) if each in LIMITS else 0 for each in broken)]
+    found = [each for each in found if needs.can_be(each)]
     can = [each for each in found if not needs.broken(each, allowed) and surely.keeps(each, stay, kept)]
     best = max(can, key=lambda each: (surely.keeps(each, stay, LIMITS), needs.gain(stay, each)), default=stay)
     if not broken and needs.gain(stay, best) <= 0:
@@ -177,8 +179,8 @@ def _left(bound_s: float, measured: Typical) -> bool:
 class _Needs:
     """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
 
-    def __init__(self, known: Known, limits: Adaptive, nodes: int, peers: bool) -> None:
-        self.known, self.limits, self.nodes, self.peers = known, limits, nodes, peers
+    def __init__(self, known: Known, limits: Adaptive, nodes: int, peers: bool, slots: int) -> None:
+        self.known, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
         self.measured = m = known.measured(nodes, peers)
         self.memory, self.store = known.failures_by_level(peers)
         self.local_c, self.local_l = m.snapshot_stall_s, m.memory_rate
@@ -199,6 +201,8 @@ class _Needs:
         self.at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
         self.step_s = known.step.mean or 0.0
         steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
+        waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0  # for a commit to end, before the next is appointed
+        self.apart = replace(known.commit, values=tuple(each + waits_s for each in known.commit.values))
         self.bounds: dict[Literal["step", "replication"], Typical] = {"step": steps, "replication": known.replication}
         self.least_s: dict[Literal["least", "step", "replication"], float] = {
             "least": LEAST_S,
@@ -207,7 +211,7 @@ class _Needs:
         }
         self.floors_s: dict[StoreBy, float] = {
             "snapshot": max(self.least_s.values()),
-            "commit": _settled(known.commit).mean or m.commit_s,
+            "commit": _settled(self.apart).mean or m.commit_s,
             "store_mb_s": self.traffic_s * IN_HAND,
         }
         self.ceiling_s = (self.at_risk_s - self.commit_high_s - self.step_s) / IN_HAND
@@ -220,7 +224,7 @@ class _Needs:
             if stay.local_by == name and not _left(stay.local_s, measured):
                 self.least_s[name] = stay.local_s
         self.floors_s["snapshot"] = max(self.least_s.values())
-        if stay.store_by == "commit" and not _left(stay.store_s, self.known.commit):
+        if stay.store_by == "commit" and not _left(stay.store_s, self.apart):
             self.floors_s["commit"] = stay.store_s
 
     # -- what is best now, whatever was before
@@ -241,6 +245,8 @@ class _Needs:
             local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
             return Chosen(min(local_s, self.at_risk_s / 2), 1, local_by, "start")
 
+        if self.slots == 1:
+            local_s = math.inf  # there is no snapshot by itself
         store_s, store_by = self._store_s(local_s, budget)
         rest = budget - self.store_c / store_s
         least_s = self.local_c / rest if rest > 0 else math.inf
@@ -285,6 +291,10 @@ class _Needs:
         return self.saving(choice) + (self.local_l * choice.local_s + self.store_l * choice.store_s) / 2
 
     # -- choices against each other
+
+    def can_be(self, choice: Chosen) -> bool:
+        """Whether there is memory for the snapshots that are not committed."""
+        return self.slots != 1 or choice.snapshots == 1
 
     def gain(self, now: Chosen, then: Chosen) -> float:
         """The overhead that a change saves, less the noise in that; both levels' estimates are independent."""
@@ -334,13 +344,13 @@ class _Needs:
         """With limits as much tighter as, in the long run, the intervals in force may well take more of them than the
         newest measurements say."""
         takes = self.takes(stay)
-        may_take = _Needs(self.known.long_run(), self.limits, self.nodes, self.peers).may_take(stay)
+        may_take = _Needs(self.known.long_run(), self.limits, self.nodes, self.peers, self.slots).may_take(stay)
         tighter = {
             each: getattr(self.limits, each) * taken / may_take[each]
             for each, taken in takes.items()
             if 0 < taken < may_take[each]
         }
-        found = _Needs(self.known, replace(self.limits, **tighter), self.nodes, self.peers)
+        found = _Needs(self.known, replace(self.limits, **tighter), self.nodes, self.peers, self.slots)
         found.settle(stay)
         return found
 

@@ -22,9 +22,10 @@ class Job:
     """Steps that take `step_s`, commits that take `commit_s`. `snapshots`: when each was taken; `commits`: when what
     each holds was taken, and when it had ended; both since the intervals changed last."""
 
-    def __init__(self, limits: Adaptive, step_s: float, commit_s: float) -> None:
-        self.driver = Driver(1, Every(seconds=limits.seconds))
+    def __init__(self, limits: Adaptive, step_s: float, commit_s: float, slots: int = 3) -> None:
+        self.driver = Driver(1, Every(seconds=limits.seconds), slots)
         self.learning = Learning(limits)
+        self.learning.slots = slots
         self.learning.started(0.0, 0)
         self.step_s, self.commit_s = step_s, commit_s
         self.snapshots: list[float] = []
@@ -107,7 +108,19 @@ LIMITS = [Adaptive(), Adaptive(at_risk_s=150), Adaptive(at_risk_s=400), Adaptive
 @pytest.mark.parametrize("commit_s", [2.0, 20.0, 90.0])
 @pytest.mark.parametrize("step_s", [1.0, 20.0, 60.0, 200.0])
 def test_what_is_decided_happens_and_a_limit_is_kept_or_named(step_s: float, commit_s: float, limits: Adaptive) -> None:
-    job = Job(limits, step_s, commit_s)
+    check(Job(limits, step_s, commit_s))
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("commit_s", [2.0, 90.0])
+@pytest.mark.parametrize("step_s", [1.0, 60.0])
+def test_the_same_where_memory_has_room_for_one_snapshot(step_s: float, commit_s: float, limits: Adaptive) -> None:
+    """Each has to be committed before the next is taken."""
+    check(Job(limits, step_s, commit_s, slots=1))
+
+
+def check(job: Job) -> None:
+    limits, step_s = job.learning.limits, job.step_s
     while len(job.commits) < 12:
         job.run(job.step + 50)
     found = job.learning.decision

@@ -170,6 +170,21 @@ def test_at_risk_s_counts_that_a_snapshot_waits_for_the_end_of_a_step_and_comes_
     assert steps * step_s + 20 <= found.at_risk_s * EXACT
 
 
+@given(JOBS, LIMITS)
+def test_where_memory_has_room_for_one_snapshot_each_is_committed_and_limits_are_kept_as_well(job, limits):
+    one, before = decide(job.known, limits, job.nodes, job.peers, slots=1), job.decide(limits)
+    assert one.snapshots == 1
+    assert ("store_mb_s" in one.unmet, "store_mb_s" in before.unmet) == (False, False)
+    assert "at_risk_s" in before.unmet or "at_risk_s" not in one.unmet
+    assert limits.at_risk_s is not None or "overhead" not in one.unmet
+    again = decide(job.known, limits, job.nodes, job.peers, before, slots=1)
+    assert again.snapshots == 1, "it has to be, at once"
+    assert before.snapshots == 1 or again.local_s == one.local_s
+    assert decide(job.known, limits, job.nodes, job.peers, one, slots=1) == one
+    longer = job.with_(commit_s=10 * job.commit_s)
+    assert decide(longer.known, limits, job.nodes, job.peers, one, slots=1).snapshots == 1
+
+
 # -- the intervals
 
 
