@@ -164,11 +164,11 @@ class Checkpointer:
         self._state = dict(state)
         self.restored = Restored()
         self.events = Events(*sinks)
-        chosen = Adaptive() if policy is None else policy
+        self._policy = Adaptive() if policy is None else policy
         self._asked = Asked(
             url=self.url,
             state=self._state,
-            options=make_options(chosen, keep or Keep(), self._limits, codec, peers),
+            options=make_options(self._policy, keep or Keep(), self._limits, codec, peers),
             mesh=mesh,
             process_group=process_group,
             init=None if init is None else os.fspath(init),
@@ -261,8 +261,8 @@ class Checkpointer:
         unsaved_s = self._limits.unsaved_s
         if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
-                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)); run "
-                f"`ckpt doctor {shown(self.url)}`"
+                f"nothing reached the store for {unsaved_s:g} s (ckpt.Limits(unsaved_s=)): it is away, or one commit "
+                f"takes longer than that; run `ckpt doctor {shown(self.url)}`"
             )
 
     @_working
@@ -394,8 +394,17 @@ class Checkpointer:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
         if saver.link.terms is not None and saver.link.terms.rank == 0:
             loaders.advise(self.state, self.events)
+            self._advise_interval()
         last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
         parting.begin()
+
+    def _advise_interval(self) -> None:
+        """ckpt.Adaptive keeps to it; an interval that the user gave is left as it is."""
+        unsaved_s, seconds = self._limits.unsaved_s, self._policy.seconds
+        if isinstance(self._policy, Every) and unsaved_s is not None and seconds is not None and seconds >= unsaved_s:
+            every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {unsaved_s:g} s without one"
+            text = f"ckpt: {every} (ckpt.Limits(unsaved_s=)): give a shorter interval, or ckpt.Adaptive()"
+            self.events.emit("policy.seldom", text, loud=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         parts = self._parts

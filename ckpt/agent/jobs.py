@@ -524,7 +524,8 @@ def _policy_from(options: Any) -> Every | Adaptive:
     """Errors: UsageError names the field."""
     policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
     if policy.get("kind") == "adaptive":
-        return Adaptive(policy.get("overhead"), policy.get("store_mb_s"), policy.get("at_risk_s"))  # type: ignore[arg-type]
+        given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
+        return Adaptive(*given, unsaved_s=policy.get("unsaved_s"))  # type: ignore[arg-type]
     return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 

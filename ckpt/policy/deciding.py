@@ -45,9 +45,9 @@ DOUBT = 1.5  # of what is taken of a limit that another contradicts: by less tha
 BACK = 2.0  # times as many for the way back: then three of a rate's, where its best interval is
 MB = 1e6
 
-Limit = Literal["store_mb_s", "at_risk_s", "overhead"]
+Limit = Literal["store_mb_s", "unsaved_s", "at_risk_s", "overhead"]
 Bound = Limit | Literal["step", "replication", "least", "commit"]
-LIMITS: tuple[Limit, ...] = ("store_mb_s", "at_risk_s", "overhead")  # the first is kept first
+LIMITS: tuple[Limit, ...] = ("store_mb_s", "unsaved_s", "at_risk_s", "overhead")  # the first is kept first
 
 
 def decide(
@@ -198,7 +198,6 @@ class _Needs:
         traffic = math.inf if limits.store_mb_s is None else limits.store_mb_s * MB
         self.bytes = known.commit_bytes.mean or 0.0
         self.traffic_s = self.bytes / traffic
-        self.at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
         self.step_s = known.step.mean or 0.0
         steps = replace(known.step, values=tuple(STEPS_APART * each for each in known.step.values))
         waits_s = STEPS_APART * self.step_s if slots == 1 else 0.0  # for a commit to end, before the next is appointed
@@ -214,7 +213,13 @@ class _Needs:
             "commit": _settled(self.apart).mean or m.commit_s,
             "store_mb_s": self.traffic_s * IN_HAND,
         }
-        self.ceiling_s = (self.at_risk_s - self.commit_high_s - self.step_s) / IN_HAND
+        at_risk_s = math.inf if limits.at_risk_s is None else limits.at_risk_s
+        unsaved_s = math.inf if limits.unsaved_s is None else limits.unsaved_s
+        self.ceilings_s: dict[StoreBy, float] = {
+            "unsaved_s": unsaved_s / 2 - self.step_s,  # one may fail
+            "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / IN_HAND,
+        }
+        self.ceiling_s = min(self.ceilings_s.values())
 
     def settle(self, stay: Chosen) -> None:
         """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
@@ -243,7 +248,7 @@ class _Needs:
         if not self.known.commit.seen:
             least_s = self.local_c / budget
             local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
-            return Chosen(min(local_s, self.at_risk_s / 2), 1, local_by, "start")
+            return Chosen(min(local_s, self.limits.soon_s), 1, local_by, "start")
 
         if self.slots == 1:
             local_s = math.inf  # there is no snapshot by itself
@@ -272,7 +277,7 @@ class _Needs:
         if scale > 1:
             by, store_s = "overhead", scale * store_s
         if store_s > self.ceiling_s:
-            by, store_s = "at_risk_s", self.ceiling_s
+            by, store_s = min(self.ceilings_s, key=lambda each: self.ceilings_s[each]), self.ceiling_s
         for name, floor_s in self.floors_s.items():
             if store_s < floor_s:
                 by, store_s = name, floor_s
@@ -312,17 +317,22 @@ class _Needs:
         local = 0.0 if choice.local_by == "start" else self.local_c / choice.local_s
         return local + (0.0 if choice.store_by == "start" else self.store_c / choice.store_s)
 
-    def lost_s(self, choice: Chosen) -> float:
-        """The most work that is lost where only the store is left. A snapshot comes up to a step later than is due, but
-        where steps decide when one is."""
+    def apart_s(self, choice: Chosen) -> float:
+        """The most time from one commit to the next. A snapshot comes up to a step later than is due, but where steps
+        decide when one is."""
         late_s = 0.0 if choice.local_by == "step" else self.step_s
-        return max(choice.store_s + late_s, self.measured.commit_s) + self.commit_high_s
+        return max(choice.store_s + late_s, self.measured.commit_s)
+
+    def lost_s(self, choice: Chosen) -> float:
+        """The most work that is lost where only the store is left."""
+        return self.apart_s(choice) + self.commit_high_s
 
     def takes(self, choice: Chosen) -> dict[Limit, float]:
         """What it takes of each limit that there is, in that limit's unit."""
         found: dict[Limit, float] = {"overhead": self.saving(choice)}
         if choice.store_by != "start":
             found["store_mb_s"] = self.bytes / choice.store_s / MB
+            found["unsaved_s"] = self.apart_s(choice)
             found["at_risk_s"] = self.lost_s(choice)
         return {each: taken for each, taken in found.items() if getattr(self.limits, each) is not None}
 
@@ -337,6 +347,7 @@ class _Needs:
         return {
             "overhead": math.hypot(self.local_c_error / choice.local_s, store_error),
             "store_mb_s": self.known.commit_bytes.error / choice.store_s / MB,
+            "unsaved_s": math.hypot(self.known.commit.error, self.known.step.error),
             "at_risk_s": math.hypot(self.known.commit.high_error, self.known.step.error),
         }
 

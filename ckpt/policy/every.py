@@ -66,7 +66,7 @@ class Limits:
     `bandwidth`: bytes per second to the store (None: no limit). `peer_bandwidth`: bytes per second that copies on their
     way to other nodes' memory may take, from each node and to it, at least PEER_BANDWIDTH_MIN (None: no limit).
     `exit_s`: how long leaving waits for the last commit. `unsaved_s`: leave with an error when no commit landed for so
-    long (None: never)."""
+    long (None: never); ckpt.Adaptive has them land at least twice as often, where they can."""
 
     memory: int | None = None
     bandwidth: float | None = None

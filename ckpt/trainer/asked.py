@@ -63,7 +63,7 @@ def make_options(
         raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), a ckpt.Parity(...), or None for none")
     best = keep.best
     return {
-        "policy": _policy(policy),
+        "policy": _policy(policy, limits),
         "keep": {
             "last": keep.last,
             "every": keep.every,
@@ -85,8 +85,9 @@ def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:
     return None if peers is None else {"replicas": peers.n}
 
 
-def _policy(policy: Every | Adaptive) -> dict[str, Any]:
+def _policy(policy: Every | Adaptive, limits: Limits) -> dict[str, Any]:
     if isinstance(policy, Every):
         return {"kind": "every", "steps": policy.steps, "seconds": policy.seconds}
-    limits = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
-    return {"kind": "adaptive", **limits}
+    found = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
+    unsaved_s = policy.unsaved_s if limits.unsaved_s is None else limits.unsaved_s
+    return {"kind": "adaptive", **found, "unsaved_s": unsaved_s}

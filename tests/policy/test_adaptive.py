@@ -91,6 +91,7 @@ LIMITS = st.builds(
     overhead=st.sampled_from([0.01, 0.05, 0.2, 1.0]),
     store_mb_s=st.sampled_from([None, 1, 100]),
     at_risk_s=st.sampled_from([None, 300, 3600]),
+    unsaved_s=st.sampled_from([None, None, 60, 1800]),
 )
 
 
@@ -98,7 +99,7 @@ LIMITS = st.builds(
 
 
 @pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf, True, "5"])
-@pytest.mark.parametrize("name", ["overhead", "store_mb_s", "at_risk_s"])
+@pytest.mark.parametrize("name", ["overhead", "store_mb_s", "at_risk_s", "unsaved_s"])
 def test_a_limit_outside_its_domain_is_refused_by_name(name, bad):
     with pytest.raises(UsageError, match=name):
         Adaptive(**{name: bad})
@@ -114,6 +115,7 @@ def test_overhead_is_a_part_of_the_time_and_cannot_be_left_out():
 def test_before_the_first_decision_it_is_used_like_every():
     assert (Adaptive().steps, Adaptive().seconds) == (None, 60)
     assert Adaptive(at_risk_s=30).seconds == 15
+    assert Adaptive(at_risk_s=30, unsaved_s=20).seconds == 5
 
 
 # -- limits
@@ -126,6 +128,7 @@ def test_each_limit_is_kept_or_named(job, limits):
         "overhead": found.saving <= limits.overhead * EXACT,
         "store_mb_s": limits.store_mb_s is None or found.store_mb_s <= limits.store_mb_s * EXACT,
         "at_risk_s": limits.at_risk_s is None or found.at_risk_s <= limits.at_risk_s * EXACT,
+        "unsaved_s": limits.unsaved_s is None or found.at_risk_s - job.commit_s <= limits.unsaved_s * EXACT,
     }
     assert {name for name, is_kept in kept.items() if not is_kept} == set(found.unmet)
 
@@ -140,16 +143,21 @@ def test_only_a_limit_that_another_excludes_is_not_kept(job, limits):
         assert found.store_by in ("commit", "store_mb_s", "snapshot")
         alone = job.decide(Adaptive(overhead=1, at_risk_s=limits.at_risk_s))
         assert "at_risk_s" in alone.unmet or found.store_by == "store_mb_s"
+    if "unsaved_s" in found.unmet:
+        assert found.store_by in ("commit", "store_mb_s", "snapshot")
+        alone = job.decide(Adaptive(overhead=1, unsaved_s=limits.unsaved_s))
+        assert "unsaved_s" in alone.unmet or found.store_by == "store_mb_s"
     if "overhead" in found.unmet:
-        assert limits.at_risk_s is not None
-        assert "overhead" not in job.decide(dataclasses.replace(limits, at_risk_s=None)).unmet
+        assert limits.at_risk_s is not None or limits.unsaved_s is not None
+        assert "overhead" not in job.decide(dataclasses.replace(limits, at_risk_s=None, unsaved_s=None)).unmet
 
 
 @given(JOBS, LIMITS, LIMITS)
 def test_a_new_limit_is_kept_at_once_whatever_was_in_force(job, before, limits):
     current = job.decide(before)
-    found = job.decide(limits, current)
-    assert set(found.unmet) == set(job.decide(limits).unmet)
+    found, anew = job.decide(limits, current), job.decide(limits)
+    assert set(found.unmet) <= set(anew.unmet)
+    assert found.unmet == anew.unmet or limits.unsaved_s is not None, "of that half is aimed at"
 
 
 def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
@@ -159,6 +167,19 @@ def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
     assert (found.unmet, found.store_by) == (("at_risk_s",), "commit")
     assert found.store_s == pytest.approx(job.commit_s)
     assert job.decide(Adaptive(at_risk_s=60), found).store_s == found.store_s
+
+
+@pytest.mark.parametrize(
+    ("commit_s", "store_s", "by", "unmet"),
+    [(41, 299.5, "unsaved_s", ()), (400, 400, "commit", ()), (700, 700, "commit", ("unsaved_s",))],
+)
+def test_a_commit_lands_twice_as_often_as_a_job_would_leave_without_one_or_as_often_as_it_can(
+    commit_s, store_s, by, unmet
+):
+    found = Job(commit_s=commit_s).decide(Adaptive(unsaved_s=600))
+    assert found.store_s == pytest.approx(store_s)
+    assert (found.store_by, found.unmet) == (by, unmet)
+    assert decide(Known().stalled(0.25), Adaptive(unsaved_s=100)).local_s == 25, "what one takes is not known yet"
 
 
 @pytest.mark.parametrize(("step_s", "unmet"), [(0.5, ()), (60.0, ()), (100.0, ("at_risk_s",))])
@@ -176,7 +197,7 @@ def test_where_memory_has_room_for_one_snapshot_each_is_committed_and_limits_are
     assert one.snapshots == 1
     assert ("store_mb_s" in one.unmet, "store_mb_s" in before.unmet) == (False, False)
     assert "at_risk_s" in before.unmet or "at_risk_s" not in one.unmet
-    assert limits.at_risk_s is not None or "overhead" not in one.unmet
+    assert (limits.at_risk_s, limits.unsaved_s) != (None, None) or "overhead" not in one.unmet
     again = decide(job.known, limits, job.nodes, job.peers, before, slots=1)
     assert again.snapshots == 1, "it has to be, at once"
     assert before.snapshots == 1 or again.local_s == one.local_s
@@ -600,7 +621,9 @@ def test_an_overhead_beyond_all_numbers_is_said_in_words():
         (Job(), Adaptive(overhead=1e-3), "limited by overhead="),
         (Job(), Adaptive(store_mb_s=1), "limited by store_mb_s="),
         (Job(), Adaptive(at_risk_s=600), "limited by at_risk_s="),
+        (Job(), Adaptive(unsaved_s=600), "limited by ckpt.Limits(unsaved_s=)"),
         (Job(), Adaptive(at_risk_s=60), "cannot be kept: at_risk_s="),
+        (Job(), Adaptive(unsaved_s=40), "cannot be kept: unsaved_s="),
         (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "cannot be kept: overhead="),
         (Job(step_s=600), Adaptive(), "three steps take that long"),
         (Job(step_s=7200), Adaptive(), "three steps take that long"),

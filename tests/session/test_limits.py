@@ -226,11 +226,22 @@ def test_the_time_that_entering_takes_is_not_unsaved(tmp_path: Path, monkeypatch
     wait_agent_gone(tmp_path)
 
 
-def test_a_job_whose_commits_land_is_not_unsaved(tmp_path: Path) -> None:
-    """Longer than the limit, but never so long without a commit."""
+def test_a_user_is_told_that_an_interval_is_longer_than_he_wants_to_be_without_a_commit(tmp_path: Path) -> None:
+    job, seen = make(), Seen()
+    given: dict[str, Any] = {"limits": ckpt.Limits(unsaved_s=600), "policy": ckpt.Every(seconds=600)}
+    with ckpt.Checkpointer(tmp_path, job.state, sinks=(seen,), **given) as ck:
+        for step in ck.steps(1):
+            job.train(step)
+    assert [event.loud for event in seen.named("policy.seldom")] == [True]
+    wait_agent_gone(tmp_path)
+
+
+@pytest.mark.parametrize("policy", [ckpt.Every(steps=5), ckpt.Adaptive(), ckpt.Adaptive(at_risk_s=600)], ids=str)
+def test_a_job_whose_commits_land_is_not_unsaved(tmp_path: Path, policy: ckpt.Every | ckpt.Adaptive) -> None:
+    """Longer than the limit, but never so long without a commit: also where the policy is to say how often."""
     job, limits = make(), ckpt.Limits(unsaved_s=4.0)
     began_s = time.monotonic()
-    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=5), limits=limits) as ck:
+    with ckpt.Checkpointer(tmp_path, job.state, policy=policy, limits=limits) as ck:
         for step in ck.steps(1_000_000):
             job.train(step)
             if time.monotonic() - began_s > 4.5:
