@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import os
 import socket
@@ -190,9 +191,9 @@ class Checkpointer:
         self._stepped = False
         self._in_body = False
         self._is_first_step = True
-        self._answered = 0
-        self._due_word = 0
-        self._due_step = 0
+        self._looked: list[int] = []  # words of the control page
+        self._answered: set[int] = set()  # those of them that are done with
+        self._due_step: float = math.inf  # before it no other is due
         self._hold_at = self._rehearsed = 0
 
     @property
@@ -249,9 +250,9 @@ class Checkpointer:
             with contextlib.suppress(SaveFailed):  # the next snapshot will say it
                 parts.saver.settle(Tick(step))
         link.enter(step + 1)
-        word = link.look(step, 0)
-        if word != self._answered and (word != self._due_word or step >= self._due_step):
-            self._serve(word)
+        words = link.look(step, 0)
+        if words != self._looked or step >= self._due_step:
+            self._serve(words)
         if updates.is_torn:
             self._find_torn()
         if step == self._rehearsed:
@@ -275,9 +276,7 @@ class Checkpointer:
         parts = self._parts
         parts.saver.poll()
         tick = self._next_tick()
-        word = parts.saver.link.look(tick.step, tick.sub)
-        if word != self._answered:
-            self._serve(word)
+        self._serve(parts.saver.link.look(tick.step, tick.sub))
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
 
@@ -540,14 +539,25 @@ class Checkpointer:
             self.events.emit("step.torn", f"ckpt: {torn}", loud=True)
         return torn
 
-    def _serve(self, word: int) -> None:
-        told = Word.unpack(word)
+    def _serve(self, words: list[int]) -> None:
+        """Does what these appoint for now, and sees when the next is due."""
+        due_step: float = math.inf
+        self._answered &= set(words)
+        for word in words:
+            told = Word.unpack(word) if word not in self._answered else None
+            if told is None:
+                continue
+            place = told.place(self._step, self._sub)
+            if place is Place.EARLY:
+                due_step = min(due_step, 0 if told.sub else told.step)
+                continue
+            self._answered.add(word)
+            self._keep(told, place)
+        self._looked, self._due_step = words, due_step  # after Ctrl-C they are looked at once more
+
+    def _keep(self, told: Word, place: Place) -> None:
+        """An appointment that is due, or past."""
         saver, tick = self._parts.saver, Tick(self._step, self._sub)
-        place = told.place(tick.step, tick.sub) if told else Place.EARLY
-        if told is None or place is Place.EARLY:
-            self._due_word, self._due_step = word, told.step if told and not told.sub else 0
-            return
-        self._answered = word
         if place is Place.LATE:
             saver.late(told.round, tick.step)
             return

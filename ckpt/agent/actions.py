@@ -13,6 +13,9 @@ Request = Any  # names one request of one connection; only handed back in Answer
 
 @dataclass(frozen=True, slots=True)
 class SetWord:
+    """What that slot is appointed for; None: nothing."""
+
+    slot: int
     word: Word | None
 
 

@@ -44,8 +44,8 @@ class Carrier(Committing):
 
     def _act(self, action: do.Action) -> None:
         match action:
-            case do.SetWord(word):
-                self.ranks.announce(word)
+            case do.SetWord(slot, word):
+                self.ranks.announce(slot, word)
             case do.SetVerdict(number):
                 self.ranks.leave(number)
             case do.Divide():
@@ -108,7 +108,8 @@ class Carrier(Committing):
         def measured(plan: memory.MemoryPlan | None, error: str) -> None:
             self._measured(version, division, plan, error)
 
-        self.ranks.measure(sizes, self.options.limits.memory, self._guarded(measured))
+        slots = memory.slots_for(self.group.policy)
+        self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
 
     def _measured(self, version: int, division: Division, plan: memory.MemoryPlan | None, error: str) -> None:
         if plan is None:

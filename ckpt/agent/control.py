@@ -1,13 +1,13 @@
-"""The control page: a word by which the agent appoints snapshots, and where each rank is.
+"""The control page: words by which the agent appoints snapshots, and where each rank is.
 
-One memfd per job. The word at byte 0 is written by the agent and read by every trainer at each step; the slot at byte
-64 x (1 + rank) is written by that trainer and read by the agent. At byte 8 the agent puts the round by which all ranks
-leave, before it tells the first of them: should it die then, the others find it there. All are aligned 64-bit loads and
-stores, atomic on the machines we run on; no decision depends on the order of two of them.
+One memfd per job. From byte 0 on there is a word for each slot, written by the agent and read by every trainer at each
+step; the line at byte 64 x (1 + rank) is written by that trainer and read by the agent. At byte 56 the agent puts the
+round by which all ranks leave, before it tells the first of them: should it die then, the others find it there. All are
+aligned 64-bit loads and stores, atomic on the machines we run on; no decision depends on the order of two of them.
 
     word = round << 44 | slot << 40 | kind << 36 | at        0: nothing is appointed
     at   = step, or for a poll after it (kind with POLL): (step mod 2^16) << 20 | poll
-    slot = entered step << 20 | polls, saves since the last ended step; behind it when that was, and whether it copies
+    line = entered step << 20 | polls, saves since the last ended step; behind it when that was, and whether it copies
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from ckpt.errors import AgentError
 
+SLOTS_MAX = 5  # of a job
 ROUND_MAX = (1 << 20) - 1
-SLOT_MAX = 15
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
+_LEAVE = 7  # the word of the page that says by which round
 _POLL = 8  # in the kind
 _STEP_LOW = (1 << 16) - 1  # so much of its step is told with a poll: all ranks are known to be at it
 
@@ -43,7 +44,7 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arena. `step`, `sub`: at which tick; with sub 0
+    """`round`: 1..ROUND_MAX, compared for equality only. `slot`: which arenas. `step`, `sub`: at which tick; with sub 0
     the end of that step. Of a word that was read, with sub > 0, `step` is only known modulo 2^16: ask `place`."""
 
     round: int
@@ -53,7 +54,7 @@ class Word:
     sub: int = 0
 
     def pack(self) -> int:
-        ranges = (self.round, ROUND_MAX), (self.slot, SLOT_MAX), (self.step, STEP_MAX), (self.sub, SUB_MAX)
+        ranges = (self.round, ROUND_MAX), (self.slot, SLOTS_MAX - 1), (self.step, STEP_MAX), (self.sub, SUB_MAX)
         if self.round == 0 or not all(0 <= value <= most for value, most in ranges):
             raise AgentError(f"an appointment out of range: {self}")
         kind, at = int(self.kind), self.step
@@ -81,14 +82,15 @@ class Word:
 
 
 class ControlPage:
-    """Owns its mapping and its descriptor. `words` is the page as unsigned 64-bit integers: the trainer
-    reads `words[0]` itself, since a call costs more than the load."""
+    """Owns its mapping and its descriptor. `words`: those of the slots, as unsigned 64-bit integers: the trainer reads
+    them itself, since a call costs more than the loads."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         size = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, size)
-        self.words = memoryview(self._map).cast("Q")
+        self._page = memoryview(self._map).cast("Q")
+        self.words = self._page[:SLOTS_MAX]
 
     @classmethod
     def create(cls, world: int) -> ControlPage:
@@ -100,49 +102,53 @@ class ControlPage:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd)
 
-    def announce(self, word: Word | None) -> None:
-        self.words[0] = word.pack() if word else 0
+    def announce(self, slot: int, word: Word | None) -> None:
+        """What that slot is appointed for; None: nothing. Errors: AgentError for a word of another slot."""
+        if not 0 <= slot < SLOTS_MAX or (word is not None and word.slot != slot):
+            raise AgentError(f"an appointment of slot {slot} that is none: {word}")
+        self.words[slot] = word.pack() if word is not None else 0
 
-    def word(self) -> Word | None:
-        return Word.unpack(self.words[0])
+    def appointed(self) -> list[Word]:
+        return [word for each in self.words if (word := Word.unpack(each)) is not None]
 
     def leave(self, round_: int) -> None:
         """The verdict of that round is: leave."""
-        self.words[1] = round_
+        self._page[_LEAVE] = round_
 
     def leaves(self) -> int:
         """The round by which the ranks leave; 0: none."""
-        return self.words[1]
+        return self._page[_LEAVE]
 
     def enter(self, rank: int, step: int, sub: int = 0) -> None:
         """`rank` is in `step`, and has polled or saved `sub` times since the step before it ended. Since when, too, for
         whoever asks how long that step still takes: a hint, which may belong to the step before."""
         if not sub:
-            self.words[8 * (1 + rank) + 1] = time.monotonic_ns()
-        self.words[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
+            self._page[8 * (1 + rank) + 1] = time.monotonic_ns()
+        self._page[8 * (1 + rank)] = step << 20 | min(sub, SUB_MAX)
 
     def entered(self, rank: int) -> int:
-        return self.words[8 * (1 + rank)] >> 20
+        return self._page[8 * (1 + rank)] >> 20
 
     def since_s(self, rank: int) -> float | None:
         """When it entered that step, on the host's monotonic clock; None: none yet."""
-        at_ns = self.words[8 * (1 + rank) + 1]
+        at_ns = self._page[8 * (1 + rank) + 1]
         return at_ns / 1e9 if at_ns else None
 
     def copy(self, rank: int, begins: bool) -> None:
         """Training of `rank` stands still for a copy, or goes on. A hint."""
-        self.words[8 * (1 + rank) + 2] = begins
+        self._page[8 * (1 + rank) + 2] = begins
 
     @property
     def copies(self) -> bool:
         """Whether training of some rank stands still for a copy."""
-        return any(self.words[8 + 2 :: 8])
+        return any(self._page[8 + 2 :: 8])
 
     def polled(self, rank: int) -> int:
-        return self.words[8 * (1 + rank)] & SUB_MAX
+        return self._page[8 * (1 + rank)] & SUB_MAX
 
     def close(self) -> None:
         if not self._map.closed:
             self.words.release()
+            self._page.release()
             self._map.close()
             os.close(self.fd)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
+from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.members import AGAIN, Members, Presence
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
@@ -59,6 +60,7 @@ class Round:
     opened_s: float
     bytes: int = 0  # of memory that it may take, all ranks' together
     staged: dict[int, float] = field(default_factory=dict)  # rank -> stall in seconds
+    announced: bool = False  # a word of the control page says so
     missed: str = ""  # why it is to be abandoned
     held: dict[int, Request] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Facts:
         self.world = world
         self.policy = policy
         self.members = Members(world)
-        self.slots = [Slot(n) for n in range(4)]
+        self.slots = [Slot(n) for n in range(SLOTS_MAX)]
         self.slots_in_use = 0  # how many of them memory allows; 0 until the first division
         self.division = ""
         self.superseded_by = ""
@@ -170,7 +172,6 @@ class Facts:
         self._left_over = False  # superseded, and what it has made complete is to be committed once
         self.former_saves = False  # a former job commits what this one went on from: who leaves waits for that
         self._abandoned: deque[int] = deque(maxlen=64)
-        self._word = 0  # the round in the control word
         self._closing = False
         self._out: list[Action] = []
 
@@ -553,7 +554,7 @@ class Facts:
         times += [now_s + 1.0] if self._saves or self._resumed else []
         lost = [m.lost_s for m in self.members.seen.lost if m.presence is Presence.HERE]
         times += [lost_s + REJOIN_S for lost_s in lost if lost_s is not None]
-        if self._may_appoint() and self._due_s > now_s:
+        if self._due_s > now_s and self._may_appoint() and not self._open():
             times.append(self._due_s)
         if now_s < self._retry_commit_s < math.inf:
             times.append(self._retry_commit_s)
@@ -591,7 +592,7 @@ class Facts:
         return bool(self.division) and self._planned_version == self._layouts_version
 
     def _may_appoint(self) -> bool:
-        """Whether a round may be announced, were one due and a slot free."""
+        """Whether a round may be announced, were one due and a slot free, and did no other stand in its way."""
         if self._start_step is None or self._resumed or self._broken() or self.superseded_by or self._leave_round:
             return False
         if self._ended:
@@ -600,7 +601,7 @@ class Facts:
             return False  # it could not answer
         rounds = [slot.round for slot in self.slots if slot.round is not None]
         holding = any(round_.unjudged for round_ in rounds)
-        return self._plan_is_current() and not self._open() and not holding
+        return self._plan_is_current() and not holding
 
     def _tell_level(self, tick: Tick, level: str, ok: bool, message: str) -> None:
         self._out.append(

@@ -22,7 +22,7 @@ from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
-from ckpt.agent.control import Word
+from ckpt.agent.control import SLOTS_MAX, Word
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt")
 
-SLOTS = 4
 STEPS_S = 1.0  # how often the coordinator hears which steps the ranks are in, if they have changed
 
 
@@ -181,7 +180,7 @@ class Following:
             known.peer.forget()
             known.peer.lose()
         slots = [int(slot) for slot in fields["arenas"]] if resume else []
-        if len(slots) != len(message.fds) or not set(slots) <= set(range(SLOTS)):
+        if len(slots) != len(message.fds) or not set(slots) <= set(range(SLOTS_MAX)):
             raise AgentError(f"rank {rank} names {len(slots)} arenas and hands over {len(message.fds)}")
         if known is None:
             self.ranks.bring(rank, slots, message.fds)
@@ -239,7 +238,7 @@ class Following:
 
     def closed(self) -> None:
         """Its connection is gone: nothing is appointed, and what is under way is missed."""
-        self.ranks.announce(None)
+        self.ranks.appoint_nothing()
         self._lose_ranks()
 
     def led(self, channel: Channel, message: Message) -> None:
@@ -253,7 +252,7 @@ class Following:
                 if here is not None and here.number == fields["number"]:
                     here.peer.lose()
             case "word":
-                self.ranks.announce(Word.unpack(int(fields["word"])))
+                self.ranks.announce(int(fields["slot"]), Word.unpack(int(fields["word"])))
             case "verdict":
                 self.ranks.leave(int(fields["round"]))
             case "offer":
@@ -321,8 +320,8 @@ class Following:
         def measured(plan: MemoryPlan | None, error: str) -> None:
             answer(channel, request_id, {"plan": plan.table() if plan is not None else None}, error)
 
-        limit = fields["limit"]
-        self.ranks.measure(self._sizes(fields), int(limit) if limit is not None else None, measured)
+        limit = int(fields["limit"]) if fields["limit"] is not None else None
+        self.ranks.measure(self._sizes(fields), int(fields["slots"]), limit, measured)
 
     def _make(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id, slot, sizes = int(fields["id"]), int(fields["slot"]), self._sizes(fields)

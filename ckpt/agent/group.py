@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt.agent.actions import (
@@ -232,9 +232,8 @@ class Group(Verdicts):
                 self._dividing = True
                 self._out.append(Divide(self._layouts_version))
             return
-        appointed = self._slot_of(self._word)
-        if appointed is not None and appointed.round is not None and appointed.round.division != self.division:
-            self._withdraw("the ranks' new division", now_s)  # it is appointed again, under that one
+        # What is appointed is appointed again, under that one.
+        self._withdraw("the ranks' new division", now_s, lambda r: r.why is Why.STEP and r.division != self.division)
         making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
         if self.division:
             for slot in self.slots[: self.slots_in_use]:
@@ -371,7 +370,7 @@ class Group(Verdicts):
         if queued or not self._plan_is_current():
             return
         free = self._grantable()
-        if (free is None or appointed is not None) and self._withdraw("an explicit save", now_s, hold=True):
+        if (free is None or appointed is not None) and self._withdraw("an explicit save", now_s, lambda _: True):
             free = self._grantable()  # all ranks wait here: none has acted on that appointment, or will
         if free is None:
             return
@@ -392,43 +391,61 @@ class Group(Verdicts):
         hold, extra = self.course in (Course.HOLD, Course.COPY), self._wants_extra()
         self._resumed = self._resumed and not all(steps)
         if hold or self.course is Course.PUSH:
-            self._withdraw("the last snapshot before the machine goes away", now_s)
+            self._withdraw("the last snapshot before the machine goes away", now_s, lambda r: r.why is Why.STEP)
         elif extra:
-            self._withdraw("one at once: the machine may go away", now_s, beyond=max(steps, default=0) + LEAD_MIN)
+            far = max(steps, default=0) + LEAD_MIN
+            at_once = "one at once: the machine may go away"
+            self._withdraw(at_once, now_s, lambda r: r.why is Why.STEP and r.tick.step > far)
         if self.course is Course.PUSH or not self._may_appoint() or self._saves:
+            return
+        by_time = hold or extra or self.policy.seconds is not None
+        before = [round_ for _, round_ in self._open()]
+        if before and (by_time or not all(round_.announced for round_ in before)):
             return
         slot = self._grantable() if hold or extra or now_s >= self._due_s else None
         if slot is None or self._start_step is None or not (hold or extra or self._can_spare(slot)):
             return
-        by_time = hold or extra or self.policy.seconds is not None
-        if by_time and len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
+        at = max(self._start_step, *steps)
+        if not by_time:
+            tick = self._next_named(now_s, at, steps, [round_.tick for round_ in before])
+        elif len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
             tick = self._next_poll(now_s, steps[0] - 1, max(polls))
         else:
             near = self._near_step(now_s, steps) if hold else None
-            tick = near or self._next_step(now_s, max(self._start_step, *steps), hold or extra)
+            tick = near or self._next_step(now_s, at)
+        if tick is None:
+            return
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._extra_tries -= extra
-        self._word = round_.number
+        round_.announced = True
         kind = Kind.HOLD if hold else Kind.TAKE
-        self._out.append(SetWord(Word(round_.number, slot.number, kind, tick.step, tick.sub)))
+        self._out.append(SetWord(slot.number, Word(round_.number, slot.number, kind, tick.step, tick.sub)))
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
 
-    def _next_step(self, now_s: float, at: int, soon: bool) -> Tick:
+    def _next_named(self, now_s: float, at: int, steps: Sequence[int], before: Sequence[Tick]) -> Tick | None:
+        """The first of the steps that the policy names which can still be announced, and is behind those that are.
+        None: it will be time for it later, and until then its slot may serve another."""
+        every = self.policy.steps or 1
+        far = self._next_step(now_s, at)
+        near = self._near_step(now_s, steps) or far
+        first = max(near.step, *(tick.step + 1 for tick in before)) if before else near.step
+        step = -(-first // every) * every
+        return Tick(step) if not before or step <= far.step else None
+
+    def _next_step(self, now_s: float, at: int) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
         late, at the pace seen since the last one."""
         since_s, since = self._pace
         if now_s - since_s >= LATENCY_S:
             self._steps_per_s = (at - since) / (now_s - since_s)
             self._pace = (now_s, at)
-        earliest = at + self._lead(self._steps_per_s)
-        every = None if soon else self.policy.steps
-        return Tick(earliest if every is None else -(-earliest // every) * every)
+        return Tick(at + self._lead(self._steps_per_s))
 
     def _near_step(self, now_s: float, steps: Sequence[int]) -> Tick | None:
-        """To leave at: the end of the step that the foremost rank is in, or of the next one, if that is as far away as
-        an announcement needs; by when it entered that step, and the pace. A step may take a minute, and so may what is
-        left before a deadline. None where that is not known, or announcements were late of late."""
+        """Sooner than that: the end of the step that the foremost rank is in, or of the next one, if that is as far
+        away as an announcement needs; by when it entered that step, and the pace. A step may take a minute, and so may
+        what is left before a deadline. None where that is not known, or announcements were late of late."""
         at = max(steps)
         entered = [s for step, s in zip(steps, self._since_s, strict=False) if step == at and s is not None]
         step_s = self._step_s
@@ -525,16 +542,12 @@ class Group(Verdicts):
         slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
         return slot.round
 
-    def _withdraw(self, what_for: str, now_s: float, beyond: int = -1, hold: bool = False) -> bool:
-        """Takes an appointment back that no rank has acted on, for a step after `beyond`; one to leave at, only where
-        `hold` says so. False where there is none."""
-        slot = self._slot_of(self._word)
-        if slot is None or slot.round is None or slot.round.staged or slot.round.tick.step <= beyond:
-            return False
-        if slot.round.why is not Why.STEP and not hold:
-            return False
-        self._abandon(slot, slot.round, f"withdrawn for {what_for}", now_s)
-        return True
+    def _withdraw(self, what_for: str, now_s: float, which: Callable[[Round], bool]) -> bool:
+        """Takes those appointments back that no rank has acted on. False where there is none."""
+        found = [(slot, r) for slot, r in self._open() if r.announced and not r.staged and which(r)]
+        for slot, round_ in found:
+            self._abandon(slot, round_, f"withdrawn for {what_for}", now_s)
+        return bool(found)
 
     def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
         message = f"the snapshot at {round_.tick} was given up: {why}"
@@ -561,9 +574,9 @@ class Group(Verdicts):
         self._out.append(Recycle(slot.number))
 
     def _clear_word(self, round_: Round) -> None:
-        if self._word == round_.number and round_.number:
-            self._word = 0
-            self._out.append(SetWord(None))
+        if round_.announced:
+            round_.announced = False
+            self._out.append(SetWord(round_.slot, None))
 
     def _metrics(self) -> dict[str, float]:
         """Of all ranks' requests; where they differ, the lowest rank's."""

@@ -1,7 +1,8 @@
 """How much memory the agent will take, computed before the first save, and how many slots that allows.
 
-It degrades in this order: a third slot (nothing waits), a second one (the next snapshot waits for the upload of the
-one before it), one (each snapshot waits until the one before it is in the store), none: refused.
+It degrades in this order: a fourth slot (only where snapshots are to be closer than an appointment is ahead, see
+`slots_for`), a third one (nothing waits), a second one (the next snapshot waits for the upload of the one before it),
+one (each snapshot waits until the one before it is in the store), none: refused.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.agent.control import SLOTS_MAX
 from ckpt.cgroups import CGROUPS, groups
 from ckpt.errors import AgentError
+from ckpt.policy.every import STEPS_APART, Every
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
+SLOTS_CLOSE = 4  # and the next one, which is appointed before that which is being filled is complete
 WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
@@ -62,15 +66,26 @@ class Taken:
     lent_bytes: int = 0
 
 
-def plan(slot_bytes: int, kept_bytes: int, held_bytes: int, limit_bytes: int | None, free_bytes: int) -> MemoryPlan:
+def slots_for(policy: Every) -> int:
+    """How many slots there are to be, if memory allows."""
+    return SLOTS_CLOSE if policy.steps is not None and policy.steps < STEPS_APART else SLOTS
+
+
+def plan(
+    slot_bytes: int,
+    kept_bytes: int,
+    held_bytes: int,
+    limit_bytes: int | None,
+    free_bytes: int,
+    slots: int = SLOTS,
+) -> MemoryPlan:
     """`held_bytes`: of arenas that this job has already, copies for its other nodes among them; `limit_bytes`: the
-    user's; `free_bytes`: the machine's."""
+    user's; `free_bytes`: the machine's; `slots`: at most."""
     machine = free_bytes - free_bytes // SPARE_PARTS + held_bytes + kept_bytes
     allowed, bound = machine, "what the machine has left"
     if limit_bytes is not None and limit_bytes < machine:
         allowed, bound = limit_bytes, "ckpt.Limits(memory=)"
     commit_bytes = _commit_bytes(slot_bytes)
-    slots = SLOTS
     while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
         slots -= 1
     return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
@@ -98,7 +113,7 @@ def for_a_while_bytes(plan: MemoryPlan, limit_bytes: int | None, free_bytes: int
 def plan_told(told: Any) -> MemoryPlan:
     """What another node's agent says of itself: its `table`. Errors: AgentError."""
     numbers: dict[str, Any] = {name: told.get(name) if isinstance(told, dict) else None for name in _NUMBERS}
-    if not all(type(number) is int and number >= 0 for number in numbers.values()) or numbers["slots"] > SLOTS:
+    if not all(type(number) is int and number >= 0 for number in numbers.values()) or numbers["slots"] > SLOTS_MAX:
         raise AgentError(f"a node says of its memory what cannot be: {told!r:.300}")
     return MemoryPlan(**numbers, bound=str(told.get("bound", ""))[:100])
 

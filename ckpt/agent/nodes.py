@@ -19,12 +19,16 @@ T = TypeVar("T")
 class Share(Protocol):
     """What the coordinator may ask of a node's share; see Ranks, of whose methods these are."""
 
-    def announce(self, word: Word | None) -> None: ...
+    def announce(self, slot: int, word: Word | None) -> None: ...
 
     def leave(self, round_: int) -> None: ...
 
     def measure(
-        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[MemoryPlan | None, str], None]
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[MemoryPlan | None, str], None],
     ) -> None: ...
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None: ...
@@ -130,17 +134,21 @@ class Nodes:
         else:
             remote.peers[rank].send(fields, blobs=blobs)
 
-    def announce(self, word: Word | None) -> None:
+    def announce(self, slot: int, word: Word | None) -> None:
         for remote in self.others.values():  # first: their way is the longest
-            remote.announce(word)
-        self.own.announce(word)
+            remote.announce(slot, word)
+        self.own.announce(slot, word)
 
     def leave(self, round_: int) -> None:
         for share in self._shares.values():
             share.leave(round_)
 
     def measure(
-        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[MemoryPlan | None, str], None]
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[MemoryPlan | None, str], None],
     ) -> None:
         """The plan of the node where there is least room: all have as many slots."""
 
@@ -153,7 +161,7 @@ class Nodes:
 
         answers, parts = _Answers[MemoryPlan | None](self._shares, measured), self._parts(sizes)
         for name, share in self._shares.items():
-            share.measure(parts[name], limit_bytes, answers.of(name))
+            share.measure(parts[name], slots, limit_bytes, answers.of(name))
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         def made(found: dict[str, dict[int, int]], error: str) -> None:

@@ -291,7 +291,7 @@ class Others(Leading):
     def _freeze(self, by: str, left: bool = False) -> None:
         super()._freeze(by, left)
         for each in self.followings:
-            each.ranks.announce(None)
+            each.ranks.appoint_nothing()
 
     def _outcome(self, name: str, fields: dict[str, Any]) -> None:
         """Of a start that has asked: the epoch that has begun, or none has. Errors: AgentError for one that no start

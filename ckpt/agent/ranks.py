@@ -16,7 +16,7 @@ from ckpt.agent import memory
 from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
-from ckpt.agent.control import ControlPage, Word
+from ckpt.agent.control import SLOTS_MAX, ControlPage, Word
 from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
 from ckpt.errors import AgentError
@@ -90,21 +90,31 @@ class Ranks:
     def send(self, rank: int, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         self.peers[rank].send(fields, blobs=blobs)
 
-    def announce(self, word: Word | None) -> None:
-        self.page.announce(word)
+    def announce(self, slot: int, word: Word | None) -> None:
+        """What that slot is appointed for; None: nothing."""
+        self.page.announce(slot, word)
+
+    def appoint_nothing(self) -> None:
+        """Whatever was."""
+        for slot in range(SLOTS_MAX):
+            self.page.announce(slot, None)
 
     def leave(self, round_: int) -> None:
         """The verdict on a round at which they hold: leave."""
         self.page.leave(round_)
 
     def measure(
-        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[memory.MemoryPlan | None, str], None]
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[memory.MemoryPlan | None, str], None],
     ) -> None:
-        """How many slots of arenas of so many bytes by rank there can be."""
+        """How many slots of arenas of so many bytes by rank there can be, up to so many."""
         free_bytes = memory.free_bytes()
         taken = self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
-        plan = memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes)
+        plan = memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
         then(plan, "")
 

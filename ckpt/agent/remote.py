@@ -127,8 +127,8 @@ class RemoteRanks:
         """By rank, of those of which it is known: the step that it is in, and its polls since the last ended one."""
         return self._entered
 
-    def announce(self, word: Word | None) -> None:
-        self._tell({"t": "word", "word": word.pack() if word is not None else 0})
+    def announce(self, slot: int, word: Word | None) -> None:
+        self._tell({"t": "word", "slot": slot, "word": word.pack() if word is not None else 0})
 
     def leave(self, round_: int) -> None:
         self._tell({"t": "verdict", "round": round_})
@@ -157,9 +157,13 @@ class RemoteRanks:
             self._tell({"t": "drop"})
 
     def measure(
-        self, sizes: Mapping[int, int], limit_bytes: int | None, then: Callable[[memory.MemoryPlan | None, str], None]
+        self,
+        sizes: Mapping[int, int],
+        slots: int,
+        limit_bytes: int | None,
+        then: Callable[[memory.MemoryPlan | None, str], None],
     ) -> None:
-        fields = {"t": "measure", "sizes": list(sizes.items()), "limit": limit_bytes}
+        fields = {"t": "measure", "sizes": list(sizes.items()), "slots": slots, "limit": limit_bytes}
         self._ask(fields, (), lambda answer: memory.plan_told(answer.fields["plan"]), None, then)
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:

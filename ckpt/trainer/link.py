@@ -3,7 +3,7 @@
 Guarantees:
 - An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and
   only by this process.
-- The step path reads one word of shared memory and never waits for the agent.
+- The step path reads a few words of shared memory and never waits for the agent.
 - When the agent dies, nothing is appointed until another one serves, started by whoever notices first; the arenas are
   handed over to it, and what they hold is not lost.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from ckpt.agent import client, replacing, wire
 from ckpt.agent.arena import GIVE_WAY_S, Arena
-from ckpt.agent.control import ControlPage, Place, Word
+from ckpt.agent.control import SLOTS_MAX, ControlPage, Place, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
@@ -43,7 +43,7 @@ AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, un
 RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
 HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
 DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
-_NOTHING_APPOINTED = memoryview(bytearray(8)).cast("Q")
+_NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Link:
     _entered: tuple[int, int] = (0, 0)
     _wanted: Tick | None = None  # that somebody waits for until it is in the store
     _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
-    _looked: tuple[int, int, int] = (0, 0, 0)  # the last boundary, and the word that was seen there
+    _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the words that were seen there
     _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
     _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
     _offer: Offer | None = None
@@ -285,17 +285,17 @@ class Link:
                 page.copy(terms.rank, False)
             self.calm.set()
 
-    def look(self, step: int, sub: int) -> int:
-        """The control word as it is at that boundary, after `enter`."""
-        word = self.words[0]
-        self._looked = step, sub, word
-        return word
+    def look(self, step: int, sub: int) -> list[int]:
+        """The words of the control page as they are at that boundary, after `enter`."""
+        words: list[int] = self.words.tolist()
+        self._looked = step, sub, words
+        return words
 
     def _awaited(self, word: int) -> None:
         """Other ranks hold there. Where this one is past it, and has not seen the appointment, it does not come."""
         step, sub, seen = self._looked
         told = Word.unpack(word)
-        if told is not None and seen != word and told.place(step, sub) is not Place.EARLY:
+        if told is not None and word not in seen and told.place(step, sub) is not Place.EARLY:
             self.on_late(told.round, told.step)
 
     def _publish(self) -> None:

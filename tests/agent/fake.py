@@ -85,8 +85,8 @@ class FakeRank:
         self.lost = threading.Event()
         self.page: ControlPage | None = None
         self.connection: client.Connection | None = None
-        self.answered = 0
-        self.looked = 0, 0  # the last boundary, and the round whose word it had answered then
+        self.answered: set[int] = set()  # rounds whose words stood at the last boundary
+        self.looked: tuple[int, set[int]] = 0, set()  # that boundary, and these
         self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
@@ -265,24 +265,26 @@ class FakeRank:
         Which one it is depends on how fast the ranks were so far."""
         assert self.page is not None
         deadline = time.monotonic() + timeout_s
-        while (word := self.page.word()) is None or word.step <= self.step or word.kind is not kind:
+        while not (found := [w.step for w in self.page.appointed() if w.step > self.step and w.kind is kind]):
             assert time.monotonic() < deadline, "nothing is appointed"
             threading.Event().wait(0.005)
-        return word.step
+        return min(found)
 
     def enter(self, step: int) -> None:
         assert self.page is not None
         self.page.enter(self.rank, step)
 
     def boundary(self) -> bool:
-        """After a step: serves the word; whether to leave."""
+        """After a step: serves the words; whether to leave."""
         assert self.page is not None
-        word: Word | None = self.page.word()
-        if word is None or word.round == self.answered or word.step > self.step:
-            self.looked = self.step, self.answered
-            return False
-        self.answered = word.round
-        self.looked = self.step, self.answered
+        words = self.page.appointed()
+        self.looked = self.step, {word.round for word in words if word.step <= self.step}
+        new = [word for word in words if word.round not in self.answered and word.step <= self.step]
+        self.answered = self.looked[1]
+        held = [self.keep(word) for word in new]
+        return any(held)
+
+    def keep(self, word: Word) -> bool:
         if word.step < self.step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
             return False
@@ -391,7 +393,7 @@ class FakeRank:
     def on_awaited(self, word: Word | None) -> None:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
-        if word is not None and word.round != answered and word.step <= step:
+        if word is not None and word.round not in answered and word.step <= step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def on_arena(self, fields: dict[str, Any], message: wire.Message) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.arena import DATA_AT, PAGE, Arena, arena_bytes
-from ckpt.agent.control import ROUND_MAX, STEP_MAX, SUB_MAX, ControlPage, Kind, Place, Word
+from ckpt.agent.control import ROUND_MAX, SLOTS_MAX, STEP_MAX, SUB_MAX, ControlPage, Kind, Place, Word
 from ckpt.errors import AgentError, DamagedData
 from ckpt.types import Epoch, Identity, Tick
 
@@ -121,16 +121,27 @@ def test_a_word_survives_the_control_page() -> None:
     page = ControlPage.create(3)
     other = ControlPage(os.dup(page.fd))
     poll = Word(9, 3, Kind.HOLD, 500, SUB_MAX)
-    for word in (Word(1, 0, Kind.TAKE, 0), Word(ROUND_MAX, 15, Kind.HOLD, STEP_MAX), poll, None):
-        page.announce(word)
-        assert other.word() == word
+    last = Word(ROUND_MAX, SLOTS_MAX - 1, Kind.HOLD, STEP_MAX)
+    for word in (first := Word(1, 0, Kind.TAKE, 0), last, poll):
+        page.announce(word.slot, word)
+    assert other.appointed() == [first, poll, last], "each slot has its own"
+    page.announce(3, None)
+    assert other.appointed() == [first, last]
+    page.leave(ROUND_MAX)
+    assert (other.leaves(), other.appointed()) == (ROUND_MAX, [first, last])
     other.enter(2, 77)
     assert [page.entered(rank) for rank in range(3)] == [0, 0, 77]
     other.enter(1, STEP_MAX, 2 * SUB_MAX)
     assert [page.entered(1), page.polled(1), page.polled(2)] == [STEP_MAX, SUB_MAX, 0]
-    for wrong in (Word(0, 0, Kind.TAKE, 1), Word(1, 0, Kind.TAKE, 1, SUB_MAX + 1)):
+    for slot, wrong in (
+        (0, Word(0, 0, Kind.TAKE, 1)),
+        (0, Word(1, 0, Kind.TAKE, 1, SUB_MAX + 1)),
+        (0, Word(1, 1, Kind.TAKE, 1)),
+        (SLOTS_MAX, Word(1, SLOTS_MAX, Kind.TAKE, 1)),
+        (-1, None),
+    ):
         with pytest.raises(AgentError):
-            page.announce(wrong)
+            page.announce(slot, wrong)
     page.close()
     other.close()
 

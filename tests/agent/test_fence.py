@@ -98,8 +98,8 @@ def test_one_that_begins_while_a_newer_one_asks_has_nothing_dropped() -> None:
         ({"t": "keep"}, Who.DROPS),
         ({"t": "keep", "again": True}, Who.SERVES),
         ({"t": "keeps"}, Who.SERVES),  # also of an older epoch, which was another's
-        ({"t": "word", "word": 5}, Who.DROPS),
-        ({"t": "word", "word": 0}, Who.LEADS),
+        ({"t": "word", "slot": 0, "word": 5}, Who.DROPS),
+        ({"t": "word", "slot": 0, "word": 0}, Who.LEADS),
         ({"t": "start"}, Who.AWAITED),
         ({"t": "what nobody knows"}, Who.LEADS),
     ],

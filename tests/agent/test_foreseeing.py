@@ -156,7 +156,7 @@ def test_an_alarm_of_an_unproven_source_changes_nothing(
     assert not any(event["loud"] for event in rank.events if event["name"] == "prediction")
     train([rank], 5)
     assert rank.page is not None
-    assert rank.page.word() is None
+    assert not rank.page.appointed()
     said = status(url)
     assert "model" in [each["source"] for each in said["predictions"]["standing"]]
     assert not events(rank, "prediction.acted")

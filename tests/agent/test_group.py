@@ -9,10 +9,11 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
-from ckpt.agent.control import Kind
+from ckpt.agent.control import Kind, Word
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
-from ckpt.agent.group import Group
+from ckpt.agent.group import LEAD_MIN, Group
 from ckpt.agent.leaving import NEAR_S, Standing
+from ckpt.agent.memory import SLOTS_CLOSE
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -55,8 +56,18 @@ class Driver:
                         self.group.warm(rank, action.slot, self.group.division)
 
     def word(self) -> Any:
-        words = [action.word for action in self.said if isinstance(action, do.SetWord)]
+        """The newest that stands."""
+        words = self.words()
         return words[-1] if words else None
+
+    def words(self) -> list[Word]:
+        stand: dict[int, Word] = {}
+        for action in self.said:
+            if isinstance(action, do.SetWord):
+                stand.pop(action.slot, None)
+                if action.word is not None:
+                    stand[action.slot] = action.word
+        return list(stand.values())
 
     def stage(self, number: int, tick: Tick, slot: int, ranks: range | None = None) -> None:
         for rank in ranks or range(self.world):
@@ -101,6 +112,99 @@ def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> N
     assert driver.word().step == 10
     assert driver.complete() == Tick(10)
     assert driver.word().step == 20
+
+
+class EachStep(Driver):
+    """Steps of 100 ms, of which each is to be in a snapshot. `copy_s`: from all staged until other nodes have it."""
+
+    def __init__(self, slots: int, copy_s: float = 0.03, policy: Every | None = None) -> None:
+        super().__init__(2, policy or Every(steps=1), slots)
+        self.group.replicates = True
+        self.copy_s, self.done = copy_s, 0
+        self.taken: list[int] = []
+        self.most = 0  # appointments that stood at once
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            ended, began_s = self.steps[0], self.now_s
+            self.steps = [ended + 1] * 2
+            due = [word for word in self.words() if word.step == ended]
+            for word in due:
+                self.taken.append(ended)
+                self.stage(word.round, Tick(ended), word.slot)
+                self.group.assembled(word.slot, word.round, "")
+            self.decide_at(began_s, began_s)
+            if self.group.replicating is not None:
+                self.now_s = began_s + self.copy_s
+                self.group.replicated(self.group.replicating, "", self.now_s)
+            self.decide_at(self.now_s, began_s)
+            self.now_s = began_s + 0.1
+
+    def decide_at(self, now_s: float, since_s: float) -> None:
+        self.now_s = now_s
+        while new := self.group.decide(now_s, self.steps, (), [since_s] * 2):
+            self.said += new
+            self.most = max(self.most, len(self.words()))
+
+
+def test_each_step_is_appointed_though_the_one_before_is_not_complete_and_a_long_commit_is_under_way() -> None:
+    driver = EachStep(slots=SLOTS_CLOSE)
+    driver.train(50)
+    assert driver.group.committing is not None, "the first one is being committed all the time"
+    assert driver.taken[20:] == list(range(driver.taken[20], 50))
+    assert all(driver.levels("peer")[str(Tick(step))] for step in range(25, 48))
+    assert driver.most > 1
+    assert max(word.step for word in driver.words()) <= driver.steps[0] + LEAD_MIN, "no slot is kept for what is far"
+
+
+def test_with_slow_copies_those_steps_are_taken_that_slots_are_free_for() -> None:
+    driver = EachStep(slots=SLOTS_CLOSE, copy_s=0.095)
+    driver.train(60)
+    assert len(driver.taken) > 60 / 3
+    assert sorted(set(driver.taken)) == driver.taken
+
+
+def test_one_that_is_missed_takes_none_of_those_with_it_that_are_appointed_too() -> None:
+    driver = Driver(policy=Every(steps=1), slots=SLOTS_CLOSE)
+    driver.steps = [1, 1]
+    driver.decide()
+    first, second = driver.words()
+    assert (first.step, second.step) == (2, 3)
+    driver.steps = [3, 3]
+    driver.group.missed(1, first.round, "late")
+    driver.decide()
+    assert driver.words()[0] == second
+    assert driver.words()[1].step > second.step
+
+
+def test_no_second_one_is_appointed_where_steps_are_far_apart_or_go_by_the_clock() -> None:
+    for policy in (Every(steps=10), Every(seconds=0.05)):
+        driver = EachStep(SLOTS_CLOSE, policy=policy)
+        driver.train(50)
+        assert (len(driver.taken) > 3, driver.most) == (True, 1)
+
+
+@pytest.mark.parametrize("what_for", ["save", "leave", "layout"])
+def test_all_that_are_appointed_are_taken_back_for_what_comes_first(what_for: str) -> None:
+    driver = Driver(policy=Every(steps=1), slots=SLOTS_CLOSE)
+    driver.steps = [1, 1]
+    driver.decide()
+    before = {word.round for word in driver.words()}
+    assert len(before) == 2
+    if what_for == "save":
+        driver.save(Tick(0, 1))
+        free = [slot for slot in driver.group.slots if slot.state is State.FREE]
+        assert driver.answers("save")[0]["saved"] is False
+        assert free or not driver.words()
+        return
+    if what_for == "leave":
+        assert hold(driver).round not in before
+    else:
+        driver.group.layout(0)
+        driver.decide()
+        driver.group.planned(3, "e", (100, 100), SLOTS_CLOSE)
+        driver.make_ready()
+    assert not before & {word.round for word in driver.words()}
 
 
 @pytest.mark.parametrize("how", ["leave", "made", "committed"])

@@ -46,11 +46,11 @@ class Rank:
         self.division = ""  # what it was sent last
         self.division_layout = 0
         self.warm: dict[int, str] = {}
-        self.seen = 0  # the last round it answered
+        self.seen: set[int] = set()  # the rounds it answered
         self.waits_for: Callable[[], None] | None = None  # its request, to be sent again after a lost connection
         self.asks = ""  # which one
         self.blocked = False
-        self.filling = False
+        self.filling = 0  # copies under way
         self.heard_s = 0.0  # when its last message arrives
         self.connection = 0
         self.shows = True  # whether its step is on the control page of the present agent
@@ -64,7 +64,7 @@ class Sim:
     def __init__(self, seed: int) -> None:
         self.random = rng = random.Random(seed)
         self.world = rng.choice((1, 1, 2, 2, 3, 4, 8))
-        self.slots = rng.choice((1, 2, 3, 3, 4))
+        self.slots = rng.choice((1, 2, 3, 3, 4, 4))
         self.policy = (
             Every(steps=rng.choice((1, 2, 5))) if rng.random() < 0.6 else Every(seconds=rng.choice((1.0, 4.0)))
         )
@@ -89,7 +89,8 @@ class Sim:
         self.told_unsafe: Tick | None = None
         self.copied = 0
         self.copying: Group | None = None  # the agent that has copies under way
-        self.word: Word | None = None
+        self.words: list[dict[int, Word]] = [{}, {}]  # by slot: on the page here, and on another node's
+        self.told_s = 0.0  # when the last one came there
         self.completed: list[Tick] = []
         self.commits = 0
         self.unanswered: dict[Any, str] = {}
@@ -136,6 +137,10 @@ class Sim:
         late_s = self.random.uniform(0, 3) if self.fault() else self.random.uniform(0, 0.004)
         rank.heard_s = max(rank.heard_s, self.now_s + late_s)
         return rank.heard_s - self.now_s
+
+    def way_s(self, rank: int, most_s: float) -> float:
+        """From the agent to that rank. To one on another node it goes behind what its page is to say."""
+        return max(self.random.uniform(0, most_s), self.told_s - self.now_s if rank % 2 else 0.0)
 
     def tell(self, fact: Callable[..., None], *args: Any) -> None:
         fact(*args)
@@ -194,11 +199,18 @@ class Sim:
         self.not_safe(slot)
 
     def do_SetWord(self, action: do.SetWord) -> None:
-        self.word = action.word
+        self.set_word(0, action)
+        self.told_s = max(self.told_s, self.now_s + self.random.choice((0.0, 0.005, 0.05)))  # in order
+        self.in_agent(self.told_s - self.now_s, self.set_word, 1, action)
         if action.word:
             self.granted(action.word.slot, action.word.round, Tick(action.word.step, action.word.sub))
             assert Word.unpack(action.word.pack()) is not None
             self.polled += action.word.sub > 0
+
+    def set_word(self, page: int, action: do.SetWord) -> None:
+        self.words[page].pop(action.slot, None)
+        if action.word is not None:
+            self.words[page][action.slot] = action.word
 
     def do_Divide(self, action: do.Divide) -> None:
         self.in_agent(self.random.uniform(0, 0.5), self.divided, action.version, tuple(self.layouts))
@@ -233,7 +245,7 @@ class Sim:
         assert action.slot not in self.readers
         assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
         for rank in self.ranks:
-            self.in_agent(self.random.uniform(0.01, 0.02), self.warmed, rank, action.slot)
+            self.in_agent(0.01 + self.way_s(rank.number, 0.01), self.warmed, rank, action.slot)
 
     def warmed(self, rank: Rank, slot: int) -> None:
         if rank.alive and rank.division and rank.division_layout == rank.layout:
@@ -337,21 +349,23 @@ class Sim:
         what, rank, number = action.request[:3]
         if what == "held":
             self.verdicts.setdefault(number, set()).add(action.body["leave"])
-        self.after(self.random.uniform(0, 0.01), self.answer, action.request, self.ranks[rank], action.body)
+        self.after(self.way_s(rank, 0.01), self.answer, action.request, self.ranks[rank], action.body)
 
     def do_Refuse(self, action: do.Refuse) -> None:
         self.answered[action.request] = action.kind
         self.unanswered.pop(action.request, None)
-        self.after(0.0, self.answer, action.request, self.ranks[action.request[1]], None)
+        rank = action.request[1]
+        self.after(self.way_s(rank, 0.0), self.answer, action.request, self.ranks[rank], None)
 
     def do_Tell(self, action: do.Tell) -> None:
         assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
         if action.body["t"] == "awaited" and not self.fault(0.2):
             for rank in self.ranks:
-                self.after(self.delay_s(rank), self.awaited, rank, rank.connection, action.body["word"])
+                late_s = max(self.delay_s(rank), self.way_s(rank.number, 0.0))
+                self.after(late_s, self.awaited, rank, rank.connection, action.body["word"])
         if action.body["t"] == "end":
             for rank in self.ranks:
-                self.after(self.random.uniform(0, 0.01), self.told_to_end, rank, rank.connection, action.body)
+                self.after(self.way_s(rank.number, 0.01), self.told_to_end, rank, rank.connection, action.body)
         if action.body["t"] == "superseded":  # they leave where they are, if the agent does not let them go before
             for rank in self.ranks:
                 self.after(self.random.uniform(1, 10), self.kill, rank)
@@ -415,7 +429,7 @@ class Sim:
         word = Word.unpack(packed)
         assert word is not None
         past = word.place(rank.ended, rank.sub) is not Place.EARLY
-        if connection == rank.connection and rank.alive and past and rank.seen != word.round:
+        if connection == rank.connection and rank.alive and past and word.round not in rank.seen:
             self.send(rank, self.group.missed, rank.number, word.round, "late")
 
     def die(self, rank: Rank) -> None:
@@ -494,11 +508,16 @@ class Sim:
             rank.then()
 
     def serve(self, rank: Rank, ended: int) -> bool:
-        """Answers the appointment; whether it holds."""
-        word = self.word and Word.unpack(self.word.pack())
-        if not word or word.round == rank.seen or word.place(ended, rank.sub) is Place.EARLY:
+        """Answers the appointments; whether it holds."""
+        held = [self.keep(rank, ended, word) for word in list(self.words[rank.number % 2].values())]
+        return any(held)
+
+    def keep(self, rank: Rank, ended: int, told: Word) -> bool:
+        word = Word.unpack(told.pack())
+        assert word is not None
+        if word.round in rank.seen or word.place(ended, rank.sub) is Place.EARLY:
             return False
-        rank.seen = word.round
+        rank.seen.add(word.round)
         if word.place(ended, rank.sub) is Place.LATE:
             self.send(rank, self.group.missed, rank.number, word.round, "late")
         elif rank.layout != rank.division_layout or rank.warm.get(word.slot) != rank.division or self.fault(0.3):
@@ -524,11 +543,11 @@ class Sim:
     def fill(self, rank: Rank, number: int, slot: int, tick: Tick, division: str) -> None:
         self.content[slot, rank.number] = None
         assert slot not in self.readers, "a rank fills what is read"
-        rank.filling = True
+        rank.filling += 1
         self.after(self.random.uniform(0, self.step_s), self.filled, rank, number, slot, tick, division)
 
     def filled(self, rank: Rank, number: int, slot: int, tick: Tick, division: str) -> None:
-        rank.filling = False
+        rank.filling -= 1
         if not rank.alive:
             return
         self.content[slot, rank.number] = (number, str(tick))

@@ -896,12 +896,12 @@ def test_so_many_notices_are_remembered_and_no_more() -> None:
 
 def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
     page = ControlPage.create(2)
-    page.announce(Word(9, 1, Kind.HOLD, 40))
+    page.announce(1, Word(9, 1, Kind.HOLD, 40))
     page.enter(0, 41)
     page.enter(1, 40, 3)
     page.leave(9)
     assert page.leaves() == 9
-    assert page.word() == Word(9, 1, Kind.HOLD, 40)
+    assert page.appointed() == [Word(9, 1, Kind.HOLD, 40)]
     assert [(page.entered(rank), page.polled(rank)) for rank in range(2)] == [(41, 0), (40, 3)]
     page.close()
 

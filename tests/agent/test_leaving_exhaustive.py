@@ -77,7 +77,7 @@ class World:
     faults: int
     waits: int  # how often time may pass
     now_s: float = 0.0
-    word: Word | None = None
+    words: dict[int, Word] = field(default_factory=dict)  # by slot
     pages: list[int] = field(default_factory=lambda: [0])
     hashing: tuple[int, int] | None = None
     stands: bool = True
@@ -108,9 +108,9 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
     made.group.started(0, 0.0)
     decide(made)
     _tell(made)
-    assert made.word is not None
+    (word,) = made.words.values()
     for rank in made.ranks:
-        rank.step = made.word.step
+        rank.step = word.step
     made.ranks[0].step += ahead
     return made
 
@@ -188,9 +188,13 @@ def _step(w: World, number: int) -> None:
     rank = w.ranks[number]
     ended = rank.step
     rank.step, rank.shows = ended + 1, rank.connected
-    word = w.word if rank.connected else None
-    if word is None or word.round == rank.seen or word.place(ended, 0) is Place.EARLY:
-        return
+    for word in list(w.words.values()) if rank.connected else ():
+        if word.round != rank.seen and word.place(ended, 0) is not Place.EARLY:
+            _keep(w, number, ended, word)
+
+
+def _keep(w: World, number: int, ended: int, word: Word) -> None:
+    rank = w.ranks[number]
     rank.seen = word.round
     if word.place(ended, 0) is Place.LATE:
         rank.to_agent.append(("missed", word.round))
@@ -340,7 +344,7 @@ def _kill(w: World) -> None:
     w.pages.append(0)
     w.group = _agent(len(w.ranks), 100 * len(w.pages), w.nodes)
     w.group.resumed(w.now_s)
-    w.word, w.hashing, w.told = None, None, False
+    w.words, w.hashing, w.told = {}, None, False
     for number in range(len(w.ranks)):
         if number == 0 or not w.nodes:
             w.at[number] = len(w.pages) - 1
@@ -389,8 +393,9 @@ def decide(w: World) -> None:
 def _carry_out(w: World, action: do.Action) -> None:
     group, ranks = w.group, w.ranks
     match action:
-        case do.SetWord(word):
-            w.word = word
+        case do.SetWord(slot, word):
+            w.words.pop(slot, None)
+            w.words |= {slot: word} if word is not None else {}
         case do.SetVerdict(number):
             _judged(w, number)
         case do.Divide(version):

@@ -159,7 +159,7 @@ class Noticed(Sim):
         if self.closed or self.gone() or not self.faults or self.group.superseded_by:
             return
         self.restarts += 1
-        self.completed, self.readers, self.commits, self.word = [], {}, 0, None
+        self.completed, self.readers, self.commits, self.words = [], {}, 0, [{}, {}]
         self.sizes = {slot.number: slot.bytes for slot in self.group.slots if slot.bytes}
         verdict, self.verdict = self.verdict, 0
         self.group = Group(self.world, self.policy, first_round=self.random.randrange(1, 1 << 20))
@@ -170,11 +170,11 @@ class Noticed(Sim):
         for rank in self.ranks:
             rank.connection += 1
             holds = rank.blocked and rank.waits_for is not None and rank.asks == "held"  # the answer may be on its way
-            if verdict and rank.seen == verdict and holds and rank.alive:  # it reads on the page what it was to be told
+            if verdict and verdict in rank.seen and holds and rank.alive:  # it reads on the page what it was to be told
                 self.verdicts.setdefault(verdict, set()).add(True)
                 self.told.add(rank.number)
                 rank.waits_for = functools.partial(self.leave, rank)
-            rank.shows, rank.division, rank.seen = False, "", 0
+            rank.shows, rank.division, rank.seen = False, "", set()
             rank.warm.clear()
             for key in [k for k in self.unanswered if k[1] == rank.number]:
                 del self.unanswered[key]

@@ -153,7 +153,7 @@ class Share:
         self.name, self.ranks = f"n{rank}", frozenset([rank])
         self.given: list[Mapping[int, int]] = []
 
-    def measure(self, sizes: Mapping[int, int], limit: int | None, then: Callable[..., None]) -> None:
+    def measure(self, sizes: Mapping[int, int], slots: int, limit: int | None, then: Callable[..., None]) -> None:
         self.given.append(sizes)
         then(memory.MemoryPlan(3, 1, 0, 0, 100, ""), "")
 
@@ -171,7 +171,7 @@ def test_what_is_said_of_each_rank_is_gone_through_once_and_not_once_for_each_no
 
     sizes = Counted({rank: 100 + rank for rank in range(COUNT)})
     heard: list[Any] = []
-    nodes.measure(sizes, None, lambda *found: heard.append(found))
+    nodes.measure(sizes, 3, None, lambda *found: heard.append(found))
     nodes.make(0, sizes, lambda *found: heard.append(found))
     assert nodes.by_name(sizes) == {f"n{rank}": 100 + rank for rank in range(COUNT)}
     assert [error for _, error in heard] == ["", ""]
@@ -184,11 +184,12 @@ def test_what_each_node_has_room_for_is_known_as_it_was_while_one_of_them_does_n
     own, other = Share(0), Share(1)
     nodes = Nodes(cast(Ranks, SimpleNamespace(world=2, measure=own.measure)), cast(Any, [other]), "n0")
     heard: list[Any] = []
-    nodes.measure({0: 1, 1: 1}, None, lambda *found: heard.append(found))
+    nodes.measure({0: 1, 1: 1}, 3, None, lambda *found: heard.append(found))
     before = nodes.plans_by_name()
     assert set(before) == {"n0", "n1"}
-    other.measure = lambda sizes, limit, then: then(None, "the agent of that node is gone")  # type: ignore[method-assign]
-    nodes.measure({0: 2, 1: 2}, None, lambda *found: heard.append(found))
+    gone = "the agent of that node is gone"
+    other.measure = lambda *_: _[-1](None, gone)  # type: ignore[method-assign]
+    nodes.measure({0: 2, 1: 2}, 3, None, lambda *found: heard.append(found))
     assert heard[1] == (None, "the agent of that node is gone")
     assert nodes.plans_by_name() == before
 

@@ -29,7 +29,7 @@ def test_a_rank_that_others_wait_for_says_at_once_that_it_is_past_their_boundary
         assert missed(Word(7, 0, Kind.HOLD, 1)) == 1
         word, page = Word(7, 0, Kind.HOLD, 2), link.words
         link.words = memoryview(bytearray(word.pack().to_bytes(8, "little"))).cast("Q")
-        assert link.look(2, 0) == word.pack()
+        assert link.look(2, 0) == [word.pack()]
         assert missed(word) == 0, "it has seen it there, and answers itself"
         assert missed(Word(8, 0, Kind.HOLD, 2)) == 1
         link.words = page

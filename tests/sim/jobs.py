@@ -127,7 +127,7 @@ class SimRank(FakeRank):
     def on_message(self, message: wire.Message) -> None:
         if message.kind == "awaited":
             word = Word.unpack(int(message.fields["word"]))
-            if word is not None and word.round != self.answered and self.step > word.step:
+            if word is not None and word.round not in self.answered and self.step > word.step:
                 self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
         super().on_message(message)
 
@@ -137,10 +137,13 @@ class SimRank(FakeRank):
         """Whether to leave."""
         page = self.page
         assert page is not None
-        word = page.word() if self.is_back else None
-        if word is None or word.round == self.answered or word.step > self.step:
-            return False
-        self.answered = word.round
+        words = page.appointed() if self.is_back else []
+        new = [word for word in words if word.round not in self.answered and word.step <= self.step]
+        self.answered = {word.round for word in words if word.step <= self.step}
+        held = [self.keep(word) for word in new]
+        return any(held)
+
+    def keep(self, word: Word) -> bool:
         if word.step < self.step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
             return False

@@ -78,7 +78,7 @@ def test_a_node_that_says_nonsense_of_its_memory_has_none() -> None:
 
     def ask(then: Callable[..., None]) -> Net:
         remote, net = share()
-        remote.measure({1: 1 << 20}, None, then)
+        remote.measure({1: 1 << 20}, 3, None, then)
         return net
 
     def check(result: memory.MemoryPlan | None, error: str) -> None:
