@@ -25,12 +25,13 @@ class Tasks:
     Thread-safe. After `close` both raise.
     """
 
-    def __init__(self, name: str, pool_size: int = 0) -> None:
+    def __init__(self, name: str, pool_size: int = 0, begin: Callable[[], None] | None = None) -> None:
+        """`begin`: what each thread of the pool does first."""
         self.name = name
         self.stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}") if pool_size else None
+        self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}", begin) if pool_size else None
 
     def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
         with self._lock:

@@ -11,10 +11,14 @@ GIL rarely), small ones in groups by one foreach call, tiny ones by one concaten
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -27,13 +31,14 @@ from ckpt.trainer.pieces import Piece, flat_bytes, split
 
 Unit = Callable[[], None]
 
-UNIT_BYTES = 16 << 20  # what one thread does before it looks for more: small enough to balance the threads
+UNIT_BYTES = 4 << 20  # what one thread does before it looks for more: soon over, also for one that has to give way
 SMALL_BYTES = 512 << 10  # smaller pieces are copied in groups, as elements of 16 bytes where they are aligned
 NARROW_BYTES = 16 << 10  # ... else as single bytes, up to here: torch would use its own threads for many more elements
 WIDE = torch.complex128
 GROUP_PIECES = 4096
 TINY_BYTES = 4 << 10  # what is smaller still and lies end to end in the target is concatenated into it
 RUN_BYTES = 32 << 10  # ... so much at once: torch concatenates fewer elements in one plain loop, at half the cost
+ALONE_S = 0.03  # that threads which give way to all others copy, before such as do not help
 THREADS_MAX = 8  # a few threads fill the memory's bandwidth
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -95,9 +100,11 @@ class CpuCopier:
     """For tensors in host memory; those of other devices are copied too, slowly, while the caller waits.
 
     `threads`: how many copy at once while the caller waits, itself among them (default: as many as torch uses, at
-    most THREADS_MAX). A late copy takes as many: where training uses all cores, its threads wait for the slowest of
-    them, so a copy that is soon over on all cores takes less from it than a long one on one core. A fence that comes
-    before the end helps, so that a late copy never makes the caller wait much longer than an eager one.
+    most THREADS_MAX). A late copy takes as many, first in what time nobody else wants of the processors: training, and
+    the threads of its collectives, which have to be woken at once, do not wait for it. What is left after ALONE_S is
+    copied by as many threads like any others: where training uses all cores its threads wait for the slowest of them,
+    and lose less to a copy that is soon over. A fence that comes before the end helps, so that a late copy never makes
+    the caller wait much longer than an eager one.
     """
 
     blocking = True
@@ -105,6 +112,7 @@ class CpuCopier:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(torch.get_num_threads(), THREADS_MAX)
         self._tasks = Tasks("copier", pool_size=self.threads)
+        self._idle_tasks = Tasks("copier-late", pool_size=self.threads, begin=_yield_to_all)
 
     def pin(self, data: memoryview) -> None:
         pass
@@ -129,10 +137,11 @@ class CpuCopier:
         CpuJob(self, units).eager()
         return lambda: sorted(different)
 
-    def submit(self, work: Unit) -> Future[None]:
-        return self._tasks.submit(work)
+    def submit(self, work: Unit, late: bool = False) -> Future[None]:
+        return (self._idle_tasks if late else self._tasks).submit(work)
 
     def close(self) -> None:
+        self._idle_tasks.close()
         self._tasks.close()
 
 
@@ -169,19 +178,23 @@ class CpuTicket:
         self._copier = copier
         self._lanes = [deque(lane) for lane in lanes]
         self._running: list[Future[None]] = []
+        self._soon = threading.Event()  # nobody waits any longer before he helps
 
     def start(self) -> None:
-        for n, lane in enumerate(self._lanes):
-            if lane:
-                self._help(n)
+        busy = [n for n, lane in enumerate(self._lanes) if lane]
+        for n in busy:
+            self._running.append(self._copier.submit(partial(self._drain, n), late=True))
+        for n in busy:
+            self._running.append(self._copier.submit(partial(self._join_in, n)))
 
     def fence(self) -> None:
         """The caller's thread helps with what is left, and waits for all."""
         busy = [n for n, lane in enumerate(self._lanes) if lane]
+        self._soon.set()
         try:
             if not self._running:
                 for n in busy[:-1]:
-                    self._help(n)
+                    self._running.append(self._copier.submit(partial(self._drain, n)))
             try:
                 if busy:
                     self._drain(busy[-1])
@@ -199,6 +212,7 @@ class CpuTicket:
         """Copies no more than what was begun, and waits for that: a unit for each thread."""
         for lane in self._lanes:
             lane.clear()
+        self._soon.set()
         wait(self._running)
 
     def wait(self) -> None:
@@ -208,8 +222,9 @@ class CpuTicket:
     def stall_s(self) -> float:
         return 0.0
 
-    def _help(self, lane: int) -> None:
-        self._running.append(self._copier.submit(lambda: self._drain(lane)))
+    def _join_in(self, lane: int) -> None:
+        self._soon.wait(ALONE_S)
+        self._drain(lane)
 
     def _drain(self, own: int) -> None:
         for lane, take in [(self._lanes[own], deque.popleft), *((other, deque.pop) for other in self._lanes)]:
@@ -219,6 +234,14 @@ class CpuTicket:
                 except IndexError:
                     break
                 unit()
+        self._soon.set()  # nothing is left to be begun
+
+
+def _yield_to_all() -> None:
+    """This thread runs where nothing else would. Whoever is woken takes its place at once, which is so of no niceness.
+    Where that is forbidden it runs like any other."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:

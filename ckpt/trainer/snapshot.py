@@ -3,9 +3,9 @@
 Guarantees:
 - The bytes of a snapshot that is done and not abandoned are those that the tensors held when `take` was called.
 - A tensor is copied after `take` returned only if that is proven (ckpt/trainer/lazy.py), and then the next optimizer
-  step waits for it. Whether it really stayed unchanged is looked at when the wait ends: at the optimizer step, at
-  `fence` or `poll`, or at the end of the step; in the tensors as they are then, and in the arena. Only then is such a
-  snapshot done; a change abandons it. What that look can miss is said in docs/guides/loops.md.
+  step waits for it. Whether it really stayed unchanged is looked at once the copy is over: in the tensors as they are
+  then, and in the arena; on a device, when the wait ends. Only then is such a snapshot done; a change abandons it. What
+  that look can miss is said in docs/guides/loops.md.
 - Failing to copy fails no training: the snapshot is abandoned, with an event.
 - A snapshot is done at last, however the wait for it ends: one that Ctrl-C ends is abandoned, once nothing writes into
   the arena any more.
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -63,7 +63,8 @@ class Snapshot:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns once it is done. On the training thread this ends a copy that still runs; on any other it waits for
-        the training thread to do so, at the latest at the end of the step. Errors: TimeoutError."""
+        the copy, and on a device for the training thread to end it, at the latest at the end of the step.
+        Errors: TimeoutError."""
         self._settle(self)
         self.done.result(timeout_s)
 
@@ -236,8 +237,25 @@ class Snapshotter:
         snapshot.stall_s += time.perf_counter() - started_s
         if pending.late is None:
             self._when_there(pending, lambda: self._finish(pending))
+        elif self._copier.blocking:
+            self._tasks.submit(lambda: self._end_by_itself(pending))
 
     # -- the end of a late copy, and the proof
+
+    def _end_by_itself(self, pending: _Pending) -> None:
+        """The snapshot is done as soon as it is copied, and not when the next optimizer steps: until then other nodes
+        could have it. What is wrong with it is left to the training thread, which sees it when the wait ends."""
+        assert pending.late is not None
+        with suppress(Exception):
+            pending.late.wait()
+            with self._settling, _plain():
+                if self._pending is pending and not self._damage(pending):
+                    self._finish(pending)
+
+    def _damage(self, pending: _Pending) -> set[Key]:
+        """What has changed in the tensors or is torn in the arena, now that all is copied."""
+        answers = self._ask(pending)
+        return set().union(*(answer() for answer in answers), self._torn(pending))
 
     def _is_waiting(self) -> bool:
         return self._pending is not None or self._reading is not None
@@ -298,30 +316,44 @@ class Snapshotter:
             except CkptError as exc:  # freed meanwhile; by now it may be back where it was, so that nobody knows what
                 self._trust.turn_off(f"a late copy failed: {exc}. Say ck.fence() before a tensor's storage is freed")
                 raise
-        asked: list[Callable[[], set[Key]]] = [watch.look()]
-        proving = cause in (Cause.HOOK, Cause.FENCE)
-        if proving and plan.unproven_pieces:
+        if pending.snapshot.done.done() and not plan.unproven_pieces and pending.late is not None:
+            return  # it was looked at when its copy was over
+        asked = self._ask(pending)
+        if cause in (Cause.HOOK, Cause.FENCE) and plan.unproven_pieces:
             asked.append(_keys(plan, plan.unproven_pieces, self._copier.same(plan.unproven_pieces)))
-        in_arena: list[Callable[[], set[Key]]] = []
-        if pending.spot is not None:
-            live, staged = ([piece] for piece in pending.spot)
-            asked.append(_keys(plan, live, self._copier.same(live)))
-            in_arena.append(_keys(plan, staged, self._copier.same(staged)))
         pending.snapshot.stall_s += time.perf_counter() - started_s
 
         def judge() -> None:
             began_s = time.perf_counter()
             changed = set().union(*(answer() for answer in asked))
             torn: set[Key] = set()
-            if pending.late is not None:
+            if pending.late is not None and not pending.snapshot.done.done():
                 pending.eager.wait()
                 pending.late.wait()
-                torn = watch.torn().union(*(answer() for answer in in_arena))
+                torn = self._torn(pending)
             if self._copier.blocking:  # else training does not stand still for this
                 pending.snapshot.stall_s += time.perf_counter() - began_s
             self._judge(pending, cause, changed, torn)
 
         self._when_there(pending, judge)
+
+    def _ask(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
+        """What is other now than it was at the boundary, of all that is watched."""
+        assert pending.plan.watch is not None
+        asked = [pending.plan.watch.look()]
+        if pending.spot is not None:
+            live = [pending.spot[0]]
+            asked.append(_keys(pending.plan, live, self._copier.same(live)))
+        return asked
+
+    def _torn(self, pending: _Pending) -> set[Key]:
+        """What is other in the arena; before anybody else may write there."""
+        assert pending.plan.watch is not None
+        torn = pending.plan.watch.torn()
+        if pending.spot is not None:
+            staged = [pending.spot[1]]
+            torn |= _keys(pending.plan, staged, self._copier.same(staged))()
+        return torn
 
     def _judge(self, pending: _Pending, cause: Cause, changed: set[Key], torn: set[Key]) -> None:
         """`changed`: now other than at the boundary. `torn`: other in the arena, whatever the tensor holds now."""
@@ -333,7 +365,7 @@ class Snapshotter:
             self._trust.distrust(changed | torn)
         if cause in (Cause.HOOK, Cause.FENCE):
             self._trust.prove(plan.unproven_keys - changed)
-        if pending.late is None:
+        if pending.late is None or pending.snapshot.done.done():
             return
         if lost := sorted({key[0] for key in (changed | torn) & plan.late_keys}):
             self._abandon(pending.snapshot, f"{some(lost)} changed while the copy was under way")

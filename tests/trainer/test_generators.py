@@ -173,3 +173,23 @@ def test_a_generator_of_the_process_that_was_saved_and_is_not_here_is_named() ->
         shared = checkpoint.blobs(VALUES)[""]
         dropped.append(plan_targets(walker, checkpoint.manifest, shared, own, [], True, 1).dropped)
     assert dropped == [("cuda:99",), ()]
+
+
+def test_a_python_generator_is_encoded_as_an_array_and_one_with_a_state_of_its_own_as_that() -> None:
+    class Counting(random.Random):
+        def getstate(self) -> tuple[object, ...]:
+            return ("counted", 7)
+
+        def setstate(self, state: object) -> None:
+            self.told = state
+
+    plain, own = random.Random(5), Counting()
+    stream = generators.of(plain)
+    state = stream.read()["state"]
+    assert len(values.encode(state)) < 2600
+    expected = [plain.random() for _ in range(3)]
+    stream.write(values.decode(values.encode(state), "here"))
+    assert [plain.random() for _ in range(3)] == expected
+    assert generators.of(own).read()["state"] == ("counted", 7)
+    generators.of(own).write(("counted", 8))
+    assert own.told == ("counted", 8)

@@ -511,7 +511,7 @@ def late_and_held(it: Rig, loop: Loop, copier: CpuCopier) -> tuple[Snapshot, thr
     loop.update()
     it.snapshotter.boundary()
     it.walk_again()
-    copier.submit(held.wait)
+    copier.submit(held.wait, late=True)
     return it.take(), held
 
 
@@ -526,7 +526,7 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
         storage.resize_(0)
         held.set()
         if is_back:
-            copier.submit(lambda: None).result()  # the one thread has tried by then
+            copier.submit(lambda: None, late=True).result()  # the one thread has tried by then
             storage.resize_(nbytes)  # often at the old address
         it.snapshotter.fence()
         storage.resize_(nbytes)
@@ -540,22 +540,57 @@ def test_what_is_freed_under_a_late_copy_ends_late_copies_also_where_it_came_bac
         assert snapshot.abandoned is None
 
 
-def test_what_is_freed_behind_a_late_copy_is_not_looked_at_and_copied_at_the_boundary_from_then_on() -> None:
+def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
     loop, copier = Loop(2), CpuCopier(1)
     storage = loop.params["layer0"].untyped_storage()
     nbytes = storage.nbytes()
     with rig(loop.state, copier=copier) as it:
         proven(it, loop)
-        for is_lazy_then in (True, False):
-            snapshot, held = late_and_held(it, loop, copier)
-            held.set()
-            copier.submit(lambda: None).result()  # the one thread has copied all before that
-            storage.resize_(0)
-            it.snapshotter.fence()
-            storage.resize_(nbytes)
-            assert snapshot.lazy
-            assert (snapshot.abandoned is not None) == is_lazy_then
-        assert it.names() == ["lazy.changed", "snapshot.abandoned"]
+        snapshot, held = late_and_held(it, loop, copier)
+        held.set()
+        snapshot.done.result(60)
+        storage.resize_(0)
+        it.snapshotter.fence()
+        storage.resize_(nbytes)
+        assert snapshot.lazy
+        assert snapshot.abandoned is None
+        assert not it.names()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tensors_then(edit: str) -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        assert not snapshot.done.done()
+        held.set()
+        snapshot.done.result(60)  # though nobody ends the wait
+        with torch.no_grad():
+            EDITS[edit](loop.params["layer0"])
+        it.snapshotter.fence()
+        assert snapshot.lazy
+        assert snapshot.abandoned is None
+        stamps = it.stamps(snapshot.slot)
+        assert stamps["layer0"] == stamps["layer0.moment"] == {float(loop.step)}
+        assert not it.names()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str) -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        it.take()  # of the two tensors that one is looked at in full next
+        snapshot, held = late_and_held(it, loop, copier)
+        with torch.no_grad():
+            EDITS[edit](loop.params["layer0"])
+        held.set()
+        copier.submit(lambda: None, late=True).result()  # all is copied by then
+        it.snapshotter._tasks.submit(lambda: None).result()  # and looked at
+        assert not snapshot.done.done()
+        it.snapshotter.fence()
+        assert snapshot.abandoned == "layer0 changed while the copy was under way"
 
 
 def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:

@@ -317,10 +317,10 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
     begun, never = threading.Event(), threading.Event()
 
     class Interrupted(CpuCopier):
-        def submit(self, work: Callable[[], None]) -> Future[None]:
+        def submit(self, work: Callable[[], None], late: bool = False) -> Future[None]:
             if begun.is_set():
                 raise KeyboardInterrupt
-            future = super().submit(work)
+            future = super().submit(work, late)
             assert begun.wait(60)
             return future
 
