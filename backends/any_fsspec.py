@@ -108,7 +108,13 @@ class FsspecBackend:
             filesystem.dircache.use_listings_cache = False
         self._fs = filesystem
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         path = self._path(key)
         data = b"".join(chunks)
         with self._translated(f"put {key}"):

@@ -25,6 +25,8 @@ import os
 import re
 import secrets
 import ssl
+import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +39,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from ckpt.backends.signed_http import SignedHttp
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import from_reply, lost
+from ckpt.storage.failure import broken_off, from_reply, lost
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
 
 SINGLE_BYTES_MAX = 128 << 20
@@ -49,6 +51,8 @@ SMALL_TIMEOUT_S = 30.0
 BULK_TIMEOUT_S = 600  # SINGLE_BYTES_MAX within it: 0.2 MB/s
 LIST_CHUNK = 1000
 CERTIFICATES_BYTES_MAX = 8 << 20
+CANCEL_S = 0.1  # between looks at whether a large put is to be broken off
+RELEASE_S = 5.0  # how long it is waited for that nothing of it is read any more
 
 _STORES = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 # The variables that name the endpoint, the strongest first.
@@ -174,19 +178,27 @@ class CloudBackend:
         self._by_hand = SignedHttp(self._sign, self._failed, timeout_s, options.get("root_certificate"))
         self._is_ranged = True  # until the store answers a ranged get with 200
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         check_key(key)
         views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
         size = sum(len(view) for view in views)
         with self._translated(f"put {key}"):
             if mode is PutMode.IF_ABSENT:
                 obstore.put(self._up, key, views or b"", mode="create", use_multipart=False)
+            elif size <= SMALL_BYTES_MAX:
+                obstore.put(self._small, key, views or b"", use_multipart=False)
             elif size <= self.single_bytes_max:
-                store = self._small if size <= SMALL_BYTES_MAX else self._up
-                obstore.put(store, key, views or b"", use_multipart=False)
+                self._put_large(self._up, key, views, cancel, use_multipart=False)
             else:
                 part = max(self.part_bytes, -(-size // PARTS_MAX))
-                obstore.put(self._parts, key, views, use_multipart=True, chunk_size=part, max_concurrency=PARTS_AT_ONCE)
+                how = {"use_multipart": True, "chunk_size": part, "max_concurrency": PARTS_AT_ONCE}
+                self._put_large(self._parts, key, views, cancel, **how)
 
     def get(self, key: str, size_max: int) -> bytes:
         check_key(key)
@@ -273,6 +285,28 @@ class CloudBackend:
 
     def close(self) -> None:
         self._by_hand.close()
+
+    def _put_large(
+        self, store: Any, key: str, views: Sequence[memoryview], cancel: threading.Event | None, **how: Any
+    ) -> None:
+        if cancel is None:
+            obstore.put(store, key, views, **how)
+            return
+        import asyncio
+
+        async def put() -> bool:
+            task = asyncio.ensure_future(obstore.put_async(store, key, views, **how))
+            while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
+                if cancel.is_set():
+                    task.cancel()  # by which the connection is closed
+                    await asyncio.wait({task})
+                    return False
+            await task
+            return True
+
+        if not asyncio.run(put()):
+            _await_release(views)
+            raise broken_off(self.url, key)
 
     def _store(self, client_options: dict[str, Any], retries: int) -> Any:
         with self._translated("open", asks=False):
@@ -389,6 +423,19 @@ class CloudBackend:
                 f"{self.url}: there is no bucket {self._bucket}; create it, or check the URL and the endpoint"
             )
         return from_reply(self.url, what, status, text)
+
+
+def _await_release(views: Sequence[memoryview]) -> None:
+    """Other threads let go of them soon."""
+    ends_s = time.monotonic() + RELEASE_S
+    for view in views:
+        while time.monotonic() < ends_s:
+            try:
+                view.release()
+            except BufferError:
+                time.sleep(0.01)
+            else:
+                break
 
 
 class _NoPath(StorageError):

@@ -31,6 +31,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
+from ckpt.storage.failure import broken_off
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
@@ -56,13 +57,24 @@ class LocalBackend:
         self._durable: set[str] = set()  # folders whose own name is known to be on the disk
         self._lock = threading.Lock()  # guards making folders and _durable
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         path = self._path(key)
+
+        def check() -> None:
+            if cancel is not None and cancel.is_set():
+                raise broken_off(self.url, key)
+
         with self._translated("write", path):
             temporary, fd = self._temporary(os.path.dirname(path))
             try:
                 try:
-                    _write(fd, chunks)
+                    _write(fd, chunks, check)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -266,15 +278,16 @@ class LocalBackend:
         return StorageError(f"{failed}; the disk or its file system has a fault: see the kernel's log")
 
 
-def _write(fd: int, chunks: Sequence[Buffer]) -> None:
-    """All chunks behind each other; large objects past the page cache, where the file system can.
+def _write(fd: int, chunks: Sequence[Buffer], check: Callable[[], None]) -> None:
+    """All chunks behind each other; large objects past the page cache, where the file system can. `check`: called now
+    and then, and may raise.
 
     O_DIRECT takes a third of the CPU time and, beside a busy training loop, half of the time; and what the job has
     cached of its training data stays cached."""
     views = [view for chunk in chunks if (view := memoryview(chunk).cast("B"))]
     if sum(len(view) for view in views) >= DIRECT_BYTES_MIN and _set_direct(fd, True):
         try:
-            _write_direct(fd, views)
+            _write_direct(fd, views, check)
             return
         except OSError as exc:
             if exc.errno != errno.EINVAL:
@@ -282,13 +295,14 @@ def _write(fd: int, chunks: Sequence[Buffer]) -> None:
         _set_direct(fd, False)  # it wants another alignment, or does not mean it: once more from the start
         os.lseek(fd, 0, os.SEEK_SET)
         os.ftruncate(fd, 0)
-    _write_cached(fd, views)
+    _write_cached(fd, views, check)
 
 
-def _write_cached(fd: int, views: list[memoryview]) -> None:
+def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -> None:
     """Joins nothing. The kernel may write less than it is given. `views` is used up."""
     first = 0
     while first < len(views):
+        check()
         done = os.writev(fd, views[first : first + WRITEV_CHUNKS_MAX])
         while first < len(views) and done >= len(views[first]):
             done -= len(views[first])
@@ -297,7 +311,7 @@ def _write_cached(fd: int, views: list[memoryview]) -> None:
             views[first] = views[first][done:]
 
 
-def _write_direct(fd: int, views: Sequence[memoryview]) -> None:
+def _write_direct(fd: int, views: Sequence[memoryview], check: Callable[[], None]) -> None:
     """By way of one aligned buffer, since frames lie anywhere. The last block is filled up, then cut off."""
     with mmap.mmap(-1, DIRECT_BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -311,6 +325,7 @@ def _write_direct(fd: int, views: Sequence[memoryview]) -> None:
                     taken += count
                     filled += count
                     if filled == len(buffer):
+                        check()
                         written += _write_all(fd, buffer, filled)
                         filled = 0
             _write_all(fd, buffer, -(-filled // BLOCK_BYTES) * BLOCK_BYTES)

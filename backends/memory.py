@@ -45,7 +45,13 @@ class MemoryBackend:
         self.url = url
         self._store = store
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         check_key(key)
         data = b"".join(chunks)
         with self._store.lock:

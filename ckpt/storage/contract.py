@@ -9,6 +9,7 @@ It does not retry: `ckpt.storage.retry` is the one place that does.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,10 +39,17 @@ class ObjectInfo:
 class Backend(Protocol):
     url: str
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         """Writes the concatenation of `chunks` as one object: after the return it is durable and visible whole;
         before, or after any failure, nothing half-written is ever visible. No copy of a single large chunk is made
-        where the library allows it. Large objects go in parallel parts; a failed upload is aborted."""
+        where the library allows it. Large objects go in parallel parts; a failed upload is aborted. `cancel`: set it to
+        have a large one broken off soon, where that can be done: StorageError, and the chunks are not read any more."""
         ...
 
     def get(self, key: str, size_max: int) -> bytes:

@@ -42,3 +42,8 @@ def _told(text: str) -> str:
     found = [each[1].strip() for each in re.finditer(r"<(?:Code|Message)>([^<]{1,300})</", text)]
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f" ({': '.join(each for each in found if each) or line[:300]})" if text.strip() else ""
+
+
+def broken_off(url: str, key: str) -> StorageError:
+    """A put that was given up by whoever asked for it."""
+    return StorageError(f"{url}: put {key}: it was broken off")

@@ -22,6 +22,7 @@ from typing import TypeVar
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
+from ckpt.storage.failure import broken_off
 from ckpt.storage.names import is_key
 
 T = TypeVar("T")
@@ -57,15 +58,23 @@ class Retrying:
         self._pause = pause or self._closed.wait
         self._random = random.Random(seed)
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         uncertain = False
 
         def attempt() -> None:
             nonlocal uncertain
             try:
-                self.inner.put(key, chunks, mode)
+                self.inner.put(key, chunks, mode, cancel)
             except TransientError:
                 uncertain = True
+                if cancel is not None and cancel.is_set():
+                    raise broken_off(self.url, key) from None
                 raise
             except AlreadyExists:
                 if not (uncertain and self._holds(key, chunks)):

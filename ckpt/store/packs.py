@@ -116,7 +116,7 @@ class Packs:
             size = sum(memoryview(chunk).nbytes for chunk in chunks)
             self._pace.take(size, self._check)
             self._check()
-            self._backend.put(key, chunks)
+            self._backend.put(key, chunks, cancel=self._cancel)
         except BaseException:
             self._failed.set()  # whatever has not begun to put does not
             raise

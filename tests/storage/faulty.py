@@ -102,14 +102,20 @@ class FaultyBackend:
         """The log as "put commits/x" lines."""
         return [f"{each.name} {each.key}" for each in self.log]
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         size = sum(memoryview(chunk).nbytes for chunk in chunks)
         with self._operation("put", key, size) as it:
             if it.fault is Fault.LATE:
                 with self._lock:
                     self._late.append((key, b"".join(chunks), mode))
                 raise it.error(f"planned: put {key} has not landed yet")
-            self.inner.put(key, chunks, mode)
+            self.inner.put(key, chunks, mode, cancel)
 
     def get(self, key: str, size_max: int) -> bytes:
         with self._operation("get", key) as it:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -261,6 +264,27 @@ def test_an_upload_whose_part_fails_is_aborted_and_shows_nothing(server: TinyS3,
     assert server.objects == {}
     assert server.uploads == {}
     assert "DELETE run/k uploadId" in server.requests  # a part that was under way may still arrive after it
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_put_that_is_broken_off_ends_soon_and_its_memory_is_free(
+    server: TinyS3, cloud: CloudBackend, single: bool
+) -> None:
+    if not single:
+        cloud.single_bytes_max, cloud.part_bytes = 1 << 20, 5 << 20
+    server.plan = [("PUT", SILENT)] * 4
+    memory, cancel = mmap.mmap(-1, 12 << 20), threading.Event()
+    with memoryview(memory) as view, ThreadPoolExecutor(1) as pool:
+        put = pool.submit(cloud.put, "k", [view[: 5 << 20], view[5 << 20 :]], cancel=cancel)
+        while not any(each.startswith("PUT") for each in server.requests):
+            assert not put.done()
+            time.sleep(0.01)
+        cancel.set()
+        with pytest.raises(StorageError, match="broken off"):
+            put.result(10)
+    del put
+    memory.close()  # nobody has a view of it
+    assert server.objects == {}
 
 
 def test_one_lost_part_is_sent_again_by_itself(server: TinyS3, cloud: CloudBackend) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import pytest
@@ -229,6 +231,18 @@ def test_a_put_that_fails_leaves_nothing(store: Backend) -> None:
     with pytest.raises(TypeError):
         store.put("data/x", [b"half", "not bytes"])  # type: ignore[list-item]
     assert keys(store) == []
+    assert store.abort_uploads(older_than_s=-60) == 0
+
+
+def test_a_put_that_is_broken_off_leaves_nothing_or_all_of_it(store: Backend, seed: int) -> None:
+    data, cancel = random.Random(seed).randbytes(9 << 20), threading.Event()
+    store.put("data/a", [data], cancel=cancel)
+    assert store.get("data/a", len(data)) == data, "as long as it is not"
+    cancel.set()
+    with suppress(StorageError):
+        store.put("data/b", [data], cancel=cancel)
+    assert set(keys(store)) <= {"data/a", "data/b"}
+    assert all(store.get(key, len(data)) == data for key in keys(store))
     assert store.abort_uploads(older_than_s=-60) == 0
 
 

@@ -59,7 +59,13 @@ class Sim:
                 each()
         self.late.clear()
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         data = b"".join(bytes(chunk) for chunk in chunks)
         mode = mode if self.honest else PutMode.OVERWRITE
 

@@ -152,10 +152,16 @@ def test_what_may_not_be_looked_at_is_not_referred_to_and_what_cannot_be_now_fai
 
 def test_raw_frames_that_lie_together_in_memory_are_put_as_one_slice_of_it() -> None:
     class Keeping(Sim):
-        def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+        def put(
+            self,
+            key: str,
+            chunks: Sequence[Buffer],
+            mode: PutMode = PutMode.OVERWRITE,
+            cancel: threading.Event | None = None,
+        ) -> None:
             if key.startswith("data/"):
                 self.chunks = [*getattr(self, "chunks", []), *chunks]
-            super().put(key, chunks, mode)
+            super().put(key, chunks, mode, cancel)
 
     store, snap = Keeping(), snapshot({"w": floats(64, 64), "v": floats(250), "u": floats(7)})
     done = commit(store, 10, snap, pack_bytes=1 << 20)

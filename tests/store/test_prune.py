@@ -118,10 +118,16 @@ class Full(Sim):
 
     full = False
 
-    def put(self, key: str, chunks: Sequence[Buffer], mode: PutMode = PutMode.OVERWRITE) -> None:
+    def put(
+        self,
+        key: str,
+        chunks: Sequence[Buffer],
+        mode: PutMode = PutMode.OVERWRITE,
+        cancel: threading.Event | None = None,
+    ) -> None:
         if self.full:
             raise StorageError(f"put {key}: no space left on device")
-        super().put(key, chunks, mode)
+        super().put(key, chunks, mode, cancel)
 
     def delete(self, keys: Iterable[str]) -> None:
         super().delete(keys)
