@@ -77,6 +77,13 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The commit under way is to end soon: nothing more is written for it. `committed` tells what came of it."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recycle:
     """The slot holds nothing any more."""
 
@@ -161,6 +168,7 @@ Acts = (
     | Assemble
     | Replicate
     | Commit
+    | GiveUp
     | Recycle
     | Unprotect
     | Acknowledge

@@ -34,7 +34,7 @@ _SAID = {
     Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
     Who.SERVES: ("publish", "lend", "rebuild", "write", "keeps"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
-    Who.OWNER: ("unserve", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
+    Who.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known
 }
 _WHO = {kind: who for who, kinds in _SAID.items() for kind in kinds}
 OF_AN_EPOCH = frozenset(("keep", "kept", "stripe", "forget"))  # who says that has begun it

@@ -60,6 +60,8 @@ class Carrier(Committing):
                 self._replicate(slot, Identity(self.epoch, tick))
             case do.Commit(slot):
                 self._commit(slot)
+            case do.GiveUp():
+                self._give_up_commit()
             case do.Recycle(slot):
                 self.checkpoints.pop(slot, None)
             case do.Unprotect(tick):

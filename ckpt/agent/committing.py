@@ -44,7 +44,8 @@ class Committing(Basis):
 
     _claiming = False  # the claim is on its way to the store
     _closing = ""  # why the epoch is to be closed as soon as that is settled
-    _parts: Parts | None = None  # of the newest commit of several nodes
+    _parts: Parts | None = None  # of the newest commit, if of several nodes
+    _cancel: threading.Event | None = None  # of the newest commit
     _beats = 0
     _beating = False
 
@@ -65,13 +66,15 @@ class Committing(Basis):
         ranks, left_over = self.ranks, bool(self.group.superseded_by)
         kept = self.protection is not None and self.protection.protects
         elsewhere: Parts | None = None
+        self._cancel = cancel = threading.Event()
+        self._parts = None
         if isinstance(ranks, Nodes) and (kept or ranks.others):  # else nobody but this node has any of it
             elsewhere = self._elsewhere(slot, checkpoint, ranks)
 
         def commit() -> Committed:
             if left_over:  # nor what a newer start has passed over
                 check_due(store, claim, checkpoint.identity)
-            return store.commit(claim, checkpoint, options, about, elsewhere)
+            return store.commit(claim, checkpoint, options, about, elsewhere, cancel)
 
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
 
@@ -99,7 +102,18 @@ class Committing(Basis):
     def abandon_commit(self) -> None:
         """The agent ends. Nobody hears any more what was written, and the thread that waits for that is waited for."""
         if self._parts is not None:
-            self._parts.abandon()
+            self._parts.abandon("the agent ends")
+
+    def _give_up_commit(self) -> None:
+        """What is on its way to the store is broken off, here and on other nodes."""
+        if self._cancel is not None:
+            self._cancel.set()
+        network, slot = self._services.network(), self.group.committing
+        if self._parts is None or network is None or slot is None:
+            return
+        identity = str(self.checkpoints[slot].identity)
+        for name in self._parts.give_up():
+            network.tell(name, {"t": "unwrite", "identity": identity})
 
     def _have_written(
         self,
@@ -174,6 +188,10 @@ class Committing(Basis):
             took = None if error else (done.result().seconds, done.result().stored_bytes)
             self.learning.commit_ended(self._entered_s(), self.ranks.hindmost(), took)
             self.follow_learning()
+        round_ = self.group.slots[slot].round
+        if error and round_ is not None and round_.gave_way:
+            self.emit("commit.given-up", f"step {identity.tick.step} was not committed: {round_.gave_way}", True)
+            return
         if error:
             self._services.account.commit_failed()
             self.emit("commit.failed", f"step {identity.tick.step} was not committed: {error}", True)

@@ -67,6 +67,7 @@ class Round:
     store: Store = Store.NEW
     peer: Store = Store.NEW  # what became of it in other nodes' memory, where there are such
     last_try: bool = False
+    gave_way: str = ""  # its commit was given up, and why
     verdict: bool | None = None  # of a hold: leave, or go on
     all_staged_s: float | None = None  # when
     hashed_s: float | None = None  # how long that took
@@ -372,14 +373,16 @@ class Facts:
         entry = self.slots[slot]
         self.committing = None
         entry.leases -= 1
-        self.last_error = error
-        self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
-        self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
+        gave_way = entry.round.gave_way if entry.round is not None and error else ""
+        if not gave_way:  # else the store has not failed
+            self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
+            self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
+        self.last_error = gave_way or error
         if entry.round is not None:
             entry.round.store = Store.FAILED if error else Store.DONE
-            self._tell_level(entry.round.tick, "store", not error, error)
-            if not error:
-                self.committed_tick = entry.round.tick
+            self._tell_level(entry.round.tick, "store", not error, self.last_error)
+            if not error:  # an older one may have had to wait
+                self.committed_tick = max(entry.round.tick, self.committed_tick or entry.round.tick)
 
     def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
         """What that slot holds is on its way to other nodes from here on, until `replicated`."""

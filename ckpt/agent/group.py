@@ -11,7 +11,8 @@ list of actions. The agent carries the actions out and feeds their outcomes back
   two slots or more, the newest one of which other nodes keep copies (with two slots, and copies of a newer one that
   have failed: until that is committed).
 - At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
-  overtakes meanwhile skips the level.
+  overtakes meanwhile skips the level. One under way is given up only for the last snapshot before a deadline, which
+  would not be in the store by then else; what it holds stays until a newer one is in the store.
 - Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
 """
 
@@ -30,6 +31,7 @@ from ckpt.agent.actions import (
     Commit,
     Divide,
     Emit,
+    GiveUp,
     MakeArenas,
     Offer,
     Recycle,
@@ -78,6 +80,7 @@ class Group(Verdicts):
             self._free_older()
         if not self.frozen:
             self._replicate_newest(now_s)
+        self._make_way(now_s)
         self._commit_next(now_s)
         if not self.frozen:
             self._divide_and_make(now_s)
@@ -145,7 +148,7 @@ class Group(Verdicts):
             round_ = slot.round
             if slot.state is not State.COMPLETE or slot in (newest, safe) or slot.leases or round_ is None:
                 continue
-            if not round_.unjudged and not self._waits(slot):
+            if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
                 if self.replicates and round_.peer is Store.NEW:
@@ -176,6 +179,16 @@ class Group(Verdicts):
         self.begin_copies(newest, newest.round, now_s)
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 
+    def _make_way(self, now_s: float) -> None:
+        """The commit under way is given up where it keeps the last snapshot from being saved in time."""
+        newest, slot = self.newest, self.slots[self.committing] if self.committing is not None else None
+        if slot is None or slot.round is None or slot.round.gave_way or newest is None or newest.round is None:
+            return
+        if self._keeps_back_the_last(slot, now_s):
+            last = newest.round.tick.step
+            slot.round.gave_way = f"its commit was given up for that of step {last}, which would have come too late"
+            self._out.append(GiveUp(slot.number))
+
     def _commit_next(self, now_s: float) -> None:
         if self.committing is not None or (self.superseded_by and not self._left_over):
             return
@@ -187,6 +200,8 @@ class Group(Verdicts):
             return
         waiting = [slot for slot in self.slots if self._waits(slot)]
         chosen = min(waiting, key=lambda s: s.round.tick, default=None)  # type: ignore[union-attr]
+        if chosen is not None and self._keeps_back_the_last(chosen, now_s):
+            chosen = newest
         if chosen is None and newest is not None and newest.round is not None:
             round_ = newest.round
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
@@ -502,6 +517,11 @@ class Group(Verdicts):
         """Whether its round waits for its turn to be committed, and may not be skipped."""
         round_ = slot.round
         return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
+
+    def _may_be_all(self, round_: Round) -> bool:
+        """Whether its commit was given up for a newer one, of which nobody knows yet that it is in the store."""
+        committed = self.committed_tick
+        return bool(round_.gave_way) and (committed is None or committed < round_.tick)
 
     def _fits(self, slot: Slot) -> bool:
         return len(slot.bytes) == len(self._need) == self.world and all(map(operator.ge, slot.bytes, self._need))

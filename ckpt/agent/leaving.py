@@ -22,7 +22,7 @@ from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Emit, Outcome
 from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, When, choose, outlasts
-from ckpt.agent.facts import REJOIN_S, Facts, Round, State, Store, Why
+from ckpt.agent.facts import REJOIN_S, Facts, Round, Slot, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
 from ckpt.policy.every import STEPS_APART
@@ -430,6 +430,24 @@ class Leaving(Facts):
             return False
         left_s = deadline_s - now_s
         return self._last_within_s() <= left_s < self._least_s() + self._saving_s
+
+    def _keeps_back_the_last(self, slot: Slot, now_s: float) -> bool:
+        """Whether the commit of what that slot holds keeps the last snapshot, at which all leave and which is complete,
+        from being in the store before the deadline, where it would be if its own began now. By what was measured; the
+        time that the former has taken already counts. Where both fit, or neither does, the older one goes first: it may
+        be all that is saved."""
+        newest, deadline_s, saved = self.newest, self.deadline_s(now_s), self._saved
+        last, older = newest.round if newest is not None else None, slot.round
+        if last is None or older is None or last is older or saved is None or deadline_s is None:
+            return False
+        if not (last.why is Why.HOLD and last.verdict and last.store is Store.NEW) or self.superseded_by:
+            return False
+        if self._copies_first(now_s) or self._level_in_memory(last) == "peer":
+            return False  # it is safe without that commit, or will be
+        began_s = older.commit_began_s if older.store is Store.RUNNING else None
+        before_s = max(0.0, saved.seconds_of(older.bytes) - (0.0 if began_s is None else now_s - began_s))
+        last_s = saved.seconds_of(last.bytes)
+        return last_s <= deadline_s - now_s < before_s + last_s
 
     def _last_within_s(self) -> float:
         """So long before a deadline a last snapshot still fits, the way it is to be saved."""

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 # What it does as any other node, once its sender is known to lead the job that is lent to.
-PASSED_ON = ("parts", "serve", "unserve", "write", "publish", "withdraw", "lend", "forget", "absent", "keeps")
+PASSED_ON = (
+    *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "forget", "absent", "keeps"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@ is coordinated here. Nothing of it happens in a job of one node."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -55,6 +57,7 @@ class Others(Leading):
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
         self._writes = Progress()  # of parts of others' commits
+        self._writing: list[tuple[str, Identity, threading.Event]] = []  # who has asked for them; to end it
         self._standing = Standing()  # on this node
 
     # -- what this node's ranks say
@@ -197,6 +200,11 @@ class Others(Leading):
                 return
             case "write":
                 self._write(channel, message)
+                return
+            case "unwrite":
+                told = channel.peer, Identity.parse(str(fields["identity"]))
+                for _, _, cancel in [each for each in self._writing if each[:2] == told]:
+                    cancel.set()
                 return
             case "keep":
                 self._keep(channel, message)
@@ -344,9 +352,11 @@ class Others(Leading):
         arenas = self._held(identity, np.unique(wanted.ranks).tolist())
 
         moving = Moving(channel, request_id, self._writes, self._server.later)
+        under_way = channel.peer, identity, threading.Event()
 
         def written(done: Future[Written]) -> None:
             moving.end()
+            self._writing.remove(under_way)
             self.copies.release(identity)
             if error := failure(done):
                 channel.refuse(request_id, AgentError(error))
@@ -355,7 +365,9 @@ class Others(Leading):
                 channel.reply(request_id, {}, [done.result().places.tobytes(), packs])
 
         self.copies.lease(identity)  # a newer checkpoint may become safe meanwhile
-        self._bulk.run(Lane.COMMIT, lambda: write_part(self._store, wanted, arenas, self._writes.moved), written)
+        self._writing.append(under_way)
+        write = functools.partial(write_part, self._store, wanted, arenas, self._writes.moved, under_way[2])
+        self._bulk.run(Lane.COMMIT, write, written)
 
     def _keep(self, channel: Channel, message: Message) -> None:
         """This node keeps copies of another's snapshots."""

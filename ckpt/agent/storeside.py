@@ -219,8 +219,9 @@ class StoreSide:
         options: Options,
         about: dict[str, Any],
         elsewhere: Elsewhere | None = None,
+        cancel: threading.Event | None = None,
     ) -> Committed:
-        """`elsewhere`: see Committer.commit.
+        """`elsewhere`, `cancel`: see Committer.commit.
         Errors: SaveFailed; Superseded when another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
         with contextlib.suppress(LostStore):
@@ -238,6 +239,7 @@ class StoreSide:
             owner=self._owner,
             metrics=checkpoint.metrics,
             about=about,
+            cancel=cancel,
             elsewhere=elsewhere,
         )
         self._base, self._unsure = done.record, None

@@ -133,7 +133,7 @@ class Parts:
             self._parts.append(part)
             found.append((numbers, future))
         if self._over:
-            self._fail()
+            self._fail("it was given up")
         for part in self._parts:
             self._post(functools.partial(self._begin, part))
         return found
@@ -143,23 +143,30 @@ class Parts:
             part.cancel.set()  # at once: at the agent's end nobody posts any more, and the threads are waited for
         self._post(self._end)
 
-    def abandon(self) -> None:
-        """On the main thread, which ends: whatever is not written yet is not waited for."""
+    def abandon(self, why: str) -> None:
+        """On the main thread: whatever is not written yet is not waited for."""
         self._over = True
-        self._fail()
+        self._fail(why)
+
+    def give_up(self) -> set[str]:
+        """The same, for another commit: who still writes some of it is to be told, by name."""
+        self.abandon("it was given up")
+        return {name for part in self._parts for name in part.asked} - {""}
 
     # -- inside; on the main thread
 
     def _end(self) -> None:
         self._over = True
 
-    def _fail(self) -> None:
+    def _fail(self, why: str) -> None:
         for part in self._parts:
             part.cancel.set()
             with contextlib.suppress(InvalidStateError):  # it is written
-                part.future.set_exception(AgentError("the agent ends"))
+                part.future.set_exception(AgentError(why))
 
     def _begin(self, part: _Part) -> None:
+        if self._over:
+            return
         spared = part.name in self._spared and self._safe()
         others = [name for name in self._left(part, slow=False) if name not in self._spared] if spared else []
         if others:

@@ -93,6 +93,9 @@ class Sim:
         self.told_s = 0.0  # when the last one came there
         self.completed: list[Tick] = []
         self.commits = 0
+        self.commit_s: float | None = None  # what each takes, about; None: that differs
+        self.committing = 0  # which of all; what ends an earlier one is late
+        self.gave_way: dict[Tick, Group] = {}  # whose commit was given up, and by whom
         self.unanswered: dict[Any, str] = {}
         self.answered: dict[Any, Any] = {}
         self.closed = False
@@ -259,10 +262,10 @@ class Sim:
         assert held == ((action.round, str(action.tick)),) * self.world, f"a mixture was taken for complete: {held}"
         self.read(action.slot, self.assembled, action.slot, action.round, action.tick)
 
-    def read(self, slot: int, then: Callable[..., None], *args: Any) -> None:
+    def read(self, slot: int, then: Callable[..., None], *args: Any, takes_s: float | None = None) -> None:
         self.readers.setdefault(slot, []).append(self.contents(slot))
         delay_s = self.random.uniform(0, 0.3) if self.random.random() < 0.8 else self.random.uniform(0, 20)
-        self.in_agent(delay_s, then, *args)
+        self.in_agent(delay_s if takes_s is None else takes_s, then, *args)
 
     def end_read(self, slot: int) -> None:
         assert self.readers[slot].pop() == self.contents(slot), "a slot was overwritten while it was read"
@@ -281,7 +284,28 @@ class Sim:
         self.commits += 1
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
-        self.read(action.slot, self.committed, action.slot)
+        self.committing += 1
+        takes_s = self.commit_s * self.random.uniform(0.8, 1.2) if self.commit_s is not None else None
+        self.read(action.slot, self.committed, action.slot, self.committing, takes_s=takes_s)
+
+    def do_GiveUp(self, action: do.GiveUp) -> None:
+        """It ends soon; by then it may be in the store all the same."""
+        assert self.commits == 1
+        older, newest, saved = self.group.slots[action.slot].round, self.group.newest, self.group._saved
+        assert older is not None
+        assert newest is not None
+        assert newest.round is not None
+        assert saved is not None
+        last, left_s = newest.round, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
+        assert last.tick > older.tick, "the last one itself was given up"
+        assert (last.why, last.verdict, self.verdict) == (Why.HOLD, True, last.number), "not all leave at the last one"
+        assert saved.seconds_of(last.bytes) <= left_s, "it was given up though the last one does not fit either"
+        ends_s = (older.commit_began_s or 0.0) + saved.seconds_of(older.bytes)
+        assert max(ends_s - self.now_s, 0.0) + saved.seconds_of(last.bytes) > left_s, "both would have fitted"
+        assert older.tick not in self.gave_way, "told twice"
+        self.gave_way[older.tick] = self.group
+        if self.random.random() < 0.9:
+            self.in_agent(self.random.uniform(0, 0.5), self.committed, action.slot, self.committing, True)
 
     def do_Replicate(self, action: do.Replicate) -> None:
         assert self.group.replicates
@@ -318,15 +342,24 @@ class Sim:
         self.group.release(slot)
         self.decide()
 
-    def committed(self, slot: int) -> None:
+    def committed(self, slot: int, number: int, broken_off: bool = False) -> None:
+        if number != self.committing or not self.commits:
+            return
         self.commits -= 1
         self.end_read(slot)
-        self.group.committed(slot, "the store is down" if self.fault(3) else "", self.now_s)
+        down = "the store is down" if self.fault(3) else ""
+        self.group.committed(slot, "it was broken off" if broken_off else down, self.now_s)
         self.decide()
 
     def do_Recycle(self, action: do.Recycle) -> None:
         assert action.slot not in self.readers, "a slot was freed while it was read"
         self.not_safe(action.slot)
+        held = [Tick.parse(content[1]) for content in self.contents(action.slot) if content is not None]
+        for tick in held:
+            if self.gave_way.get(tick) is self.group:
+                newest = self.group.committed_tick
+                assert newest is not None, "what gave way was given away before anything newer was in the store"
+                assert newest >= tick, "what gave way was given away before anything newer was in the store"
 
     def not_safe(self, slot: int) -> None:
         """Whether what a slot held may be given away: it is not the newest that others keep; with two slots it may be,

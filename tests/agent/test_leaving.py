@@ -14,6 +14,7 @@ from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
 from ckpt.agent.verdicts import ASK_LATE_S, ATTEMPT_S
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver
@@ -961,3 +962,155 @@ def test_it_is_not_waited_for_where_other_nodes_keep_what_it_has() -> None:
     driver.group.lost(1, driver.now_s)
     driver.commit("its part was not written")
     assert driver.group.committing is not None
+
+
+def giving_up(driver: Warned) -> list[int]:
+    return [each.slot for each in driver.said if isinstance(each, do.GiveUp)]
+
+
+def leaves_beside_a_commit(takes_s: float, since_s: float, lead_s: float, explicit: bool = False) -> Warned:
+    """Commits take so long, and one has begun so long ago, when a signal leaves so much time, and all hold at once."""
+    driver = Warned(every=10)
+    driver.complete()
+    driver.now_s += takes_s
+    driver.commit()
+    if explicit:
+        driver.steps = [16] * 2
+        driver.save(Tick(15, 1))
+        answer = driver.answers("save")[0]
+        driver.stage(answer["round"], Tick(15, 1), answer["slot"])
+        driver.group.assembled(answer["slot"], answer["round"], "")
+        driver.decide()
+    else:
+        driver.complete()
+    driver.now_s += since_s
+    signalled(driver, lead_s)
+    word = driver.take()
+    assert driver.hold(word) == {0: True, 1: True}
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "since_s", "lead_s", "gives_way"),
+    [
+        (18.0, 1.0, 30.0, True),
+        (18.0, 5.0, 30.0, True),
+        (18.0, 7.0, 30.0, False),  # both fit
+        (10.0, 0.0, 30.0, False),
+        (18.0, 1.0, 18.5, True),
+        (18.0, 1.0, 17.5, False),  # neither would, the last one alone
+        (18.0, 17.0, 18.5, True),
+        (18.0, 30.0, 18.5, False),  # it should have ended long ago
+    ],
+)
+def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_not_behind_it(
+    takes_s: float, since_s: float, lead_s: float, gives_way: bool
+) -> None:
+    driver = leaves_beside_a_commit(takes_s, since_s, lead_s)
+    older, newest = driver.group.committing, driver.group.newest
+    assert older is not None
+    assert newest is not None
+    assert older != newest.number
+    assert giving_up(driver) == [older] * gives_way
+    for _ in range(100):
+        driver.now_s += 0.1
+        driver.decide()
+    assert giving_up(driver) == [older] * gives_way, "what time alone brings changes nothing, and once is enough"
+
+
+def test_then_the_last_one_begins_and_what_gave_way_stays_until_it_is_in_the_store() -> None:
+    driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
+    older, newest = driver.group.committing, driver.group.newest
+    assert older is not None
+    assert newest is not None
+    driver.commit("it was broken off")
+    told = [a.body for a in driver.said if isinstance(a, do.Tell) and a.body.get("tick") == str(Tick(15, 1))]
+    (store,) = [body for body in told if body["level"] == "store"]
+    assert not store["ok"]
+    assert "given up for that of" in store["message"], "whoever waits for it"
+    assert driver.group.committing == newest.number, "at once"
+    assert driver.group.slots[older].round is not None
+    driver.now_s += 18.0
+    driver.commit()
+    assert driver.group.slots[older].round is None
+    (body,) = driver.outcomes()
+    assert (body["level"], body["error"], body["left_s"]) == ("store", "", 12.0)
+
+
+def test_one_that_ended_before_it_could_be_broken_off_is_committed_like_any_other() -> None:
+    driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
+    newest = driver.group.newest
+    assert newest is not None
+    assert giving_up(driver)
+    driver.commit()
+    assert driver.levels("store")[str(Tick(20))]
+    assert driver.group.committing == newest.number
+
+
+def test_a_last_one_that_fails_after_that_is_tried_again_as_if_nothing_else_had_failed() -> None:
+    driver = leaves_beside_a_commit(5.0, 1.0, 8.0)
+    newest = driver.group.newest
+    assert newest is not None
+    driver.commit("it was broken off")
+    driver.commit("503")
+    driver.now_s += 2.0
+    driver.decide()
+    assert driver.group.committing == newest.number
+
+
+def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
+    driver = Warned(every=10, slots=4)
+    driver.complete()
+    driver.now_s += 18.0
+    driver.commit()
+    driver.complete()
+    driver.now_s += 15.0
+    driver.steps = [26] * 2
+    driver.save(Tick(25, 1))
+    answer = driver.answers("save")[0]
+    driver.stage(answer["round"], Tick(25, 1), answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")
+    signalled(driver, 30.0)
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    assert not giving_up(driver), "it is all but done"
+    driver.now_s += 3.0
+    driver.commit()
+    assert driver.group.committing == word.slot
+    driver.now_s += 18.0
+    driver.commit()
+    assert driver.group.committing == answer["slot"], "somebody waits for it"
+    driver.now_s += 18.0
+    driver.commit()
+    assert driver.group.committed_tick == Tick(word.step), "which is the newest that is there"
+
+
+@pytest.mark.parametrize("error", ["", "a node hangs"])
+def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: str) -> None:
+    driver = Warned(every=10)
+    driver.group.replicates = True
+    driver.group.kept = (Kept("", 1, ("b",)),)
+
+    def copied(error: str = "") -> None:
+        assert driver.group.replicating is not None
+        driver.group.replicated(driver.group.replicating, error, driver.now_s)
+        driver.decide()
+
+    driver.complete()
+    copied()
+    driver.now_s += 18.0
+    driver.commit()
+    driver.complete()
+    copied()
+    signalled(driver, 25.0)
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    assert not giving_up(driver), "copies come first"
+    copied(error)
+    assert bool(giving_up(driver)) is bool(error)

@@ -38,6 +38,7 @@ class Noticed(Sim):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.group.kept = RING if self.random.random() < 0.7 else ()
+        self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
         self.copied_first = False
         self.standing: dict[tuple[str, str], Standing] = {}  # what the machine's owner says
         self.signals: dict[int, tuple[float, float]] = {}  # rank -> (when, deadline)
@@ -46,6 +47,7 @@ class Noticed(Sim):
         self.end_told = False
         self.told: set[int] = set()  # ranks that were told to leave by a notice, or read that on the page
         self.by_s, self.told_by_s = math.inf, math.inf  # since the verdict: the earliest deadline; what ranks were told
+        self.told_store: set[Tick] = set()  # of which it was said what became of it in the store
         self.nearer = False  # whether they were told of an earlier one
 
     # -- what happens
@@ -90,6 +92,12 @@ class Noticed(Sim):
         rng = self.random
         lead_s, when = rng.choice((0.3, 2.0, 6.0)), rng.choice((When.AT_ONCE, When.IN_TIME))
         self.say(Standing("cloud", "nearer", self.now_s + lead_s, self.now_s, when=when))
+
+    def notice_beside_a_commit(self, takes_s: float) -> None:
+        """One or two more may fit, or none."""
+        lead_s = takes_s * self.random.uniform(0.8, 2.5)
+        if self.faults and not self.verdict:
+            self.say(Standing("cloud", "beside", self.now_s + lead_s, self.now_s, when=When.AT_ONCE))
 
     def move(self, key: str) -> None:
         told = self.standing.get(("cloud", key))
@@ -243,6 +251,8 @@ class Noticed(Sim):
         self.end_told = self.end_told or action.body["t"] == "end"
         if action.body["t"] == "leave-by":
             self.nearer, self.told_by_s = True, action.body["by_s"]
+        if action.body["t"] == "level" and action.body["level"] == "store":
+            self.told_store.add(Tick.parse(action.body["tick"]))
         super().do_Tell(action)
 
     def do_Answer(self, action: do.Answer) -> None:
@@ -258,6 +268,8 @@ class Noticed(Sim):
     def do_Commit(self, action: do.Commit) -> None:
         self.copied_first = self.copied_first or bool(self.group.left_to_others)
         super().do_Commit(action)
+        if self.commit_s is not None and self.random.random() < 0.2:
+            self.in_agent(self.commit_s * self.random.random(), self.notice_beside_a_commit, self.commit_s)
 
     def do_SetVerdict(self, action: do.SetVerdict) -> None:
         super().do_SetVerdict(action)
@@ -291,6 +303,14 @@ def run(seed: int) -> Noticed:
         assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
     if sim.verdict and not sim.broken:
         assert not any(r.alive and not r.left for r in sim.ranks)
+    for tick, agent in sim.gave_way.items():
+        assert tick in sim.told_store or agent is not sim.group, f"nobody was told that the commit of {tick} gave way"
+    if sim.gave_way and not (sim.broken or sim.restarts):
+        newest = sim.group.newest
+        assert newest is not None
+        assert newest.round is not None
+        is_there = sim.group.committed_tick is not None and sim.group.committed_tick >= max(sim.gave_way)
+        assert is_there or newest.round.store is Store.FAILED, "what gave way is not in the store, nor is what is newer"
     if sim.told and not sim.broken:
         assert [each for each in sim.outcomes if each["how"] == "left"], "they left, and nobody said what was saved"
         assert sim.left_saved(), "what they had all staged is not in the store"
@@ -303,7 +323,7 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
     count = SCHEDULES // 2
     reached = Counter[str]()
     # The schedules have to reach what they are there for: some of it one in two hundred does.
-    all_of_it = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed", "nearer")
+    all_of_it = ("left", "ended", "agents", "restarted", "stayed", "copied", "pushed", "nearer", "gave way")
     wanted = all_of_it if SCHEDULES >= 1000 else ()
     for seed in range(first, first + 10 * count):
         if seed >= first + count and all(reached[what] for what in wanted):
@@ -317,6 +337,7 @@ def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed:
         reached["agents"] += bool(sim.restarts)
         reached["copied"] += sim.copied_first
         reached["nearer"] += sim.nearer
+        reached["gave way"] += bool(sim.gave_way)
         reached["restarted"] += bool(sim.restarts and sim.completed)
         reached.update(each["how"] for each in sim.outcomes)
     assert all(reached[what] for what in wanted), reached

@@ -130,6 +130,28 @@ def test_what_is_complete_is_pushed_where_another_commit_would_come_too_late(tmp
     holds(link, tmp_path, 40)
 
 
+@pytest.mark.parametrize("done", [0.05, 0.25])
+def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late_behind_it(
+    tmp_path: Path, link: Proxy, done: float
+) -> None:
+    """A commit takes 9 s, the first one shows. So much of the second one is done when a notice says 13 s."""
+    script = noticing(tmp_path, 20, 40)
+    committed(script, "step 20 ")
+    agent = psutil.Process(agent_status(URL)["pid"])
+    link.wait_carried(int((1 + done) * MIB * 2**20))
+    appear(tmp_path, 13)
+    found = wait_outcome(tmp_path, script)
+    assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
+    assert found["step"] > 40
+    assert found["left_s"] > 0
+    (said_so,) = said(script, "commit.given-up")
+    assert "step 40 was not committed" in said_so
+    goes(script, agent)
+    records = [key for method, key, _ in link.heard if method == "PUT" and "/commits/" in key]
+    assert len(records) == 2, "and of step 40 there is none"
+    holds(link, tmp_path, found["step"])
+
+
 @pytest.mark.parametrize("lead_s", [30, 5, 2])
 def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
     tmp_path: Path, link: Proxy, lead_s: float

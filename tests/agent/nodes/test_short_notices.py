@@ -31,14 +31,15 @@ def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doo
     cluster.connect(0, 1)[doomed].notices = Sources("given", file=str(word)).fields()
     cluster.enter()
     train(cluster.job, 1)
-    return cluster.save("peer", "store").step
+    return cluster.save(*(["peer"] if cluster.options.get("peers") else []), "store").step
 
 
-def warn(cluster: Cluster, word: Path, lead_s: float) -> int:
-    """The second node goes away so soon; the job trains until all ranks are told to leave. The step of that."""
+def warn(cluster: Cluster, word: Path, lead_s: float, after: int = 50) -> int:
+    """The second node goes away so soon; the job trains until all ranks are told to leave. The step of that. `after`:
+    so many steps, by which the pace is known."""
     part = word.with_suffix(".part")
     for rounds in range(1000):
-        if rounds == 50:  # the pace is known by then
+        if rounds == after:
             part.write_text(f"+{lead_s:g}")
             os.rename(part, word)
         left = together(cluster.job, one_step)
@@ -112,3 +113,26 @@ def test_with_more_time_it_is_committed_and_with_less_that_is_said(
         assert told["left_s"] >= 0
         for answer in answers:  # the machine stays: it is committed all the same
             assert answer.result(BOUND_S)["committed"] == str(Tick(step))
+
+
+def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is_there_in_time_then(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """A commit takes five seconds. One has just begun when a notice says seven and a half."""
+    cluster.options = {**cluster.options, "peers": None}
+    first = start(cluster, tmp_path / "word")
+    for _ in range(50):
+        together(cluster.job, one_step)
+        threading.Event().wait(0.05)
+    given_up = cluster.save().step
+    step = warn(cluster, tmp_path / "word", 7.5, after=0)
+    with Tasks("leave", pool_size=2) as tasks:
+        answers = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
+        told = outcome(cluster)
+        assert (told["level"], told["step"], told["committed_step"]) == ("store", step, step)
+        assert told["left_s"] > 0
+        for answer in answers:
+            found = answer.result(BOUND_S)
+            assert (found["committed"], found["error"]) == (str(Tick(step)), None)
+    assert not cluster.job[0].wait_level(Tick(given_up, 1), "store")
+    assert [identity.tick.step for identity in line(cluster.url)] == [first, step]

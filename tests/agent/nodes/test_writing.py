@@ -418,7 +418,7 @@ def test_with_the_commit_or_the_agent_what_is_written_here_ends_and_nobody_is_wa
     assert nodes.cancels[0].is_set()
     nodes = Writers(2)
     first = nodes.writes("n1")
-    nodes.parts.abandon()
+    nodes.parts.abandon("the agent ends")
     assert nodes.cancels[0].is_set()
     assert nodes.of(1).result(0) is first
     with pytest.raises(AgentError, match="ends"):
@@ -462,3 +462,26 @@ def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: py
 
 def packs_of(url: str) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path(url, "data").rglob("*.pack")}
+
+
+def test_who_still_writes_for_a_commit_that_is_given_up_is_named_and_nobody_is_asked_any_more() -> None:
+    nodes = Writers(3)
+    nodes.writes("n1")
+    assert nodes.parts.give_up() == {"n2"}, "what this node writes is broken off by its cancel"
+    assert all(cancel.is_set() for cancel in nodes.cancels.values())
+    for rank in (0, 2):
+        with pytest.raises(AgentError, match="given up"):
+            nodes.of(rank).result(0)
+    nodes.writes("n2", "it was told to end it")
+    nodes.move(1000)
+    assert nodes.names() == ["", "n1", "n2"]
+
+
+def test_one_that_is_given_up_before_it_has_begun_asks_nobody() -> None:
+    nodes = Writers(2)
+    nodes.parts.give_up()
+    (_, here), (_, there) = nodes.parts(np.arange(2))
+    for part in (here, there):
+        with pytest.raises(AgentError, match="given up"):
+            part.result(0)
+    assert nodes.names() == ["", "n1"], "by the commit before"
