@@ -103,7 +103,7 @@ class OptimizerView:
             groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
         return {
             "kind": "optimizer",
-            "class": type(self.optimizer).__name__,
+            "class": class_of(self.optimizer),
             "groups": groups,
             "skeletons": now.skeletons,
             "state": now.state,
@@ -124,6 +124,21 @@ class OptimizerView:
 
 def _paths(skeletons: Sequence[dict[str, Any]]) -> list[list[Path]]:
     return [skeleton["tensors"] for skeleton in skeletons]
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class; of one that wraps another, with the same parameters, that of the innermost."""
+    inner, seen = [optimizer], {id(optimizer)}
+    for each in inner:
+        for held in vars(each).values():
+            if isinstance(held, torch.optim.Optimizer) and id(held) not in seen:
+                seen.add(id(held))
+                inner += [held] if _parameters(held) == _parameters(optimizer) else []
+    return type(inner[-1]).__name__
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def hyper(group: dict[str, Any]) -> dict[str, Any]:

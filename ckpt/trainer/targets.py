@@ -24,7 +24,7 @@ from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
 from ckpt.trainer.names import join
 from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, Node, ObjectNode, OptimizerNode
-from ckpt.trainer.optimizers import OptimizerView, Param, group_path, hyper, state_path
+from ckpt.trainer.optimizers import OptimizerView, Param, class_of, group_path, hyper, state_path
 from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
 from ckpt.trainer.shard import Pieces, Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
@@ -32,6 +32,8 @@ from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_li
 
 # State that torch's optimizers keep on the host, unless they are capturable or fused.
 HOST_STATE = frozenset({"step", "mu_product"})
+# What a group of an optimizer of any class may have.
+_OF_ANY = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class _Plan:
             return
         # What a class of the user's makes of former keys is its own affair; a scheduler takes whatever it is given.
         if isinstance(node.value, LRScheduler) and self.is_of_another_class(
-            node, _keys(node.payload()["value"]), _keys(saved.value)
+            node, type(node.value).__name__, _keys(node.payload()["value"]), _keys(saved.value)
         ):
             self.wants.used.update(name for _, name in saved.tensors)
             return
@@ -184,10 +186,10 @@ class _Plan:
         else:
             self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
 
-    def is_of_another_class(self, node: Node, live: set[str], kept: set[str], more: str = "") -> bool:
-        """Whether the checkpoint has another optimizer or scheduler in this place: of another class and, unlike one
-        that was only renamed or wrapped, with other keys (`live` and `kept`). Nothing of it fits then."""
-        here, there = type(node.value).__name__, self.saved.classes[node.path]
+    def is_of_another_class(self, node: Node, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
+        """Whether the checkpoint has another optimizer or scheduler in this place: of another class than `here` and,
+        unlike one that was only renamed, with other keys (`live` and `kept`). Nothing of it fits then."""
+        there = self.saved.classes[node.path]
         if there in ("", here) or live == kept:
             return False
         keys = [
@@ -323,7 +325,7 @@ class _Plan:
         kept = set().union(*(_flags(group.hyper.value) for group in saved.groups))
         state = {join(*path) for held in saved.state.values() if held is not None for path in held.tensors}
         more = f"; of its parameters it has {', '.join(sorted(state))}" if state else ""
-        if self.is_of_another_class(node, live, kept, more):
+        if self.is_of_another_class(node, class_of(view.optimizer), live, kept, more):
             self.wants.used.update(name for name in self.wants.names if name.startswith(f"{view.path}."))
             return
         before = len(self.wants.installs)
@@ -501,9 +503,10 @@ def _keys(value: Any) -> set[str]:
 
 
 def _flags(group: Any) -> set[str]:
-    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say."""
+    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say. Not
+    how it computes, nor what a scheduler adds: these are no matter of its class."""
     held = group.items() if isinstance(group, dict) else ()
-    return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held}
+    return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _OF_ANY}
 
 
 def _call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:

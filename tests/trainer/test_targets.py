@@ -1089,7 +1089,10 @@ ADAMS = "in the checkpoint of the class Adam, .*; of its parameters it has exp_a
         (torch.optim.RMSprop, "RMSprop, .*without alpha"),
         (torch.optim.Adamax, "Adamax, .*with amsgrad"),
         (Renamed, ""),
+        (lambda p: Renamed(p, foreach=True), ""),
         (lambda p: Around(torch.optim.Adam(p)), ""),
+        (lambda p: Around(torch.optim.Adam(p, fused=True)), ""),
+        (lambda p: Around(Around(torch.optim.RMSprop(p))), "RMSprop, .*without alpha"),
     ],
 )
 def test_an_optimizer_of_another_class_is_named_with_what_only_one_of_both_has(make: Any, said: str) -> None:
@@ -1112,6 +1115,15 @@ def test_an_optimizer_of_another_class_is_named_with_what_only_one_of_both_has(m
     assert "betas" not in state["optim"].param_groups[0] or isinstance(state["optim"], torch.optim.Adamax)
     model(torch.ones(2, 3)).sum().backward()
     state["optim"].step()
+
+
+def test_what_a_wrapper_holds_is_of_the_class_that_counts() -> None:
+    """In one that is the same around each."""
+    sgd = warm()
+    sgd["optim"] = Around(torch.optim.SGD(sgd["model"].parameters(), lr=0.5, momentum=0.9))
+    targets = rt.restore(sgd, rt.save(wrapped(Around, 2)), strict=False)
+    assert "optim is of the class SGD, in the checkpoint of the class Adam" in str(targets.mismatch)
+    assert not sgd["optim"].state
 
 
 def test_weight_decay_of_another_kind_is_named() -> None:
