@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgpack
@@ -48,10 +49,11 @@ class TorchGroup:
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
-        self._group = _gloo(tuple(ranks))
+        with self._agreeing():
+            self._group = _gloo(tuple(ranks))
 
     def gather(self, data: bytes) -> list[bytes]:
-        try:
+        with self._agreeing():
             mine = torch.tensor([len(data)], dtype=torch.int64)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, mine, group=self._group)
@@ -61,12 +63,17 @@ class TorchGroup:
                 padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
             dist.all_gather(parts, padded, group=self._group)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as exc:
             raise CkptError(
                 f"the {self.world} ranks could not agree while entering ckpt.Checkpointer: {exc}. "
                 "A rank died or never entered; the launcher's output says which"
             ) from exc
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 # Our groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and they are

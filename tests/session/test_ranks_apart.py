@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.session.scripts import torchrun
+from tests.servers import free_port
+from tests.session.scripts import Script, torchrun
 
 pytestmark = pytest.mark.torchrun
+
+FIRST_LEAVES = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+import ckpt
+url, there = Path(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    while not there.exists():
+        time.sleep(0.01)
+    os._exit(0)
+there.touch()
+try:
+    ckpt.Checkpointer(url, {"x": 1}).__enter__()
+except ckpt.CkptError as exc:
+    print("said:", exc, flush=True)
+os._exit(0)
+"""
 
 
 def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path: Path) -> None:
@@ -36,3 +57,15 @@ def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path
         assert "rank 1 ended the block after step 3, and rank 0 went past that" in ends[1]
     else:  # rank 0 came to its end before anybody had looked
         assert all("the block has to be ended by all ranks at the same step" in end for end in ends)
+
+
+def test_a_rank_that_is_gone_before_the_ranks_could_speak_is_told_of(tmp_path: Path) -> None:
+    """As by its own error before the block. It holds the store in which they find each other."""
+    command = [sys.executable, "-c", FIRST_LEAVES, str(tmp_path / "store"), str(tmp_path / "there")]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    scripts = [Script(command, tmp_path / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
+    for script in scripts:
+        script.end(120)
+    text = scripts[1].log.read_text()
+    assert "said: the 2 ranks could not agree while entering ckpt.Checkpointer" in text
+    assert "A rank died or never entered" in text
