@@ -399,8 +399,9 @@ class Checkpointer:
 
     def _advise_interval(self) -> None:
         """ckpt.Adaptive keeps to it; an interval that the user gave is left as it is."""
-        unsaved_s, seconds = self._limits.unsaved_s, self._policy.seconds
-        if isinstance(self._policy, Every) and unsaved_s is not None and seconds is not None and seconds >= unsaved_s:
+        seconds = self._policy.seconds if isinstance(self._policy, Every) else None
+        unsaved_s = self._limits.unsaved_s
+        if unsaved_s is not None and seconds is not None and seconds >= unsaved_s:
             every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {unsaved_s:g} s without one"
             text = f"ckpt: {every} (ckpt.Limits(unsaved_s=)): give a shorter interval, or ckpt.Adaptive()"
             self.events.emit("policy.seldom", text, loud=True)
