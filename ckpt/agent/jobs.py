@@ -32,6 +32,7 @@ from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.notices.notice import Notice, Withdrawn, Word
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.deciding import START_S
 from ckpt.policy.every import Every
 from ckpt.policy.known import NOTHING
 from ckpt.types import Epoch, Identity, Tick
@@ -377,9 +378,9 @@ class Job(TakenOver):
             self.group.follow(policy, now_s)
             return
         known = self.learning.known if self.learning is not None else NOTHING
-        self.learning = Learning(policy, known, max(1, len(self.nodes)))
+        self.learning = Learning(policy, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
         self.learning.peers = self.group.is_kept_whole
-        self.group.follow(Every(seconds=policy.seconds), now_s)
+        self.group.follow(Every(seconds=START_S), now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
             self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()
@@ -525,7 +526,7 @@ def _policy_from(options: Any) -> Every | Adaptive:
     policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
     if policy.get("kind") == "adaptive":
         given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
-        return Adaptive(*given, unsaved_s=policy.get("unsaved_s"))  # type: ignore[arg-type]
+        return Adaptive(*given)  # type: ignore[arg-type]
     return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 

@@ -25,16 +25,19 @@ ABOUT = "learnt"  # its name in a record
 class Learning:
     """One job's, on so many `nodes`. `known`: what it has learnt. `peers`: whether other nodes' memory survives the
     loss of one. `slots`: for how many snapshots there is memory; 0: that is not known yet. `decision`: what follows
-    now, under the `limits`."""
+    now, under the `limits` and ckpt.Limits(unsaved_s=)."""
 
-    def __init__(self, limits: Adaptive, known: Known = NOTHING, nodes: int = 1) -> None:
+    def __init__(
+        self, limits: Adaptive, known: Known = NOTHING, nodes: int = 1, unsaved_s: float | None = None
+    ) -> None:
         self.limits = limits
+        self.unsaved_s = unsaved_s
         self.known = known
         self.nodes = nodes
         self.peers = False
         self.slots = 0
         self.owed: Failure | None = None  # counted once what came before it is known
-        self.decision: Decision = decide(known, limits, nodes)
+        self.decision: Decision = decide(known, limits, nodes, unsaved_s=unsaved_s)
         self._mark: tuple[float, int] | None = None  # since when nothing changed, and the step then
         self._stalls: list[tuple[int, float]] = []  # in which step, and for how long
         self._committing = False
@@ -89,7 +92,7 @@ class Learning:
             self.known = self.known.ran(now_s - self._ran_s, self.nodes)
             self._ran_s = now_s
         before = self.decision
-        found = decide(self.known, self.limits, self.nodes, self.peers, before, self.slots)
+        found = decide(self.known, self.limits, self.nodes, self.peers, before, self.slots, self.unsaved_s)
         if _intervals(found) == _intervals(before):
             found = replace(found, local_by=before.local_by, store_by=before.store_by)
         self.decision = found

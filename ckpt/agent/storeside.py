@@ -77,6 +77,7 @@ def options_from(given: Any) -> Options:
             memory=limits.get("memory"),
             bandwidth=limits.get("bandwidth"),
             peer_bandwidth=limits.get("peer_bandwidth"),
+            unsaved_s=limits.get("unsaved_s"),
         ),
         codec,
         _peers_from(given.get("peers")),

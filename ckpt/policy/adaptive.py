@@ -13,8 +13,6 @@ from typing import Literal
 from ckpt.errors import UsageError
 from ckpt.policy.levels import Measured
 
-START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
-
 LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]
 StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_s", "unsaved_s", "at_risk_s"]
 
@@ -29,20 +27,17 @@ class Adaptive:
     limit). It lengthens the store's interval. How fast one commit may run is ckpt.Limits(bandwidth=).
     at_risk_s: the most seconds of training that may be lost where only the store is left (None: what costs least). It
     shortens the store's interval: from the snapshot that one commit holds to the end of the next commit.
-    unsaved_s: ckpt.Limits(unsaved_s=), which the Checkpointer fills in: a job that has no commit for so long leaves. So
-    one lands twice as often, or at least as often as that where a commit takes long.
 
-    Where they contradict each other store_mb_s is kept first, then unsaved_s, at_risk_s, and overhead; what could not
-    be kept is named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that cannot be kept,
-    nor below four steps beside a commit, since snapshots are three steps apart at least, and wait for the end of one.
-    There is no least or longest interval to give: overhead bounds from below, at_risk_s from above. Whoever wants a
-    certain interval takes ckpt.Every. Errors: UsageError.
+    Where they contradict each other store_mb_s is kept first, then ckpt.Limits(unsaved_s=), at_risk_s, and overhead;
+    what could not be kept is named (`Decision.unmet`). A commit takes as long as it takes: at_risk_s below twice that
+    cannot be kept, nor below four steps beside a commit, since snapshots are three steps apart at least, and wait for
+    the end of one. There is no least or longest interval to give: overhead bounds from below, at_risk_s from above.
+    Whoever wants a certain interval takes ckpt.Every. Errors: UsageError.
     """
 
     overhead: float = 0.05
     store_mb_s: float | None = None
     at_risk_s: float | None = None
-    unsaved_s: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _limit("overhead", self.overhead, 1.0, "a part of the run's time, more than 0, at most 1")
@@ -50,24 +45,6 @@ class Adaptive:
             _limit("store_mb_s", self.store_mb_s, math.inf, "megabytes per second, more than 0, or None")
         if self.at_risk_s is not None:
             _limit("at_risk_s", self.at_risk_s, math.inf, "seconds, more than 0, or None")
-        if self.unsaved_s is not None:
-            _limit("unsaved_s", self.unsaved_s, math.inf, "seconds, more than 0, or None")
-
-    @property
-    def steps(self) -> None:
-        """As ckpt.Every has it: appointments go by the clock."""
-        return None
-
-    @property
-    def seconds(self) -> float:
-        """As ckpt.Every has it: the interval of snapshots before anything is known."""
-        return min(START_S, self.soon_s)
-
-    @property
-    def soon_s(self) -> float:
-        """The longest interval of snapshots, each of which is committed, while it is not known what a commit takes."""
-        at_risk_s = math.inf if self.at_risk_s is None else self.at_risk_s
-        return min(at_risk_s / 2, math.inf if self.unsaved_s is None else self.unsaved_s / 4)
 
 
 def _limit(name: str, value: object, most: float, what: str) -> None:

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.policy.adaptive import Adaptive, Chosen, Decision, LocalBy, StoreBy
-from ckpt.policy.every import STEPS_APART
+from ckpt.policy.every import STEPS_APART, Limits
 from ckpt.policy.failures import Failure
 from ckpt.policy.interval import ROUNDING
 from ckpt.policy.known import Known
@@ -35,6 +35,7 @@ from ckpt.policy.predicted import with_predictions
 from ckpt.policy.rates import reconsider
 from ckpt.policy.typical import LONG, Typical
 
+START_S = 60.0  # until the first snapshot is measured: soon enough to learn from, rare enough to cost nothing
 LEAST_S = 1.0  # to lose a second less is nothing beside any recovery
 IN_HAND = 1.1
 CHANGE_MIN = 1 / 7
@@ -51,16 +52,25 @@ LIMITS: tuple[Limit, ...] = ("store_mb_s", "unsaved_s", "at_risk_s", "overhead")
 
 
 def decide(
-    known: Known, limits: Adaptive, nodes: int = 1, peers: bool = False, current: Chosen | None = None, slots: int = 3
+    known: Known,
+    limits: Adaptive,
+    nodes: int = 1,
+    peers: bool = False,
+    current: Chosen | None = None,
+    slots: int = 3,
+    unsaved_s: float | None = None,
 ) -> Decision:
     """The intervals for a job on so many nodes. `peers`: whether other hosts' memory survives the loss of a node.
     `current`: what was decided before and is in force; None: nothing was. `slots`: for how many snapshots there is
-    memory; with one, each is committed before the next is taken. Errors: UsageError where nodes is below 1.
+    memory; with one, each is committed before the next is taken. `unsaved_s`: ckpt.Limits(unsaved_s=): a job that has
+    no commit for so long leaves, so one lands twice as often, or at least as often as that where a commit takes long.
+    Errors: UsageError where nodes is below 1, or unsaved_s is no number above 0.
 
     Pure: the same arguments, the same answer. It takes a fraction of a millisecond: ask after every observation that
     matters (a snapshot, a commit, a failure), and now and then while nothing happens, since that is news as well.
     """
-    needs = _Needs(known, limits, nodes, peers, slots)
+    within = _Limits(limits.overhead, limits.store_mb_s, limits.at_risk_s, Limits(unsaved_s=unsaved_s).unsaved_s)
+    needs = _Needs(known, within, nodes, peers, slots)
     wanted = needs.wanted()
     if current is None or _starts(current) != _starts(wanted) or not needs.can_be(current):
         return needs.decision(wanted)
@@ -176,10 +186,17 @@ def _left(bound_s: float, measured: Typical) -> bool:
     return abs(bound_s - (settled.mean or 0.0)) > BOUND_DEVIATIONS * math.hypot(measured.error, settled.error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits(Adaptive):
+    """All that are kept."""
+
+    unsaved_s: float | None = None
+
+
 class _Needs:
     """What is known, as numbers; c, l: cost of one and rate of failures, of snapshots and commits."""
 
-    def __init__(self, known: Known, limits: Adaptive, nodes: int, peers: bool, slots: int) -> None:
+    def __init__(self, known: Known, limits: _Limits, nodes: int, peers: bool, slots: int) -> None:
         self.known, self.limits, self.nodes, self.peers, self.slots = known, limits, nodes, peers, slots
         self.measured = m = known.measured(nodes, peers)
         self.memory, self.store = known.failures_by_level(peers)
@@ -220,6 +237,7 @@ class _Needs:
             "at_risk_s": (at_risk_s - self.commit_high_s - self.step_s) / IN_HAND,
         }
         self.ceiling_s = min(self.ceilings_s.values())
+        self.soon_s = min(at_risk_s / 2, unsaved_s / 4)  # each is committed, and what that takes is not known
 
     def settle(self, stay: Chosen) -> None:
         """An interval in force that what a step, a replication or a commit takes has decided, and that cannot be told
@@ -238,7 +256,7 @@ class _Needs:
         """The intervals that cost least within the limits. Each step below only ever moves what the one before found;
         the limits that the user ranked higher come later."""
         if not self.known.stall.seen:
-            return Chosen(self.limits.seconds, 1, "start", "start")
+            return Chosen(min(START_S, self.soon_s), 1, "start", "start")
         local_s = math.sqrt(2 * self.local_c / self.local_l)  # Young 1974, of this level by itself
         bound = max(self.least_s, key=lambda each: self.least_s[each])
         best_by: LocalBy = "predictions" if self.foreseen else "rates"
@@ -248,7 +266,7 @@ class _Needs:
         if not self.known.commit.seen:
             least_s = self.local_c / budget
             local_by, local_s = ("overhead", least_s) if least_s > local_s else (local_by, local_s)
-            return Chosen(min(local_s, self.limits.soon_s), 1, local_by, "start")
+            return Chosen(min(local_s, self.soon_s), 1, local_by, "start")
 
         if self.slots == 1:
             local_s = math.inf  # there is no snapshot by itself
@@ -374,7 +392,7 @@ class _Needs:
             if each in names
         )
 
-    def broken(self, choice: Chosen, limits: Adaptive, deviations: float = 0.0) -> set[Bound]:
+    def broken(self, choice: Chosen, limits: _Limits, deviations: float = 0.0) -> set[Bound]:
         """The limits that it breaks by more than rounding and so many standard deviations of what was measured, what a
         commit takes by as many, and the other bounds by more than what measuring is wrong by."""
         off_s = deviations * self.known.commit.error
@@ -389,7 +407,7 @@ class _Needs:
         """Whether no intervals keep all limits."""
         return not self.broken(self.wanted(), self.limits).isdisjoint(LIMITS)
 
-    def allowed(self, wanted: Chosen, deviations: float = 0.0) -> Adaptive:
+    def allowed(self, wanted: Chosen, deviations: float = 0.0) -> _Limits:
         """Where the wanted intervals do not keep a limit, or are nearer to it than so many standard deviations of what
         was measured: at least as good as they are, with the same in hand."""
         errors, found = self._errors(wanted), dict[Limit, float]()

@@ -63,7 +63,7 @@ def make_options(
         raise UsageError(f"peers={peers!r}: a ckpt.Replicas(...), a ckpt.Parity(...), or None for none")
     best = keep.best
     return {
-        "policy": _policy(policy, limits),
+        "policy": _policy(policy),
         "keep": {
             "last": keep.last,
             "every": keep.every,
@@ -73,6 +73,7 @@ def make_options(
             "memory": limits.memory,
             "bandwidth": limits.bandwidth,
             "peer_bandwidth": limits.peer_bandwidth,
+            "unsaved_s": limits.unsaved_s,
         },
         "codec": codec,
         "peers": _peers(peers),
@@ -85,9 +86,8 @@ def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:
     return None if peers is None else {"replicas": peers.n}
 
 
-def _policy(policy: Every | Adaptive, limits: Limits) -> dict[str, Any]:
+def _policy(policy: Every | Adaptive) -> dict[str, Any]:
     if isinstance(policy, Every):
         return {"kind": "every", "steps": policy.steps, "seconds": policy.seconds}
     found = {"overhead": policy.overhead, "store_mb_s": policy.store_mb_s, "at_risk_s": policy.at_risk_s}
-    unsaved_s = policy.unsaved_s if limits.unsaved_s is None else limits.unsaved_s
-    return {"kind": "adaptive", **found, "unsaved_s": unsaved_s}
+    return {"kind": "adaptive", **found}

@@ -11,6 +11,7 @@ from ckpt.agent import actions as do
 from ckpt.agent.facts import State
 from ckpt.agent.learning import Learning
 from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.deciding import START_S
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 from tests.agent.test_group import Driver
@@ -23,7 +24,7 @@ class Job:
     each holds was taken, and when it had ended; both since the intervals changed last."""
 
     def __init__(self, limits: Adaptive, step_s: float, commit_s: float, slots: int = 3) -> None:
-        self.driver = Driver(1, Every(seconds=limits.seconds), slots)
+        self.driver = Driver(1, Every(seconds=START_S), slots)
         self.learning = Learning(limits)
         self.learning.slots = slots
         self.learning.started(0.0, 0)

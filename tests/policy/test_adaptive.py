@@ -53,6 +53,7 @@ class Job:
     node: int = 0
     preemption: int = 0
     job: int = 0
+    unsaved_s: float | None = None
 
     @property
     def known(self) -> Known:
@@ -66,8 +67,8 @@ class Job:
                 known = known.failed(failure)
         return known
 
-    def decide(self, limits: Adaptive, current: Decision | None = None) -> Decision:
-        return decide(self.known, limits, self.nodes, self.peers, current)
+    def decide(self, limits: Adaptive, current: Decision | None = None, slots: int = 3) -> Decision:
+        return decide(self.known, limits, self.nodes, self.peers, current, slots, self.unsaved_s)
 
     def with_(self, **changes: object) -> Job:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -91,8 +92,8 @@ LIMITS = st.builds(
     overhead=st.sampled_from([0.01, 0.05, 0.2, 1.0]),
     store_mb_s=st.sampled_from([None, 1, 100]),
     at_risk_s=st.sampled_from([None, 300, 3600]),
-    unsaved_s=st.sampled_from([None, None, 60, 1800]),
 )
+LIMITED = st.builds(Job.with_, JOBS, unsaved_s=st.sampled_from([None, None, 60, 1800]))
 
 
 # -- what a user may ask
@@ -102,7 +103,7 @@ LIMITS = st.builds(
 @pytest.mark.parametrize("name", ["overhead", "store_mb_s", "at_risk_s", "unsaved_s"])
 def test_a_limit_outside_its_domain_is_refused_by_name(name, bad):
     with pytest.raises(UsageError, match=name):
-        Adaptive(**{name: bad})
+        _ = Job(unsaved_s=bad).decide(Adaptive()) if name == "unsaved_s" else Adaptive(**{name: bad})
 
 
 def test_overhead_is_a_part_of_the_time_and_cannot_be_left_out():
@@ -112,28 +113,29 @@ def test_overhead_is_a_part_of_the_time_and_cannot_be_left_out():
     assert Adaptive(overhead=1).overhead == 1
 
 
-def test_before_the_first_decision_it_is_used_like_every():
-    assert (Adaptive().steps, Adaptive().seconds) == (None, 60)
-    assert Adaptive(at_risk_s=30).seconds == 15
-    assert Adaptive(at_risk_s=30, unsaved_s=20).seconds == 5
+def test_before_anything_is_known_it_saves_each_minute_or_as_often_as_a_limit_has_it():
+    found = decide(Known(), Adaptive())
+    assert (found.local_s, found.local_by, found.snapshots) == (60, "start", 1)
+    assert decide(Known(), Adaptive(at_risk_s=30)).local_s == 15
+    assert decide(Known(), Adaptive(at_risk_s=30), unsaved_s=20).local_s == 5
 
 
 # -- limits
 
 
-@given(JOBS, LIMITS)
+@given(LIMITED, LIMITS)
 def test_each_limit_is_kept_or_named(job, limits):
     found = job.decide(limits)
     kept = {
         "overhead": found.saving <= limits.overhead * EXACT,
         "store_mb_s": limits.store_mb_s is None or found.store_mb_s <= limits.store_mb_s * EXACT,
         "at_risk_s": limits.at_risk_s is None or found.at_risk_s <= limits.at_risk_s * EXACT,
-        "unsaved_s": limits.unsaved_s is None or found.at_risk_s - job.commit_s <= limits.unsaved_s * EXACT,
+        "unsaved_s": job.unsaved_s is None or found.at_risk_s - job.commit_s <= job.unsaved_s * EXACT,
     }
     assert {name for name, is_kept in kept.items() if not is_kept} == set(found.unmet)
 
 
-@given(JOBS, LIMITS)
+@given(LIMITED, LIMITS)
 def test_only_a_limit_that_another_excludes_is_not_kept(job, limits):
     """Traffic always is; at_risk_s but for traffic, for how long a commit takes, and for how seldom there can be a
     snapshot; overhead but for at_risk_s, though 1 may be less than continuous commits of everything take."""
@@ -141,23 +143,23 @@ def test_only_a_limit_that_another_excludes_is_not_kept(job, limits):
     assert "store_mb_s" not in found.unmet
     if "at_risk_s" in found.unmet:
         assert found.store_by in ("commit", "store_mb_s", "snapshot")
-        alone = job.decide(Adaptive(overhead=1, at_risk_s=limits.at_risk_s))
+        alone = job.with_(unsaved_s=None).decide(Adaptive(overhead=1, at_risk_s=limits.at_risk_s))
         assert "at_risk_s" in alone.unmet or found.store_by == "store_mb_s"
     if "unsaved_s" in found.unmet:
         assert found.store_by in ("commit", "store_mb_s", "snapshot")
-        alone = job.decide(Adaptive(overhead=1, unsaved_s=limits.unsaved_s))
+        alone = job.decide(Adaptive(overhead=1))
         assert "unsaved_s" in alone.unmet or found.store_by == "store_mb_s"
     if "overhead" in found.unmet:
-        assert limits.at_risk_s is not None or limits.unsaved_s is not None
-        assert "overhead" not in job.decide(dataclasses.replace(limits, at_risk_s=None, unsaved_s=None)).unmet
+        assert (limits.at_risk_s, job.unsaved_s) != (None, None)
+        assert "overhead" not in job.with_(unsaved_s=None).decide(dataclasses.replace(limits, at_risk_s=None)).unmet
 
 
-@given(JOBS, LIMITS, LIMITS)
+@given(LIMITED, LIMITS, LIMITS)
 def test_a_new_limit_is_kept_at_once_whatever_was_in_force(job, before, limits):
     current = job.decide(before)
     found, anew = job.decide(limits, current), job.decide(limits)
     assert set(found.unmet) <= set(anew.unmet)
-    assert found.unmet == anew.unmet or limits.unsaved_s is not None, "of that half is aimed at"
+    assert found.unmet == anew.unmet or job.unsaved_s is not None, "of that half is aimed at"
 
 
 def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
@@ -176,10 +178,10 @@ def test_what_cannot_be_kept_is_missed_by_as_little_as_can_be():
 def test_a_commit_lands_twice_as_often_as_a_job_would_leave_without_one_or_as_often_as_it_can(
     commit_s, store_s, by, unmet
 ):
-    found = Job(commit_s=commit_s).decide(Adaptive(unsaved_s=600))
+    found = Job(commit_s=commit_s, unsaved_s=600).decide(Adaptive())
     assert found.store_s == pytest.approx(store_s)
     assert (found.store_by, found.unmet) == (by, unmet)
-    assert decide(Known().stalled(0.25), Adaptive(unsaved_s=100)).local_s == 25, "what one takes is not known yet"
+    assert decide(Known().stalled(0.25), Adaptive(), unsaved_s=100).local_s == 25, "what one takes is not known yet"
 
 
 @pytest.mark.parametrize(("step_s", "unmet"), [(0.5, ()), (60.0, ()), (100.0, ("at_risk_s",))])
@@ -191,19 +193,19 @@ def test_at_risk_s_counts_that_a_snapshot_waits_for_the_end_of_a_step_and_comes_
     assert steps * step_s + 20 <= found.at_risk_s * EXACT
 
 
-@given(JOBS, LIMITS)
+@given(LIMITED, LIMITS)
 def test_where_memory_has_room_for_one_snapshot_each_is_committed_and_limits_are_kept_as_well(job, limits):
-    one, before = decide(job.known, limits, job.nodes, job.peers, slots=1), job.decide(limits)
+    one, before = job.decide(limits, slots=1), job.decide(limits)
     assert one.snapshots == 1
     assert ("store_mb_s" in one.unmet, "store_mb_s" in before.unmet) == (False, False)
     assert "at_risk_s" in before.unmet or "at_risk_s" not in one.unmet
-    assert (limits.at_risk_s, limits.unsaved_s) != (None, None) or "overhead" not in one.unmet
-    again = decide(job.known, limits, job.nodes, job.peers, before, slots=1)
+    assert (limits.at_risk_s, job.unsaved_s) != (None, None) or "overhead" not in one.unmet
+    again = job.decide(limits, before, slots=1)
     assert again.snapshots == 1, "it has to be, at once"
     assert before.snapshots == 1 or again.local_s == one.local_s
-    assert decide(job.known, limits, job.nodes, job.peers, one, slots=1) == one
+    assert job.decide(limits, one, slots=1) == one
     longer = job.with_(commit_s=10 * job.commit_s)
-    assert decide(longer.known, limits, job.nodes, job.peers, one, slots=1).snapshots == 1
+    assert longer.decide(limits, one, slots=1).snapshots == 1
 
 
 # -- the intervals
@@ -218,13 +220,13 @@ def test_without_limits_it_is_as_good_as_the_best_whole_numbers(job):
         assert ours <= by_steps.overhead * 1.001
 
 
-@given(JOBS, LIMITS, st.floats(1, 3))
+@given(LIMITED, LIMITS, st.floats(1, 3))
 def test_a_longer_stall_does_not_shorten_the_snapshots_interval(job, limits, times):
     longer = job.with_(stall_s=times * job.stall_s)
     assert longer.decide(limits).local_s * EXACT >= job.decide(limits).local_s
 
 
-@given(JOBS, LIMITS, st.integers(1, 10))
+@given(LIMITED, LIMITS, st.integers(1, 10))
 def test_more_failures_do_not_lengthen_the_interval_of_their_level(job, limits, more):
     assert job.with_(process=job.process + more).decide(limits).local_s <= job.decide(limits).local_s * EXACT
     assert job.with_(job=job.job + more).decide(limits).store_s <= job.decide(limits).store_s * EXACT
@@ -277,7 +279,7 @@ def test_until_a_commit_is_measured_each_snapshot_may_be_one():
 # -- when to change
 
 
-@given(JOBS, LIMITS)
+@given(LIMITED, LIMITS)
 def test_the_same_knowledge_asks_for_no_change(job, limits):
     found = job.decide(limits)
     assert job.decide(limits, found) == found
@@ -621,9 +623,9 @@ def test_an_overhead_beyond_all_numbers_is_said_in_words():
         (Job(), Adaptive(overhead=1e-3), "limited by overhead="),
         (Job(), Adaptive(store_mb_s=1), "limited by store_mb_s="),
         (Job(), Adaptive(at_risk_s=600), "limited by at_risk_s="),
-        (Job(), Adaptive(unsaved_s=600), "limited by ckpt.Limits(unsaved_s=)"),
+        (Job(unsaved_s=600), Adaptive(), "limited by ckpt.Limits(unsaved_s=)"),
         (Job(), Adaptive(at_risk_s=60), "cannot be kept: at_risk_s="),
-        (Job(), Adaptive(unsaved_s=40), "cannot be kept: unsaved_s="),
+        (Job(unsaved_s=40), Adaptive(), "cannot be kept: unsaved_s="),
         (Job(), Adaptive(at_risk_s=120, overhead=1e-3), "cannot be kept: overhead="),
         (Job(step_s=600), Adaptive(), "three steps take that long"),
         (Job(step_s=7200), Adaptive(), "three steps take that long"),
