@@ -103,8 +103,8 @@ class Listening:
         self._events = events
         self._tasks: Tasks | None = None
         self._ending: list[Tasks] = []
-        self._left: dict[tuple[str, str], float] = {}  # by what a job has left, and the deadline: as long as it stands
         self._times: dict[tuple[str, str], float] = {}  # deadlines of what was told and not taken back
+        self._left: set[tuple[str, str]] = set()  # of these, by what a job has left: their deadlines stay as they were
         self._first: First = {}  # outlives `stop`: a machine that has 10 s left has no 30 for the job that comes then
         self._azure: AzureListener | None = None  # set by the thread that begins
 
@@ -136,12 +136,13 @@ class Listening:
         """A job leaves by what stands under that name. If it is started again here nothing is gained by leaving again:
         that counts until the source takes it back, or names a later time."""
         if (source, key) in self.standing:
-            self._left[source, key] = self.standing[source, key].deadline_s
+            self._times[source, key] = self.standing[source, key].deadline_s
+            self._left.add((source, key))
 
     def left_ahead_s(self, now_s: float) -> float:
         """How long a job that is started again here may meet with what it has left by: nobody but this agent could tell
         it so. 0: it cannot. `now_s`: Unix time."""
-        return max(0.0, max(self._left.values(), default=-math.inf) + OUTLIVES_S - now_s)
+        return max(0.0, max((self._times[name] for name in self._left), default=-math.inf) + OUTLIVES_S - now_s)
 
     def remember(self, notice: Notice, when: When) -> None:
         """A former agent heard that: where it counts from when it was first seen, it does not begin anew; and where it
@@ -149,7 +150,7 @@ class Listening:
         self._first.setdefault(notice.source, {})[notice.key] = notice.deadline_s
         self._times[notice.source, notice.key] = notice.deadline_s
         if when is When.NOT_AGAIN:
-            self._left[notice.source, notice.key] = notice.deadline_s
+            self._left.add((notice.source, notice.key))
 
     def acknowledge(self, source: str, key: str, then: Callable[[str], None]) -> None:
         """Tells that source that what it plans, which stands here, may begin now; a few times, where it does not say
@@ -230,13 +231,13 @@ class Listening:
             return  # it was told to stop meanwhile
         name = (word.source, word.key)
         if isinstance(word, Notice):
-            if word.deadline_s > self._left.get(name, math.inf) + MOVED_S:
-                del self._left[name]
+            if name in self._left and word.deadline_s > self._times[name] + MOVED_S:
+                self._left.remove(name)
             word = self.standing[name] = self._ahead(word)
             self._tell(word, self._when(word))
         else:
             self.standing.pop(name, None)
-            self._left.pop(name, None)
+            self._left.discard(name)
             self._times.pop(name, None)
             self._tell(word, When.IN_TIME)
 
@@ -245,9 +246,10 @@ class Listening:
         name, now_s = (notice.source, notice.key), time.time()
         if notice.deadline_s <= now_s:
             notice = replace(notice, deadline_s=min(now_s + PAST_S, self._times.get(name, math.inf)))
-        self._times[name] = notice.deadline_s
-        if len(self._times) > PASSED_MAX:
-            del self._times[min(self._times, key=self._times.__getitem__)]
+        if name not in self._left:
+            self._times[name] = notice.deadline_s
+            if len(self._times) - len(self._left) > PASSED_MAX:
+                del self._times[min(self._times.keys() - self._left, key=self._times.__getitem__)]
         return notice
 
     def _when(self, notice: Notice) -> When:
