@@ -392,7 +392,7 @@ class Checkpointer:
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
         if saver.link.terms is not None and saver.link.terms.rank == 0:
-            loaders.advise(self.state, self.events)
+            loaders.advise(saver.walk.scan.nodes, self.events)
             self._advise_interval()
         last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
         parting.begin()

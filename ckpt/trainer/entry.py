@@ -205,11 +205,11 @@ def _prepare(
     replicated: bool,
 ) -> Saver:
     walker = StateWalker(asked.state, coordinate, asked.generators)
-    if settings.notices != "off":
-        stack.enter_context(shielded(asked.state, events))
     snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
     saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
     stack.callback(saver.close)
+    if settings.notices != "off":
+        stack.enter_context(shielded(saver.walk.scan.nodes, events))
     saver.link.connect()
     return saver
 

@@ -7,13 +7,13 @@ iterator after a restart within an epoch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ckpt.events import Events
-from ckpt.trainer import nodes
-from ckpt.trainer.nodes import LoaderNode
+from ckpt.trainer.nodes import LoaderNode, Node
 
 WAY = (
     "give it sampler=RandomSampler(data) of torchdata.stateful_dataloader.sampler and generator=torch.Generator() "
@@ -22,9 +22,9 @@ WAY = (
 _STATELESS = tuple(kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
-def advise(state: dict[str, Any], events: Events) -> None:
-    """One loud event for each loader of the state that would not go on bit for bit after a restart."""
-    for node in nodes.find(state):
+def advise(found: Sequence[Node], events: Events) -> None:
+    """One loud event for each loader among the nodes of a state that would not go on bit for bit after a restart."""
+    for node in found:
         if isinstance(node, LoaderNode) and (why := shortcoming(node.value)):
             events.emit("loader.inexact", f"ckpt: {node.path}: {why}: {WAY}", loud=True, loader=node.path)
 

@@ -12,7 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from ckpt.events import Events
 from ckpt.notices.signals import is_caught
 from ckpt.tasks import Tasks
-from ckpt.trainer import nodes
-from ckpt.trainer.nodes import LoaderNode
+from ckpt.trainer.nodes import LoaderNode, Node
 
 LOOK_S = 1.0  # until a worker is gone whose trainer has died: nobody else's signal ends it any more
 
@@ -63,11 +62,11 @@ class Shielded:
 
 
 @contextlib.contextmanager
-def shielded(state: dict[str, Any], events: Events) -> Iterator[None]:
-    """Inside the block the loaders of the state shield their new workers; after it they are as they were. One loud
-    event for each that has workers already. Errors: as `nodes.find`."""
-    found: list[tuple[DataLoader[Any], Any]] = []
-    for node in nodes.find(state):
+def shielded(found: Sequence[Node], events: Events) -> Iterator[None]:
+    """Inside the block the loaders among the nodes of a state shield their new workers; after it they are as they were.
+    One loud event for each that has workers already."""
+    before: list[tuple[DataLoader[Any], Any]] = []
+    for node in found:
         loader = node.value
         if not (isinstance(node, LoaderNode) and isinstance(loader, DataLoader) and loader.num_workers):
             continue
@@ -78,12 +77,12 @@ def shielded(state: dict[str, Any], events: Events) -> Iterator[None]:
             text += "(torchrun and Slurm send such) ends them, and the job before it has saved. Make the iterator "
             text += "inside the block, or give the loader worker_init_fn=ckpt.shield_worker"
             events.emit("loader.unshielded", text, loud=True, loader=node.path)
-        found.append((loader, loader.worker_init_fn))
-    for loader, first in found:
+        before.append((loader, loader.worker_init_fn))
+    for loader, first in before:
         loader.worker_init_fn = Shielded(first)
     try:
         yield
     finally:
-        for loader, first in reversed(found):
+        for loader, first in reversed(before):
             if isinstance(loader.worker_init_fn, Shielded):
                 loader.worker_init_fn = first

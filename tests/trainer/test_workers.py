@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.events import Events
+from ckpt.trainer.nodes import find
 from ckpt.trainer.workers import Shielded, shielded
 from tests.session.loops import wait_agent_gone
 from tests.session.runs import Seen
@@ -65,7 +66,7 @@ def test_inside_the_block_loaders_are_shielded_and_after_it_they_are_as_they_wer
 def test_workers_that_were_there_before_the_block_are_named_loudly() -> None:
     seen, batches, safe = Seen(), loader(), loader(worker_init_fn=ckpt.shield_worker)
     drawn = [iter(batches), iter(safe)]
-    with shielded({"data": {"train": batches, "safe": safe, "test": loader()}}, Events(seen)):
+    with shielded(find({"data": {"train": batches, "safe": safe, "test": loader()}}), Events(seen)):
         pass
     (event,) = seen.named("loader.unshielded")
     assert (event.loud, event.data) == (True, {"loader": "data.train"})

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt.events import Events
+from ckpt.trainer.nodes import find
 from ckpt.trainer.workers import shielded
 
 FIRST: list[int] = []
@@ -40,7 +41,7 @@ def main() -> None:
     batches = StatefulDataLoader(
         Samples(), batch_size=None, num_workers=2, worker_init_fn=note, multiprocessing_context=context
     )
-    with shielded({"loader": batches}, Events()):
+    with shielded(find({"loader": batches}), Events()):
         drawn = iter(batches)
         workers = [next(drawn) for _ in range(2)]
         assert [first for _, first in workers] == [[0], [1]], "a `worker_init_fn` of the user's own runs first"
