@@ -33,7 +33,10 @@ def agent(
     commit_after_s: Annotated[
         float,
         typer.Option(
-            "--commit-after-s", help="Seconds without the job's coordinator until it commits by itself.", min=0.0
+            "--commit-after-s",
+            help="Seconds without the job's coordinator until it commits by itself.",
+            min=0.0,
+            callback=out.seconds,
         ),
     ] = 30.0,
     json: out.Json = False,

@@ -51,7 +51,9 @@ def the_agent(url: str) -> socket.socket:
 
 def preempt(
     url: out.Url,
-    deadline_s: Annotated[float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0)] = 30.0,
+    deadline_s: Annotated[
+        float, typer.Option("--deadline-s", help="Seconds that the job has left.", min=0.0, callback=out.seconds)
+    ] = 30.0,
     cancel: Annotated[bool, typer.Option("--cancel", help="Take it back: the job goes on.")] = False,
     json: out.Json = False,
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,13 @@ Which = Annotated[
         "--step", metavar="STEP", help="A step of the line as `ckpt ls` shows it (300, 300.1), or a full identity."
     ),
 ]
+
+
+def seconds(value: float) -> float:
+    """For the callback of an option: "nan" and "inf" are numbers to typer. Errors: BadParameter."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number of seconds")
+    return value
 
 
 class Unread(BrokenPipeError):

@@ -30,7 +30,9 @@ def train_one(
     signals: Files,
     to: Annotated[Path, typer.Option("--out", metavar="MODEL", help="The file to write.")],
     seed: Annotated[int, typer.Option("--seed", help="The same seed trains the same.")] = 0,
-    limit_s: Annotated[float, typer.Option("--limit-s", help="Train for so many seconds at most.", min=0)] = 300.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", help="Train for so many seconds at most.", min=0, callback=out.seconds)
+    ] = 300.0,
     json: out.Json = False,
 ) -> None:
     """Train a small network on recorded signals; say what it is worth on nodes that it has not seen."""

@@ -52,7 +52,9 @@ def rehearse(
     ] = None,
     lose_memory: Annotated[bool, typer.Option("--lose-memory", help="Kill the agent too: a lost host.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what both runs saved.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="How long each run may take.")] = 3600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", help="How long each run may take.", min=0.0, callback=out.seconds)
+    ] = 3600.0,
     json: out.Json = False,
 ) -> None:
     """Prove that your own script restarts exactly.

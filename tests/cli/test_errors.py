@@ -206,3 +206,20 @@ def test_what_no_command_foresaw_has_a_code_and_json_too(
     assert said.code == code
     assert said.json["error"]["kind"] == kind
     assert ("Traceback" in said.err) == (code == Exit.UNFORESEEN)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "-1"])
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["rehearse"], "--timeout-s"),
+        (["preempt"], "--deadline-s"),
+        (["agent"], "--commit-after-s"),
+        (["predict", "train"], "--limit-s"),
+    ],
+)
+def test_a_number_of_seconds_that_is_none_is_refused(
+    words: list[str], option: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ckpt(monkeypatch, *words, option, bad, tmp_path)
+    assert (said.code, option in said.err) == (2, True)
