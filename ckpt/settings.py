@@ -95,25 +95,42 @@ STORE_FILES = (  # those of them that are paths
 
 def store_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that lead to the store, and what they say, wherever it is read: paths are absolute, since an
-    agent has another working directory."""
-    env = os.environ if env is None else env
+    agent has another working directory. Errors: UsageError where an agent cannot be told."""
+    found = _store_variables(os.environ if env is None else env)
+    for name in found:
+        _told(found, name)
+    return found
+
+
+def _store_variables(env: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in sorted(env.items()) if name.startswith(STORE_VARIABLES)}
     return found | {name: os.path.abspath(os.path.expanduser(found[name])) for name in STORE_FILES if found.get(name)}
 
 
+def _told(env: Mapping[str, str], name: str) -> str:
+    """Of a variable that agents are told. It may be a secret, and is not shown. Errors: UsageError."""
+    try:
+        f"{name}{env[name]}".encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="backslashreplace").decode()
+        raise UsageError(f"{shown} is no UTF-8, as all that agents are told is; change or unset it") from None
+    return env[name]
+
+
 def adopt_store_environment(wanted: Mapping[str, str]) -> bool:
     """Makes it that of this process; whether it was another one."""
-    before = store_environment()
+    before = _store_variables(os.environ)
     for name in before.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update({name: wanted[name] for name in wanted if name.startswith(STORE_VARIABLES)})
-    return before != store_environment()
+    return before != _store_variables(os.environ)
 
 
 def variables(names: Iterable[str], env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Those of these variables that are set, for what reads its own usual ones (the clouds' metadata services)."""
+    """Those of these variables that are set, for what reads its own usual ones (the clouds' metadata services).
+    Errors: UsageError."""
     env = os.environ if env is None else env
-    return {name: env[name] for name in names if name in env}
+    return {name: _told(env, name) for name in names if name in env}
 
 
 def _number(env: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
@@ -202,7 +219,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
     secret_file = env.get("CKPT_SECRET_FILE")
     events, metrics = env.get("CKPT_EVENTS"), env.get("CKPT_METRICS")
     signals_log, predictor = env.get("CKPT_SIGNALS_LOG"), env.get("CKPT_PREDICTOR")
-    notice_file, outcome_file = env.get("CKPT_NOTICE_FILE"), env.get("CKPT_OUTCOME_FILE")
+    notice_file, outcome_file = (_told(env, n) if n in env else None for n in ("CKPT_NOTICE_FILE", "CKPT_OUTCOME_FILE"))
     return Settings(
         runtime_dir=_absolute(runtime),
         launch=_launch(env)[:200].encode(errors="backslashreplace").decode(),  # agents speak UTF-8

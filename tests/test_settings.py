@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt
 from ckpt.errors import UsageError
 from ckpt.settings import read, store_environment
 
@@ -165,3 +166,17 @@ def test_files_that_lead_to_the_store_are_absolute_since_the_agent_works_in_anot
         "AWS_REGION": "r",
         "AWS_SHARED_CREDENTIALS_FILE": "",
     }
+
+
+@pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "CKPT_NOTICE_FILE", "GCE_METADATA_HOST"])
+def test_a_variable_that_no_agent_could_be_told_is_refused_by_name_and_not_shown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_NOTICES", "given")
+    monkeypatch.setenv(name, os.fsdecode(b"/tmp/secret-\xff"))
+    with (
+        pytest.raises(UsageError, match=f"{name} is no UTF-8") as raised,
+        ckpt.Checkpointer(tmp_path / "run", {"x": 1}),
+    ):
+        pass
+    assert "secret-" not in str(raised.value)

@@ -215,6 +215,8 @@ def _prepare(
 
 
 def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinate) -> bytes:
+    """Errors: UsageError where an agent could not be told of the store, which one of the ranks does."""
+    store_environment()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = os.stat("/proc/self/ns/net").st_ino  # hosts of their own on one machine
     packed: bytes = msgpack.packb(
