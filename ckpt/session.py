@@ -28,7 +28,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
-from ckpt.tasks import Tasks
+from ckpt.tasks import Tasks, end_all
 from ckpt.trainer import entry, loaders
 from ckpt.trainer.asked import Asked, check_state, find_url, make_options
 from ckpt.trainer.levels import Level
@@ -97,8 +97,7 @@ class _Parts:
     saver: Saver
     updates: Updates
     parting: Parting
-    closing: contextlib.ExitStack
-    last: contextlib.ExitStack  # what is of use until nothing more happens
+    ends: list[Callable[[], object]]  # of all that was begun, in that order
 
 
 def _working(
@@ -341,17 +340,11 @@ class Checkpointer:
         self._hold_at, self._rehearsed = (settings.hold_at, 1) if is_rehearsal else (0, 0)
         if self._notices == "off":
             settings = replace(settings, notices="off")
-        last, closing = contextlib.ExitStack(), contextlib.ExitStack()
+        last, ends = contextlib.ExitStack(), list[Callable[[], object]]()
         try:
-            self._begin(settings, last, closing, began_s)
+            self._begin(settings, last, ends, began_s)
         except BaseException:
-            if self._entered is not None:  # the agent has taken us in
-                self._entered.saver.link.give_up()
-                self._close(self._entered)
-            try:
-                closing.close()
-            finally:
-                last.close()
+            end_all([last.close, *ends] if self._entered is None else self._entered.ends)
             raise
         return self
 
@@ -367,17 +360,35 @@ class Checkpointer:
             )
 
     def _begin(
-        self, settings: Settings, last: contextlib.ExitStack, closing: contextlib.ExitStack, began_s: float
+        self, settings: Settings, last: contextlib.ExitStack, ends: list[Callable[[], object]], began_s: float
     ) -> None:
+        """`last`: what is of use until nothing more happens. What is begun is appended to `ends`, each before anything
+        of it would have to be ended: Ctrl-C may come in between."""
         lines = self._write_events(settings.events, last)
-        tasks = closing.enter_context(Tasks("trainer", pool_size=4))
-        saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, closing)
-        updates = closing.enter_context(Updates(self.state, lambda: saver.walk))
-        parting = Parting(saver.link, tasks, self.events, settings)
-        if lines is not None and saver.link.terms is not None:
-            terms = saver.link.terms
-            lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
-        self._entered = _Parts(tasks, saver, updates, parting, closing, last)
+        tasks = Tasks("trainer", pool_size=4)
+        ends.append(tasks.close)
+        saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
+        try:  # the agent has taken us in
+            updates = Updates(self.state, lambda: saver.walk)
+            ends.append(updates.close)
+            updates.begin()
+            parting = Parting(saver.link, tasks, self.events, settings)
+            fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
+            ends = [parting.close, last.close, fail_all, *ends, parting.end_threads, self._forget]
+            if lines is not None and saver.link.terms is not None:
+                terms = saver.link.terms
+                lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
+            self._take_up(_Parts(tasks, saver, updates, parting, ends), found, began_s)
+            last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
+            parting.begin()
+        except BaseException:
+            saver.link.give_up()
+            raise
+
+    def _take_up(self, parts: _Parts, found: entry.Found, began_s: float) -> None:
+        """From here on it is entered, and goes on from what was found."""
+        link = parts.saver.link
+        self._entered = parts
         self._was_entered = True
         _LIVE.add(self)
         self.restored = Restored(found.tick.step, found.level, found.identity, found.source)
@@ -386,16 +397,14 @@ class Checkpointer:
         self._receipt.start_step = self._step
         self._receipt.restored_from = self.restored.source
         self._receipt.entry_s = time.monotonic() - began_s
-        saver.link.levels.begin()  # what entering took is not unsaved time
-        saver.link.enter(self._step + 1)
+        link.levels.begin()  # what entering took is not unsaved time
+        link.enter(self._step + 1)
         self._update_receipt()
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
-        if saver.link.terms is not None and saver.link.terms.rank == 0:
-            loaders.advise(saver.walk.scan.nodes, self.events)
+        if link.terms is not None and link.terms.rank == 0:
+            loaders.advise(parts.saver.walk.scan.nodes, self.events)
             self._advise_interval()
-        last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
-        parting.begin()
 
     def _advise_interval(self) -> None:
         """ckpt.Adaptive keeps to it; an interval that the user gave is left as it is."""
@@ -407,7 +416,7 @@ class Checkpointer:
             self.events.emit("policy.seldom", text, loud=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        parts = self._parts
+        parts = self._entered or self._parts  # no call where it is entered: Ctrl-C is heard in one
         if parts.saver.forked:  # all that there is to close belongs to the parent
             self._entered = None
             return
@@ -424,24 +433,15 @@ class Checkpointer:
             raise
         finally:
             try:
-                self._close(parts)
-            except KeyboardInterrupt:  # before the first of them was closed, maybe
-                self._close(parts)
+                end_all(parts.ends)
+            except KeyboardInterrupt:  # between two of them, maybe, or before the first
+                end_all(parts.ends)
                 raise
         if failure is not None:
             if error is not None:
                 error.add_note(f"ckpt: {failure}")
             else:
                 raise CommitFailed(str(failure)) from failure
-
-    def _close(self, parts: _Parts) -> None:
-        with contextlib.ExitStack() as ends:  # all of them: Ctrl-C ends a wait in one, and not the next
-            ends.callback(parts.parting.close)
-            ends.callback(parts.last.close)
-            ends.callback(parts.saver.link.levels.fail_all, "the block was left before that was known")
-            ends.callback(parts.closing.close)
-            ends.callback(parts.parting.end_threads)
-            ends.callback(self._forget)
 
     def _write_events(self, path: Path | None, closing: contextlib.ExitStack) -> JsonLines | None:
         """To the file that CKPT_EVENTS names, until `closing`. What the agent tells it writes there itself."""

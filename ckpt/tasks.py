@@ -18,6 +18,25 @@ from ckpt.errors import CkptError
 T = TypeVar("T")
 
 
+def end_all(ends: list[Callable[[], object]]) -> None:
+    """Calls each, the last first, and takes it off the list once it is over: a second call goes on with the rest. One
+    that Ctrl-C ends, maybe before its first line, is called once more. Errors: Ctrl-C, or else the first."""
+    failure: BaseException | None = None
+    while ends:
+        try:
+            try:
+                ends[-1]()
+            except KeyboardInterrupt:
+                ends[-1]()
+                raise
+        except BaseException as exc:
+            if failure is None or isinstance(exc, KeyboardInterrupt):
+                failure = exc
+        ends.pop()
+    if failure is not None:
+        raise failure
+
+
 class Tasks:
     """Named threads and one bounded pool, closed together.
 
@@ -54,8 +73,8 @@ class Tasks:
         deadline = time.monotonic() + timeout_s
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        with self._lock:
-            threads = [t for t in self._threads if t is not threading.current_thread()]
+        with self._lock:  # one that is not alive has ended, or Ctrl-C came before it was started
+            threads = [t for t in self._threads if t.is_alive() and t is not threading.current_thread()]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         alive = [t.name for t in threads if t.is_alive()]

@@ -245,9 +245,9 @@ class Arena:
             self.view.release()
             with contextlib.suppress(BufferError):  # a caller's view is alive: the mapping goes with that
                 self._map.close()
+            fd, self.fd = self.fd, -1
             del self._map  # it has a descriptor of its own
-            os.close(self.fd)
-            self.fd = -1
+            os.close(fd)
 
     def _put(self, at: int, data: bytes) -> None:
         if at + len(data) > self.bytes:

@@ -127,33 +127,32 @@ def _spawn(url: str, place: Places, deadline: float) -> bool:
     """True once it serves; False when another agent still holds the run lock (it says "busy")."""
     import ckpt
 
-    ready_read, ready_write = os.pipe()
     package_dir = os.fspath(Path(ckpt.__file__).parent.parent)
     path = os.pathsep.join(p for p in (package_dir, os.environ.get("PYTHONPATH", "")) if p)
     command = [
         *("/bin/sh", "-c", '"$@" &', "sh"),  # the shell ends at once: the agent is no child of the trainer's
         *(sys.executable, "-P", "-m", "ckpt.agent.main", "--url", url, "--socket", os.fspath(place.socket)),
-        *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd", str(ready_write)),
+        *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd"),
     ]
+    ready_read, ready_write = os.pipe()
     try:
-        with open(place.log, "ab") as log:
-            subprocess.run(
-                command,
-                check=True,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": path},
-                pass_fds=[ready_write],
-                start_new_session=True,
-            )
-    except (OSError, subprocess.CalledProcessError) as exc:
-        os.close(ready_read)
-        raise AgentError(f"cannot start the agent ({sys.executable}): {exc}") from exc
-    finally:
-        os.close(ready_write)
-    try:
+        try:
+            with open(place.log, "ab") as log:
+                subprocess.run(
+                    [*command, str(ready_write)],
+                    check=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env={**os.environ, "PYTHONPATH": path},
+                    pass_fds=[ready_write],
+                    start_new_session=True,
+                )
+        except (OSError, subprocess.CalledProcessError) as exc:
+            raise AgentError(f"cannot start the agent ({sys.executable}): {exc}") from exc
+        finally:
+            os.close(ready_write)
         said = _read_ready(ready_read, deadline)
     finally:
         os.close(ready_read)
@@ -302,11 +301,10 @@ class Connection:
         self._send({"t": kind, **fields}, fds, blobs)
 
     def close(self) -> None:
-        """Ends the connection and its thread; the agent takes it as the end of this trainer's interest."""
+        """Ends the connection and its thread; the agent takes it as the end of this trainer's interest. So does a
+        second call, where Ctrl-C has ended the first."""
         with self._lock:
-            was, self._closed = self._closed, True
-        if was:
-            return  # the agent was gone first
+            self._closed = True
         with contextlib.suppress(OSError):  # already gone
             self._sock.shutdown(socket.SHUT_RDWR)
         if self._reader is not threading.current_thread():

@@ -147,8 +147,9 @@ class ControlPage:
         return self._page[8 * (1 + rank)] & SUB_MAX
 
     def close(self) -> None:
-        if not self._map.closed:
+        if self.fd >= 0:
             self.words.release()
             self._page.release()
             self._map.close()
-            os.close(self.fd)
+            fd, self.fd = self.fd, -1
+            os.close(fd)

@@ -98,13 +98,19 @@ class Found:
 
 
 def enter(
-    asked: Asked, settings: Settings, tasks: Tasks, events: Events, receipt: Receipt, stack: ExitStack
+    asked: Asked,
+    settings: Settings,
+    tasks: Tasks,
+    events: Events,
+    receipt: Receipt,
+    ends: list[Callable[[], object]],
 ) -> tuple[Saver, Found]:
-    """Runs on every rank. Errors: those of ckpt.Checkpointer, on all ranks."""
+    """Runs on every rank. What has to be ended is appended to `ends`. Errors: those of ckpt.Checkpointer, on all
+    ranks."""
     group = collective.open_group(asked.process_group)
     coordinate = _agree_on_coordinate(group, asked, events)
     saver = collective.together(
-        group, lambda: _prepare(asked, settings, tasks, events, receipt, stack, coordinate, group.world > 1)
+        group, lambda: _prepare(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)
     )
     mine = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
     facts = [msgpack.unpackb(said) for said in group.gather(mine)]
@@ -125,11 +131,11 @@ def enter(
         found = _join_and_restore(
             group, asked, tasks, events, saver, coordinate, launch, decision, nodes, begin["peers"]
         )
+        receipt.read_bytes.update(found.sources)
+        receipt.steps_lost = found.steps_lost
     except BaseException:
         saver.link.give_up()
         raise
-    receipt.read_bytes.update(found.sources)
-    receipt.steps_lost = found.steps_lost
     return saver, found
 
 
@@ -200,16 +206,20 @@ def _prepare(
     tasks: Tasks,
     events: Events,
     receipt: Receipt,
-    stack: ExitStack,
+    ends: list[Callable[[], object]],
     coordinate: Coordinate,
     replicated: bool,
 ) -> Saver:
     walker = StateWalker(asked.state, coordinate, asked.generators)
     snapshotter = Snapshotter(make_copier(), lazy=asked.lazy, events=events)
+    ends.append(snapshotter.close)
     saver = Saver(asked.url, settings, walker, snapshotter, tasks, events, receipt, replicated)
-    stack.callback(saver.close)
+    ends.append(saver.close)
+    saver.begin()
     if settings.notices != "off":
-        stack.enter_context(shielded(saver.walk.scan.nodes, events))
+        shield = ExitStack()
+        ends.append(shield.close)
+        shield.enter_context(shielded(saver.walk.scan.nodes, events))
     saver.link.connect()
     return saver
 

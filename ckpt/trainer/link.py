@@ -604,9 +604,10 @@ class Link:
     # -- the end
 
     def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
         if connection is not None:
             connection.close()
+            self._connection = None
 
     def close(self) -> None:
         with self._lock:

@@ -61,14 +61,14 @@ class Parting:
         if self._settings.notices == "off":
             return
         leads_s = {signal.SIGTERM: self._settings.sigterm_s, signal.SIGUSR1: self._settings.sigusr1_s}
-        signals = Signals(leads_s, events=self._events)
+        signals = self._signals = Signals(leads_s, events=self._events)
         try:
             signals.__enter__()
         except UsageError as exc:
+            self._signals = None
             text = f"ckpt: SIGTERM and SIGUSR1 are not taken for notices: {exc}"
             self._events.emit("signals.unheard", text, loud=True)
             return
-        self._signals = signals
         self._tasks.start("signals", lambda: signals.listen(self._stop, self._on_signal, self._on_repeat))
 
     def held(self, round_: int) -> bool:

@@ -98,7 +98,10 @@ class Saver:
         self.thread = threading.current_thread()
         self.forked = False
         self.restarts_follow = settings.restarts_left > 0
-        tasks.start("stager", self._stage)
+        self._tasks = tasks
+
+    def begin(self) -> None:
+        self._tasks.start("stager", self._stage)
 
     def make_offer(self, tick: Tick, positions: bool = True) -> Offer:
         """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
@@ -251,7 +254,8 @@ class Saver:
         receipt.fell_back = [*itertools.chain(*found), *receipt.fallen]
 
     def close(self) -> None:
-        """Lets what is under way into the arenas finish, then ends the stager, the copies and the link."""
+        """Lets what is under way into the arenas finish, then ends the stager, the copies and the link; so a second
+        call, where Ctrl-C has ended the first."""
         with contextlib.ExitStack() as ends:  # the next one too, where Ctrl-C ends a wait
             ends.callback(self.link.close)
             ends.callback(self._snapshotter.close)

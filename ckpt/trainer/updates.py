@@ -5,8 +5,7 @@ finite, is such a step as well: the loop that goes on counts it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 from torch.amp import GradScaler
@@ -22,8 +21,8 @@ T = TypeVar("T")
 
 
 class Updates:
-    """While entered, counts steps of the optimizers in `state` and of those, inside wrappers or not registered at all,
-    that own one of its tensors. `walk()`: the present walk.
+    """From `begin` to `close`, counts steps of the optimizers in `state` and of those, inside wrappers or not
+    registered at all, that own one of its tensors. `walk()`: the present walk.
 
     Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
     `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
@@ -41,17 +40,18 @@ class Updates:
         self._walk = walk
         self._followed: Walk | None = None
         self._storages: frozenset[int] = frozenset()
+        self._hooks: list[RemovableHandle] = []
         self._known: dict[int, tuple[ref[Optimizer], bool]] = {}  # by id: some have no hash, or are equal to others
         self._last: dict[int, RemovableHandle] = {}  # by id: the hook that comes after all others of that optimizer
         self._begun: list[Optimizer] = []  # one for each step that has not ended: on threads, or within each other
 
-    def __enter__(self) -> Self:
-        self._hooks = register_optimizer_step_pre_hook(self._announce), register_optimizer_step_post_hook(self._end)
+    def begin(self) -> None:
+        self._hooks.append(register_optimizer_step_pre_hook(self._announce))
+        self._hooks.append(register_optimizer_step_post_hook(self._end))
         self._follow()
         self.collected = self.collect()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         for hook in (*self._hooks, *self._last.values()):
             hook.remove()
 

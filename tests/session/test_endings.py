@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -112,7 +114,7 @@ def test_an_agent_does_not_wait_for_who_was_interrupted_at_the_end_of_the_block(
     assert is_all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["quiet", "prove", "_close", "_tasks.submit"])
+@pytest.mark.parametrize("where", ["quiet", "prove", "_tasks.submit"])
 def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +122,7 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
         ck.step()
         ck.save().wait("store", timeout_s=60)
         leave, saver = ck._parts.parting.leave, ck._parts.saver
-        owner: Any = {"_close": ck, "_tasks.submit": saver._snapshotter._tasks}.get(where, saver)
+        owner: Any = saver._snapshotter._tasks if where == "_tasks.submit" else saver
 
         def interrupted(*args: object) -> None:
             monkeypatch.undo()
@@ -135,6 +137,67 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
     assert not saver._snapshotter._bound, "views of arenas that are gone"
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
+
+
+def interrupt_at(name: str) -> Callable[[FrameType, str, object], None]:
+    """For sys.setprofile: Ctrl-C where a function of that name begins, where Python looks for signals, once."""
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_qualname == name and "/ckpt/" in frame.f_code.co_filename:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    return look
+
+
+def held() -> list[str]:
+    """Memory that is shared with an agent."""
+    return [where for each in Path("/proc/self/fd").iterdir() if "ckpt-" in (where := os.path.realpath(each))]
+
+
+LEAVING = ["end_all", "Checkpointer._forget", "Parting.end_threads", "Updates.close", "StepHook.remove", "Saver.close"]
+LEAVING += ["Saver.quiet", "Snapshotter.close", "Link.close", "Link._drop_connection", "Connection.close"]
+LEAVING += ["Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Parting.close"]
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_an_interrupt_before_the_first_line_of_what_closes_the_block_leaves_nothing_open(
+    name: str, tmp_path: Path
+) -> None:
+    ck = ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)})
+    ck.__enter__()
+    ck.step()
+    ck.save().wait("store", timeout_s=60)
+    sys.setprofile(interrupt_at(name))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ck.__exit__(None, None, None)
+    finally:
+        sys.setprofile(None)
+    assert is_all_gone(tmp_path)
+    assert not held()
+    assert ck._entered is None
+
+
+ENTERING = ["Snapshotter.__init__", "Saver.__init__", "Saver.begin", "Tasks.start", "Link.connect", "Link.join"]
+ENTERING += ["Updates.begin", "Updates.collect", "Parting.begin", "Signals.__enter__", "is_caught", "Levels.begin"]
+
+
+@pytest.mark.parametrize("name", ENTERING)
+def test_an_interrupt_while_the_block_is_entered_leaves_nothing_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_NOTICES", "given")
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    sys.setprofile(interrupt_at(name))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}).__enter__()
+    finally:
+        sys.setprofile(None)
+    assert is_all_gone(tmp_path)
+    assert not held()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
 def test_an_agent_is_not_bound_to_the_processor_that_its_trainer_is_bound_to(tmp_path: Path) -> None:

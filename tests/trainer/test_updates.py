@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,9 +16,15 @@ from ckpt.trainer.updates import Updates
 from ckpt.trainer.walk import StateWalker
 
 
-def counted(model: torch.nn.Module, *registered: Optimizer) -> Updates:
+@contextlib.contextmanager
+def counted(model: torch.nn.Module, *registered: Optimizer) -> Iterator[Updates]:
     walk = StateWalker({"model": model}, by_rank(0, 1)).walk()
-    return Updates({"model": model, "optim": list(registered)}, lambda: walk)
+    updates = Updates({"model": model, "optim": list(registered)}, lambda: walk)
+    updates.begin()
+    try:
+        yield updates
+    finally:
+        updates.close()
 
 
 def sgd(*params: torch.nn.Parameter) -> SGD:
