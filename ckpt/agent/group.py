@@ -422,7 +422,7 @@ class Group(Verdicts):
             return
         at = max(self._start_step, *steps)
         if not by_time:
-            tick = self._next_named(now_s, at, steps, [round_.tick for round_ in before])
+            tick = self._next_named(now_s, at, steps, bool(before))
         elif len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
             tick = self._next_poll(now_s, steps[0] - 1, max(polls))
         else:
@@ -438,15 +438,16 @@ class Group(Verdicts):
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
 
-    def _next_named(self, now_s: float, at: int, steps: Sequence[int], before: Sequence[Tick]) -> Tick | None:
-        """The first of the steps that the policy names which can still be announced, and is behind those that are.
-        None: it will be time for it later, and until then its slot may serve another."""
+    def _next_named(self, now_s: float, at: int, steps: Sequence[int], others: bool) -> Tick | None:
+        """The first of the steps that the policy names which can still be announced, and is behind all that are taken
+        or announced. None: it will be time for it later, and until then its slot may serve another. `others`: whether
+        some are announced."""
         every = self.policy.steps or 1
         far = self._next_step(now_s, at)
         near = self._near_step(now_s, steps) or far
-        first = max(near.step, *(tick.step + 1 for tick in before)) if before else near.step
-        step = -(-first // every) * every
-        return Tick(step) if not before or step <= far.step else None
+        newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
+        step = -(-max(near.step, newest + 1) // every) * every
+        return Tick(step) if not others or step <= far.step else None
 
     def _next_step(self, now_s: float, at: int) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be

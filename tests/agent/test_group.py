@@ -177,6 +177,16 @@ def test_one_that_is_missed_takes_none_of_those_with_it_that_are_appointed_too()
     assert driver.words()[1].step > second.step
 
 
+def test_a_step_that_is_taken_is_not_appointed_again_though_its_end_is_not_seen_yet() -> None:
+    driver = EachStep(slots=SLOTS_CLOSE)
+    driver.train(30)
+    taken = driver.taken[-1]
+    driver.steps = [taken, taken]
+    driver.now_s += 5.0
+    driver.decide_at(driver.now_s, driver.now_s)
+    assert all(word.step > taken for word in driver.words())
+
+
 def test_no_second_one_is_appointed_where_steps_are_far_apart_or_go_by_the_clock() -> None:
     for policy in (Every(steps=10), Every(seconds=0.05)):
         driver = EachStep(SLOTS_CLOSE, policy=policy)

@@ -347,7 +347,9 @@ def test_copies_from_which_a_part_of_a_commit_is_written_stay_as_they_are_until_
         others = SimpleNamespace(
             copies=held.keeper, _store=store, _bulk=held.turned.bulk, _held=arenas, _writes=writes, _server=server
         )
-        channel = SimpleNamespace(refuse=lambda *told: heard.append(told), reply=lambda *told: heard.append(told))
+        others._writing = []
+        say = lambda *told: heard.append(told)  # noqa: E731
+        channel = SimpleNamespace(peer="c", refuse=say, reply=say)
         fields = {"t": "write", "id": 1, "identity": str(which), "codec": "raw", "bandwidth": None}
         Others._write(cast(Any, others), cast(Any, channel), Message(fields, [], [wanted.encode()]))
     for step in (10, 15, 20):
