@@ -178,13 +178,17 @@ def test_one_that_is_missed_takes_none_of_those_with_it_that_are_appointed_too()
 
 
 def test_a_step_that_is_taken_is_not_appointed_again_though_its_end_is_not_seen_yet() -> None:
-    driver = EachStep(slots=SLOTS_CLOSE)
-    driver.train(30)
-    taken = driver.taken[-1]
-    driver.steps = [taken, taken]
-    driver.now_s += 5.0
+    driver = EachStep(SLOTS_CLOSE, policy=Every(steps=5))
+    driver.train(27)
+    (word,) = driver.words()
+    assert word.step == 30
+    driver.steps = [30, 30]
+    for rank in range(2):
+        driver.group.staged(rank, word.round, Tick(30), word.slot, "d", 0.0)
     driver.decide_at(driver.now_s, driver.now_s)
-    assert all(word.step > taken for word in driver.words())
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide_at(driver.now_s, driver.now_s)
+    assert [word.step for word in driver.words()] == [35]
 
 
 def test_no_second_one_is_appointed_where_steps_are_far_apart_or_go_by_the_clock() -> None:

@@ -330,7 +330,7 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(random, "sample", draw.sample)
     given = {name: getattr(threading, name) for name in ("Event", "Lock", "current_thread")}
     patch.setattr(ckpt.tasks, "threading", types.SimpleNamespace(Thread=thread, **given))
-    patch.setattr(ckpt.tasks, "ThreadPoolExecutor", lambda size, name: Pool(world, size, name))
+    patch.setattr(ckpt.tasks, "ThreadPoolExecutor", lambda size, name, _: Pool(world, size, name))
     patch.setattr(ckpt.store.packs, "queue", types.SimpleNamespace(SimpleQueue=queue.Queue, Empty=queue.Empty))
 
 
