@@ -191,9 +191,13 @@ class Snapshotter:
             ends.callback(self._tasks.close)
             if self._hook is not None:
                 ends.callback(self._hook.remove)
+            ends.callback(self._end_tasks)
             self.poll()
-            if not self._tasks.stopping.is_set():
-                self._tasks.submit(lambda: None).result()  # after all that a device still works on
+
+    def _end_tasks(self) -> None:
+        """What they are to abandon is waited for by others."""
+        if not self._tasks.stopping.is_set():
+            self._tasks.submit(lambda: None).result()  # after all that a device still works on
 
     def _drop(self) -> None:
         self._reading = None

@@ -870,6 +870,20 @@ def test_a_wait_that_ctrl_c_ends_costs_the_snapshot_and_leaves_nobody_waiting(en
         assert it.names() == ["snapshot.abandoned"]
 
 
+def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
+    loop, held = Loop(), threading.Event()
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        (snapshot,) = loop.run(it)
+        loop.copier.on_fence = interrupt
+        it.snapshotter._tasks.submit(held.wait)  # who abandons it has to wait for that
+        threading.Timer(0.1, held.set).start()
+        with pytest.raises(KeyboardInterrupt):
+            it.snapshotter.close()
+        snapshot.wait(10)
+        assert snapshot.abandoned == "interrupted"
+
+
 def interrupt() -> None:
     raise KeyboardInterrupt
 
