@@ -306,9 +306,11 @@ class Leaving(Facts):
 
     def _tend_push(self, now_s: float) -> None:
         """Where there is time for nothing else, what came of it is said shortly before the deadline; else a hold
-        follows, and what comes of that is said. So it is where the ranks were told to go before."""
+        follows, and what comes of that is said. So it is where the ranks were told to go before, or the run is
+        another's."""
         pushed = self._report is not None and self._report.how == "pushed"
-        deadline_s = None if self._leave_round or self._ended else self.deadline_s(now_s)
+        is_over = self._leave_round or self._ended or self.superseded_by
+        deadline_s = None if is_over else self.deadline_s(now_s)
         if self.course is Course.PUSH and self._report is None and deadline_s is not None:
             self._report = Report("pushed", "", deadline_s, self._certain())
         elif pushed and self.course in (Course.HOLD, Course.COPY, Course.STAY):

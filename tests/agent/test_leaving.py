@@ -703,6 +703,20 @@ def test_what_is_complete_is_pushed_where_another_snapshot_cannot_reach_the_stor
     assert driver.is_hold(), "there is time left to leave in order"
 
 
+def test_what_was_to_be_pushed_when_the_run_became_anothers_is_reported_once() -> None:
+    driver = Warned(every=10)
+    driver.complete()
+    driver.now_s += 20.0
+    driver.commit()
+    driver.complete()
+    driver.warn(15.0)
+    assert driver.group.course is Course.PUSH
+    driver.group.supersede("00000002-x")
+    for _ in range(3):
+        driver.decide()
+    assert [body["how"] for body in driver.outcomes()] == ["pushed"]
+
+
 def test_a_deadline_that_passes_while_the_machine_stays_is_reported_and_training_goes_on() -> None:
     driver = Warned()
     driver.warn(5.0)
