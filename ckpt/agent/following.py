@@ -26,7 +26,7 @@ from ckpt.agent.control import SLOTS_MAX, Word
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
-from ckpt.agent.memory import MemoryPlan, Taken
+from ckpt.agent.memory import SLOTS, MemoryPlan, Taken, slots_for
 from ckpt.agent.moving import Moving
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodelist import NODES_MAX
@@ -39,7 +39,7 @@ from ckpt.agent.recovery import claim_told
 from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server
-from ckpt.agent.storeside import StoreSide, options_from
+from ckpt.agent.storeside import StoreSide, options_from, policy_from
 from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError, NotLed
@@ -106,6 +106,7 @@ class Following:
         self._fetching: list[tuple[Peer, Identity, tuple[list[int], list[int]]]] = []
         self._asking = False  # that
         self._limit_bytes: int | None = None  # of memory, the user's
+        self._slots = SLOTS  # that are to be, if memory allows
         self._tell_steps()
 
     # -- what the node asks
@@ -175,6 +176,7 @@ class Following:
             raise NotLed(f"the coordinator of {self.epoch} is not connected to this node now")
         peer.watch_death()
         self._limit_bytes = options_from(fields["options"]).limits.memory
+        self._slots = slots_for(policy_from(fields["options"]))
         known = self._here.get(rank)
         if known is not None and known.peer is not peer:
             known.peer.forget()
@@ -400,7 +402,7 @@ class Following:
 
         manifest = decode_manifest(answer.blobs[0])
         slot_bytes = int(manifest.frames["length"].sum()) * len(self._mine) // self.world
-        room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._limit_bytes)  # noqa: E731
+        room = lambda: self.ranks.for_a_while_bytes(slot_bytes, self._slots, self._limit_bytes)  # noqa: E731
         places: Places | None = None
         if "holders" in answer.fields:  # it is in memory, here or on other nodes, or a part of it is
             places = Places.parse(identity, answer.blobs[1:], manifest).seen_by(self._network.me, self.leader.name)

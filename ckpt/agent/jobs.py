@@ -25,7 +25,7 @@ from ckpt.agent.protection import Protection
 from ckpt.agent.refinding import Refinding
 from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
 from ckpt.agent.reprotecting import Reprotecting
-from ckpt.agent.storeside import fields_of, options_from
+from ckpt.agent.storeside import options_from, policy_from
 from ckpt.agent.takeover import TakenOver
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
@@ -224,7 +224,7 @@ class Job(TakenOver):
             raise AgentError(f"rank {rank} of {self.epoch} is process {known.pid} already")
         held = self._held(message, str(fields["coordinate"]))
         request_id = int(fields["id"])
-        policy = _policy_from(fields["options"])
+        policy = policy_from(fields["options"])
         options = options_from(fields["options"])
         sources = Sources.parse(fields.get("notices"))
         peer.watch_death()
@@ -519,15 +519,6 @@ class Job(TakenOver):
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
         return Held(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
-
-
-def _policy_from(options: Any) -> Every | Adaptive:
-    """Errors: UsageError names the field."""
-    policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
-    if policy.get("kind") == "adaptive":
-        given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
-        return Adaptive(*given)  # type: ignore[arg-type]
-    return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 
 def finite(value: Any, name: str) -> float:

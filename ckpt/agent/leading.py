@@ -21,7 +21,7 @@ from ckpt.agent.gathering import Gathered, Places
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.lenders import Lenders
-from ckpt.agent.memory import needed_bytes
+from ckpt.agent.memory import needed_bytes, slots_for
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.protection import SLOTS_MIN
@@ -413,7 +413,8 @@ class Leading(Starts):
 def _room_for(job: Job, manifest: Manifest) -> Callable[[], int]:
     """Bytes that a start may take on this node until all ranks have restored."""
     slot_bytes = _slot_bytes(manifest, job.ranks.count, job.world)
-    return lambda: job.own.for_a_while_bytes(slot_bytes, job.options.limits.memory)
+    slots = slots_for(job.group.policy)
+    return lambda: job.own.for_a_while_bytes(slot_bytes, slots, job.options.limits.memory)
 
 
 def _slot_bytes(manifest: Manifest, ranks: int, world: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt.agent.control import SLOTS_MAX
 from ckpt.cgroups import CGROUPS, groups
 from ckpt.errors import AgentError
+from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import STEPS_APART, Every
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
@@ -66,9 +67,10 @@ class Taken:
     lent_bytes: int = 0
 
 
-def slots_for(policy: Every) -> int:
+def slots_for(policy: Every | Adaptive) -> int:
     """How many slots there are to be, if memory allows."""
-    return SLOTS_CLOSE if policy.steps is not None and policy.steps < STEPS_APART else SLOTS
+    steps = policy.steps if isinstance(policy, Every) else None
+    return SLOTS_CLOSE if steps is not None and steps < STEPS_APART else SLOTS
 
 
 def plan(

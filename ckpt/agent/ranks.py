@@ -118,11 +118,12 @@ class Ranks:
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
         then(plan, "")
 
-    def for_a_while_bytes(self, slot_bytes: int, limit_bytes: int | None) -> int:
-        """What may be taken here until all ranks have restored, where a slot of theirs will take so much."""
+    def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
+        """What may be taken here until all ranks have restored, where a slot of theirs will take so much, and so many
+        are to be."""
         free_bytes, taken = memory.free_bytes(), self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
-        plan = memory.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes)
+        plan = memory.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         return memory.for_a_while_bytes(plan, limit_bytes, free_bytes)
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:

@@ -17,7 +17,8 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, RunInUse, StorageError, Superseded, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
-from ckpt.policy.every import Best, Keep, Limits
+from ckpt.policy.adaptive import Adaptive
+from ckpt.policy.every import Best, Every, Keep, Limits
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.types import Epoch, Identity
@@ -82,6 +83,15 @@ def options_from(given: Any) -> Options:
         codec,
         _peers_from(given.get("peers")),
     )
+
+
+def policy_from(options: Any) -> Every | Adaptive:
+    """When to save, as a join says. Errors: UsageError names the field."""
+    policy = fields_of(fields_of(options, "options").get("policy"), "options.policy")
+    if policy.get("kind") == "adaptive":
+        given = [policy.get(name) for name in ("overhead", "store_mb_s", "at_risk_s")]
+        return Adaptive(*given)  # type: ignore[arg-type]
+    return Every(steps=policy.get("steps"), seconds=policy.get("seconds"))
 
 
 def _peers_from(given: Any) -> Replicas | Parity | None:

@@ -6,10 +6,12 @@ import time
 
 import pytest
 
+from ckpt.agent import memory
 from ckpt.agent.arena import WARM_BYTES
-from ckpt.agent.memory import Taken
+from ckpt.agent.memory import WINDOW_BYTES, Taken, slots_for
 from ckpt.agent.ranks import GIVE_WAY_S, Ranks
 from ckpt.errors import AgentError
+from ckpt.policy.every import Every
 from tests.agent.nodes.staged import Turned, identity, staged
 
 
@@ -60,6 +62,25 @@ def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_t
     try:
         with pytest.raises(AgentError, match="slot 1"):
             ranks.read(1, identity(5), lambda parts, error: None)
+    finally:
+        ranks.drop()
+        turned.close()
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_what_a_start_takes_for_a_while_leaves_the_slots_that_are_to_be_their_room(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 64 << 30)
+    turned, slots, plans = Turned(), slots_for(Every(steps=steps)), list[memory.MemoryPlan | None]()
+    ranks = Ranks(2, turned.bulk, Taken)
+    try:
+        ranks.measure({0: 1 << 30}, slots, 8 << 30, lambda plan, error: plans.append(plan))
+        (plan,) = plans
+        assert plan is not None
+        assert plan.slots == slots
+        room_bytes = ranks.for_a_while_bytes(1 << 30, slots, 8 << 30)
+        assert room_bytes + plan.slots * plan.slot_bytes + WINDOW_BYTES == 8 << 30
     finally:
         ranks.drop()
         turned.close()
