@@ -543,7 +543,8 @@ class Checkpointer:
     def _serve(self, words: list[int]) -> None:
         """Does what these appoint for now, and sees when the next is due."""
         due_step: float = math.inf
-        self._answered &= set(words)
+        if any(words):  # else there may be no agent just now, and the same one may be back
+            self._answered &= set(words)
         for word in words:
             told = Word.unpack(word) if word not in self._answered else None
             if told is None:
