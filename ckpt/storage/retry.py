@@ -8,6 +8,7 @@ the store has not answered once: its address may be wrong, and a person waits). 
 - A put that met a TransientError may have landed, or may land later. It is tried again with the same bytes. Where
   IF_ABSENT then finds the key taken, the object is read back: equal bytes are our own put whose reply was lost. A put
   that has not succeeded at the end is Unsettled.
+- A put that is broken off (`cancel`) waits for no next try, and begins none.
 - A listing goes on behind the last key it has given.
 """
 
@@ -30,6 +31,7 @@ T = TypeVar("T")
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
 CONTACT = "; is the address right (AWS_ENDPOINT_URL and the like)? CKPT_RETRY_S=60 waits for 60 s"
+CANCEL_S = 0.1  # between looks, in a pause, at whether a put is to be broken off
 LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
 
 
@@ -67,21 +69,25 @@ class Retrying:
     ) -> None:
         uncertain = False
 
+        def check() -> None:
+            if cancel is not None and cancel.is_set():
+                raise broken_off(self.url, key)
+
         def attempt() -> None:
             nonlocal uncertain
+            check()
             try:
                 self.inner.put(key, chunks, mode, cancel)
             except TransientError:
                 uncertain = True
-                if cancel is not None and cancel.is_set():
-                    raise broken_off(self.url, key) from None
+                check()
                 raise
             except AlreadyExists:
                 if not (uncertain and self._holds(key, chunks)):
                     raise
 
         try:
-            self._again(f"put {key}", attempt)
+            self._again(f"put {key}", attempt, cancel)
         except TransientError as exc:
             raise Unsettled(f"{exc}; it may have landed: read {key} back before trusting either") from exc
 
@@ -136,7 +142,8 @@ class Retrying:
         except (DamagedData, NotFound):
             return False
 
-    def _again(self, what: str, attempt: Callable[[], T]) -> T:
+    def _again(self, what: str, attempt: Callable[[], T], cancel: threading.Event | None = None) -> T:
+        """`cancel` ends a pause; what that leads to is up to `attempt`."""
         began_s = self._now_s()
         tries = 0
         while True:
@@ -153,10 +160,16 @@ class Retrying:
                     raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
-                self._pause(pause_s)
+                self._wait(pause_s, cancel)
             except Exception:
                 self._contact_s = None  # a refusal is an answer
                 raise
             else:
                 self._contact_s = None
                 return result
+
+    def _wait(self, pause_s: float, cancel: threading.Event | None) -> None:
+        while pause_s > 0 and not (cancel is not None and cancel.is_set()):
+            part_s = pause_s if cancel is None else min(pause_s, CANCEL_S)
+            self._pause(part_s)
+            pause_s -= part_s

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.backends.memory import open_memory
 from ckpt.clock import ManualClock
-from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
+from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, StorageError, TransientError, Unsettled
 from ckpt.events import Event, Events
 from ckpt.storage import PutMode
 from ckpt.storage.retry import PAUSE_MAX_S, Retrying
@@ -149,6 +149,25 @@ def test_a_listing_goes_on_behind_what_it_has_given() -> None:
     store = Retrying(Breaking(), 60.0, now_s=setting.clock.now_s, pause=setting.clock.sleep_s)  # type: ignore[arg-type]
     assert [info.key for info in store.list("")] == names
     assert next(attempts) == 5
+
+
+@pytest.mark.parametrize("in_pause", [1, 8])
+def test_a_put_that_is_broken_off_waits_for_no_next_try_and_begins_none(in_pause: int) -> None:
+    cancel = threading.Event()
+
+    class Cancelled(Setting):
+        def _pause(self, seconds: float) -> None:
+            super()._pause(seconds)
+            if len(self.events) == in_pause:
+                assert not cancel.is_set(), "it goes on waiting"
+                cancel.set()
+
+    setting = Cancelled(Rule("put", Fault.BEFORE, count=99))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="broken off"):
+            setting.store.put("k", [b"x"], cancel=cancel)
+        assert len(setting.faulty.log) == in_pause
+    assert max(setting.pauses_s) < 0.5, "it looks now and then"
 
 
 def test_closing_ends_the_pause_of_those_that_wait() -> None:
