@@ -35,6 +35,7 @@ from ckpt.storage.failure import broken_off
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
+WRITEV_BYTES_MAX = 8 << 20  # between looks at whether a put is to be broken off
 DIRECT_BYTES_MIN = 4 << 20
 DIRECT_BUFFER_BYTES = 2 << 20  # one huge page: aligned for any block size
 BLOCK_BYTES = 4096
@@ -75,6 +76,7 @@ class LocalBackend:
             try:
                 try:
                     _write(fd, chunks, check)
+                    check()
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -303,12 +305,23 @@ def _write_cached(fd: int, views: list[memoryview], check: Callable[[], None]) -
     first = 0
     while first < len(views):
         check()
-        done = os.writev(fd, views[first : first + WRITEV_CHUNKS_MAX])
+        done = os.writev(fd, _at_most(views[first : first + WRITEV_CHUNKS_MAX], WRITEV_BYTES_MAX))
         while first < len(views) and done >= len(views[first]):
             done -= len(views[first])
             first += 1
         if done:
             views[first] = views[first][done:]
+
+
+def _at_most(views: Sequence[memoryview], left: int) -> list[memoryview]:
+    """So many bytes of them."""
+    taken = []
+    for view in views:
+        taken.append(view[:left])
+        left -= len(taken[-1])
+        if not left:
+            break
+    return taken
 
 
 def _write_direct(fd: int, views: Sequence[memoryview], check: Callable[[], None]) -> None:

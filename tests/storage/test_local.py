@@ -9,8 +9,10 @@ import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -399,3 +401,35 @@ def test_a_file_system_that_refuses_to_bypass_its_cache_is_written_through_it(
         patch.setattr(os, "write", write)
         store.put("k", [data])
     assert store.get("k", len(data)) == data
+
+
+@pytest.mark.parametrize(("chunks", "chunk_bytes"), [(32, 1 << 20), (1, 32 << 20), (1, 1 << 20)])
+def test_a_put_that_is_broken_off_ends_soon_where_the_cache_cannot_be_bypassed(
+    store: LocalBackend, folder: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, chunk_bytes: int
+) -> None:
+    written, cancel = [], threading.Event()
+    writev, fsync, control = os.writev, os.fsync, fcntl.fcntl
+
+    def write(fd: int, views: list[memoryview]) -> int:
+        assert not cancel.is_set(), "it goes on"
+        written.append(writev(fd, views))
+        cancel.set()
+        return written[-1]
+
+    def sync(fd: int) -> None:
+        assert not stat.S_ISREG(os.fstat(fd).st_mode), "what is given up need not be on the disk"
+        fsync(fd)
+
+    def refuse(fd: int, what: int, flags: int = 0) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(fd, what, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", write)
+        patch.setattr(os, "fsync", sync)
+        patch.setattr(fcntl, "fcntl", refuse)
+        with pytest.raises(StorageError, match="broken off"):
+            store.put("data/k", [bytes(chunk_bytes)] * chunks, cancel=cancel)
+    assert sum(written) <= 8 << 20
+    assert not [path for path in folder.rglob("*") if path.is_file()], "nor is the temporary file left"
