@@ -377,12 +377,13 @@ class Facts:
         if not gave_way:  # else the store has not failed
             self._commit_failures = min(self._commit_failures + 1, 16) if error else 0
             self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
-        self.last_error = gave_way or error
         if entry.round is not None:
             entry.round.store = Store.FAILED if error else Store.DONE
-            self._tell_level(entry.round.tick, "store", not error, self.last_error)
+            self._tell_level(entry.round.tick, "store", not error, gave_way or error)
             if not error:  # an older one may have had to wait
                 self.committed_tick = max(entry.round.tick, self.committed_tick or entry.round.tick)
+        if error or self.newest_store is not Store.FAILED:  # else that one's is what counts
+            self.last_error = gave_way or error
 
     def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
         """What that slot holds is on its way to other nodes from here on, until `replicated`."""

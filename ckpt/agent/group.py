@@ -12,7 +12,8 @@ list of actions. The agent carries the actions out and feeds their outcomes back
   have failed: until that is committed).
 - At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
   overtakes meanwhile skips the level. One under way is given up only for the last snapshot before a deadline, which
-  would not be in the store by then else; what it holds stays until a newer one is in the store.
+  would not be in the store by then else; what it holds stays until a newer one is in the store, and is tried once more
+  where that one fails.
 - Nothing is decided by a time-out alone: where time counts, it counts together with something that was seen.
 """
 
@@ -212,7 +213,9 @@ class Group(Verdicts):
                 chosen = newest
         if chosen is newest and self._copies_first(now_s):
             return
+        chosen = chosen or self._gave_way_in_vain()
         if chosen is not None and chosen.round is not None:
+            chosen.round.gave_way = ""
             if self._broken():
                 chosen.round.last_try = True
             self._begin_commit(chosen, chosen.round, now_s)
@@ -523,6 +526,13 @@ class Group(Verdicts):
         """Whether its commit was given up for a newer one, of which nobody knows yet that it is in the store."""
         committed = self.committed_tick
         return bool(round_.gave_way) and (committed is None or committed < round_.tick)
+
+    def _gave_way_in_vain(self) -> Slot | None:
+        """The one whose commit was given up for a newer one, which has failed and is not tried again now."""
+        newest = self.newest.round if self.newest is not None else None
+        if newest is None or newest.store is not Store.FAILED or not newest.last_try:
+            return None
+        return next((slot for slot in self.slots if slot.round is not None and self._may_be_all(slot.round)), None)
 
     def _fits(self, slot: Slot) -> bool:
         return len(slot.bytes) == len(self._need) == self.world and all(map(operator.ge, slot.bytes, self._need))

@@ -19,7 +19,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
-from ckpt.agent.facts import State, Why
+from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import Standing
 from ckpt.policy.every import Every
@@ -96,6 +96,7 @@ class Sim:
         self.commit_s: float | None = None  # what each takes, about; None: that differs
         self.committing = 0  # which of all; what ends an earlier one is late
         self.gave_way: dict[Tick, Group] = {}  # whose commit was given up, and by whom
+        self.tried_again: set[Tick] = set()  # of these, once what they gave way to had failed
         self.unanswered: dict[Any, str] = {}
         self.answered: dict[Any, Any] = {}
         self.closed = False
@@ -285,6 +286,10 @@ class Sim:
         assert self.commits == 1, "two commits at once"
         assert self.contents(action.slot) == (self.contents(action.slot)[0],) * self.world
         self.committing += 1
+        if self.gave_way.get(action.tick) is self.group:
+            assert self.group.newest_store is Store.FAILED, "what gave way is back before the last one has failed"
+            assert action.tick not in self.tried_again, "more than once"
+            self.tried_again.add(action.tick)
         takes_s = self.commit_s * self.random.uniform(0.8, 1.2) if self.commit_s is not None else None
         self.read(action.slot, self.committed, action.slot, self.committing, takes_s=takes_s)
 
@@ -347,7 +352,7 @@ class Sim:
             return
         self.commits -= 1
         self.end_read(slot)
-        down = "the store is down" if self.fault(3) else ""
+        down = "the store is down" if self.fault(20 if self.gave_way else 3) else ""
         self.group.committed(slot, "it was broken off" if broken_off else down, self.now_s)
         self.decide()
 
@@ -356,7 +361,7 @@ class Sim:
         self.not_safe(action.slot)
         held = [Tick.parse(content[1]) for content in self.contents(action.slot) if content is not None]
         for tick in held:
-            if self.gave_way.get(tick) is self.group:
+            if self.gave_way.get(tick) is self.group and tick not in self.tried_again:
                 newest = self.group.committed_tick
                 assert newest is not None, "what gave way was given away before anything newer was in the store"
                 assert newest >= tick, "what gave way was given away before anything newer was in the store"

@@ -1074,6 +1074,47 @@ def test_a_last_one_that_fails_after_that_is_tried_again_as_if_nothing_else_had_
     assert driver.group.committing == newest.number
 
 
+@pytest.mark.parametrize("explicit", [True, False])
+def test_what_gave_way_is_tried_again_once_the_last_one_has_failed_for_good(explicit: bool) -> None:
+    """Nothing newer will be in the store, and it may be all that is saved."""
+    driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit)
+    older, newest = driver.group.committing, driver.group.newest
+    assert older is not None
+    assert newest is not None
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.commit("it was broken off")
+    assert driver.group.committing == newest.number
+    driver.commit("a node has not written its part")
+    assert driver.group.committing == older
+    driver.commit()
+    step = 15 if explicit else 20
+    assert driver.group.committed_tick is not None
+    assert driver.group.committed_tick.step == step
+    assert driver.levels("store")[str(driver.group.committed_tick)]
+    said = driver.answers("leave")
+    assert said == {
+        rank: {"committed": str(driver.group.committed_tick), "error": "a node has not written its part"}
+        for rank in range(2)
+    }
+    driver.now_s += 30.0
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["level"], body["committed_step"], body["error"]) == ("local", step, "a node has not written its part")
+
+
+def test_once_only_as_any_other() -> None:
+    driver = leaves_beside_a_commit(18.0, 1.0, 30.0)
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.commit("it was broken off")
+    driver.commit("503")
+    driver.commit("503 again")
+    assert driver.group.committing is None
+    assert len(giving_up(driver)) == 1
+    assert set(driver.answers("leave")) == {0, 1}, "nobody waits any longer"
+
+
 def test_a_save_that_waits_for_its_turn_is_committed_behind_the_last_one_that_would_come_too_late_else() -> None:
     driver = Warned(every=10, slots=4)
     driver.complete()
