@@ -97,6 +97,7 @@ class Leaving(Facts):
         self._moved = (-math.inf, 0)  # when a rank was last seen in another step than the foremost before, and that
         self._slow_s = 0.0  # how long the present step takes already
         self._saved: Measured | None = None  # from all staged to committed
+        self._committed_in: Measured | None = None  # of that, the commit alone
         self._copied: Measured | None = None  # from all staged to copied
         self._copy_by_s: float | None = None  # the last one goes to nodes that stay first, and until then
         self._stall_s = 0.0
@@ -146,6 +147,7 @@ class Leaving(Facts):
         """This start goes on from that one, which was here: saving takes as long as it took there, until it is
         measured."""
         self._saved, self._copied = self._saved or former._saved, self._copied or former._copied
+        self._committed_in = self._committed_in or former._committed_in
 
     def acknowledged(self) -> None:
         """What `Acknowledge` asked for has ended, whatever came of it: it is not tried again."""
@@ -162,8 +164,9 @@ class Leaving(Facts):
         if round_ is not None and error and self._waits_for_agent(now_s):
             round_.last_try = False  # that node could not do its part
         if round_ is not None and round_.commit_began_s is not None and not error:
-            took_s = now_s - round_.commit_began_s + (round_.hashed_s or 0.0)
-            self._saved = Measured.learnt(took_s, round_.bytes, self._saved)
+            took_s = now_s - round_.commit_began_s
+            self._committed_in = Measured.learnt(took_s, round_.bytes, self._committed_in)
+            self._saved = Measured.learnt(took_s + (round_.hashed_s or 0.0), round_.bytes, self._saved)
         if self._away is not None and self.committed_tick is not None and self.committed_tick >= self._away:
             self._away = None
         if self._early is not None and self.committed_tick is not None and self.committed_tick >= self._early:
@@ -438,17 +441,17 @@ class Leaving(Facts):
         from being in the store before the deadline, where it would be if its own began now. By what was measured; the
         time that the former has taken already counts. Where both fit, or neither does, the older one goes first: it may
         be all that is saved."""
-        newest, deadline_s, saved = self.newest, self.deadline_s(now_s), self._saved
+        newest, deadline_s, took = self.newest, self.deadline_s(now_s), self._committed_in
         last, older = newest.round if newest is not None else None, slot.round
-        if last is None or older is None or last is older or saved is None or deadline_s is None:
+        if last is None or older is None or last is older or took is None or deadline_s is None:
             return False
         if not (last.why is Why.HOLD and last.verdict and last.store is Store.NEW) or self.superseded_by:
             return False
         if self._copies_first(now_s) or self._level_in_memory(last) == "peer":
             return False  # it is safe without that commit, or will be
         began_s = older.commit_began_s if older.store is Store.RUNNING else None
-        before_s = max(0.0, saved.seconds_of(older.bytes) - (0.0 if began_s is None else now_s - began_s))
-        last_s = saved.seconds_of(last.bytes)
+        before_s = max(0.0, took.seconds_of(older.bytes) - (0.0 if began_s is None else now_s - began_s))
+        last_s = took.seconds_of(last.bytes)
         return last_s <= deadline_s - now_s < before_s + last_s
 
     def _last_within_s(self) -> float:

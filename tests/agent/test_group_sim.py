@@ -296,17 +296,17 @@ class Sim:
     def do_GiveUp(self, action: do.GiveUp) -> None:
         """It ends soon; by then it may be in the store all the same."""
         assert self.commits == 1
-        older, newest, saved = self.group.slots[action.slot].round, self.group.newest, self.group._saved
+        older, newest, took = self.group.slots[action.slot].round, self.group.newest, self.group._committed_in
         assert older is not None
         assert newest is not None
         assert newest.round is not None
-        assert saved is not None
+        assert took is not None
         last, left_s = newest.round, (self.group.deadline_s(self.now_s) or 0.0) - self.now_s
         assert last.tick > older.tick, "the last one itself was given up"
         assert (last.why, last.verdict, self.verdict) == (Why.HOLD, True, last.number), "not all leave at the last one"
-        assert saved.seconds_of(last.bytes) <= left_s, "it was given up though the last one does not fit either"
-        ends_s = (older.commit_began_s or 0.0) + saved.seconds_of(older.bytes)
-        assert max(ends_s - self.now_s, 0.0) + saved.seconds_of(last.bytes) > left_s, "both would have fitted"
+        assert took.seconds_of(last.bytes) <= left_s, "it was given up though the last one does not fit either"
+        ends_s = (older.commit_began_s or 0.0) + took.seconds_of(older.bytes)
+        assert max(ends_s - self.now_s, 0.0) + took.seconds_of(last.bytes) > left_s, "both would have fitted"
         assert older.tick not in self.gave_way, "told twice"
         self.gave_way[older.tick] = self.group
         if self.random.random() < 0.9:

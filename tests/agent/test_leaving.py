@@ -1034,6 +1034,37 @@ def test_a_commit_is_given_up_for_the_last_one_only_where_that_fits_alone_and_no
     assert giving_up(driver) == [older] * gives_way, "what time alone brings changes nothing, and once is enough"
 
 
+@pytest.mark.parametrize(("left_s", "gives_way"), [(13.5, False), (16.0, True), (23.5, True), (24.5, False)])
+def test_what_is_hashed_already_takes_no_time_of_that(left_s: float, gives_way: bool) -> None:
+    """Hashing takes 4 s, and then a commit 14 s, of which the older one has had 4 s when the last one is complete."""
+    driver = Warned(every=10)
+
+    def hashed(word: Word) -> None:
+        driver.decide()
+        driver.now_s += 4.0
+        driver.group.assembled(word.slot, word.round, "")
+        driver.decide()
+
+    def complete() -> None:
+        word = driver.word()
+        driver.steps = [word.step] * 2
+        driver.stage(word.round, Tick(word.step), word.slot)
+        hashed(word)
+
+    complete()
+    driver.now_s += 14.0
+    driver.commit()
+    complete()
+    older = driver.group.committing
+    signalled(driver, left_s + 4.0)
+    word = driver.take()
+    driver.hold(word)
+    hashed(word)
+    assert driver.group.newest is not None
+    assert driver.group.newest.number == word.slot
+    assert giving_up(driver) == [older] * gives_way
+
+
 def test_then_the_last_one_begins_and_what_gave_way_stays_until_it_is_in_the_store() -> None:
     driver = leaves_beside_a_commit(18.0, 1.0, 30.0, explicit=True)
     older, newest = driver.group.committing, driver.group.newest
