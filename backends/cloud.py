@@ -294,19 +294,23 @@ class CloudBackend:
             return
         import asyncio
 
-        async def put() -> bool:
+        async def put() -> BaseException | None:
             task = asyncio.ensure_future(obstore.put_async(store, key, views, **how))
             while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
                 if cancel.is_set():
                     task.cancel()  # by which the connection is closed
                     await asyncio.wait({task})
-                    return False
-            await task
-            return True
+                    return broken_off(self.url, key)
+            return task.exception()
 
-        if not asyncio.run(put()):
-            _await_release(views)
-            raise broken_off(self.url, key)
+        failed = asyncio.run(put())  # raised from in there it would be part of a cycle, which keeps the views
+        if failed is None:
+            return
+        _await_release(views)
+        try:
+            raise failed
+        finally:
+            del failed
 
     def _store(self, client_options: dict[str, Any], retries: int) -> Any:
         with self._translated("open", asks=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import threading
@@ -285,6 +286,26 @@ def test_a_put_that_is_broken_off_ends_soon_and_its_memory_is_free(
     del put
     memory.close()  # nobody has a view of it
     assert server.objects == {}
+
+
+@pytest.mark.parametrize("fault", [400, 503])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_large_put_that_fails_leaves_its_memory_free_at_once(
+    server: TinyS3, cloud: CloudBackend, single: bool, fault: int
+) -> None:
+    """Not only when rubbish is collected, which may be hours later: packs are of many megabytes, and so are arenas."""
+    if not single:
+        cloud.single_bytes_max, cloud.part_bytes = 1 << 20, 5 << 20
+    server.plan = [("PUT", fault)] * 9
+    memory = mmap.mmap(-1, 12 << 20)
+    gc.disable()
+    try:
+        with memoryview(memory) as view, pytest.raises(StorageError, match=str(fault)) as caught:
+            cloud.put("k", [view], cancel=threading.Event())
+        del caught
+        memory.close()
+    finally:
+        gc.enable()
 
 
 def test_one_lost_part_is_sent_again_by_itself(server: TinyS3, cloud: CloudBackend) -> None:
