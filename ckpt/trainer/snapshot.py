@@ -16,6 +16,7 @@ snapshot on the training thread uses `Snapshot.wait`, which is a `poll`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ from ckpt.trainer.lazy import (
 from ckpt.trainer.names import some
 from ckpt.trainer.pieces import Piece, Walked, cut, where
 from ckpt.trainer.shard import storages
+
+LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between looks whether the training thread has gone on
 
 
 class Snapshot:
@@ -247,14 +250,28 @@ class Snapshotter:
     # -- the end of a late copy, and the proof
 
     def _end_by_itself(self, pending: _Pending) -> None:
-        """The snapshot is done as soon as it is copied, and not when the next optimizer steps: until then other nodes
-        could have it. What is wrong with it is left to the training thread, which sees it when the wait ends."""
+        """The snapshot is done once it is copied, and not when the next optimizer steps: until then other nodes could
+        have it. What is wrong with it is left to the training thread, which sees it when the wait ends; so is what
+        cannot be looked at here, while that thread is in the middle of an operation: it may be one that writes, and
+        neither counts as a write nor has come to a canary before it is over."""
         assert pending.late is not None
         with suppress(Exception):
             pending.late.wait()
+            before, delay_s = self._trainer_is_at(), LOOK_S
+            while before is not None and self._trainer_is_at() == before:
+                self._tasks.stopping.wait(delay_s)
+                delay_s = min(2 * delay_s, LOOK_S_MAX)
+                if self._pending is not pending:
+                    return
             with self._settling, _plain():
-                if self._pending is pending and not self._damage(pending):
+                if before is not None and self._pending is pending and not self._damage(pending):
                     self._finish(pending)
+
+    def _trainer_is_at(self) -> tuple[int, int] | None:
+        """Which instruction the training thread is in. Where it is in another one than before, all that it was in the
+        middle of then is over. None: it runs no Python."""
+        frame = sys._current_frames().get(self._trainer) if self._trainer is not None else None
+        return (id(frame), frame.f_lasti) if frame is not None else None
 
     def _damage(self, pending: _Pending) -> set[Key]:
         """What has changed in the tensors or is torn in the arena, now that all is copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -548,13 +549,44 @@ def test_what_is_freed_behind_a_late_copy_is_not_looked_at() -> None:
         proven(it, loop)
         snapshot, held = late_and_held(it, loop, copier)
         held.set()
-        snapshot.done.result(60)
+        await_done(snapshot)
         storage.resize_(0)
         it.snapshotter.fence()
         storage.resize_(nbytes)
         assert snapshot.lazy
         assert snapshot.abandoned is None
         assert not it.names()
+
+
+def await_done(snapshot: Snapshot, timeout_s: float = 60.0) -> None:
+    """As one that trains: from one operation to the next. Errors: TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not snapshot.done.done():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.001)
+        time.sleep(0.003)
+
+
+def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_one_that_writes() -> None:
+    loop, copier = Loop(1), CpuCopier(1)
+    with rig(loop.state, copier=copier) as it:
+        proven(it, loop)
+        snapshot, held = late_and_held(it, loop, copier)
+        ended: list[bool] = []
+
+        def watch() -> None:
+            time.sleep(0.1)
+            held.set()
+            copier.submit(lambda: None, late=True).result()
+            time.sleep(0.3)
+            ended.append(snapshot.done.done())
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        watching.join()  # one operation
+        assert ended == [False]
+        await_done(snapshot)
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -565,7 +597,7 @@ def test_a_late_snapshot_is_done_once_it_is_copied_whatever_happens_to_the_tenso
         snapshot, held = late_and_held(it, loop, copier)
         assert not snapshot.done.done()
         held.set()
-        snapshot.done.result(60)  # though nobody ends the wait
+        await_done(snapshot)  # though nobody ends the wait
         with torch.no_grad():
             EDITS[edit](loop.params["layer0"])
         it.snapshotter.fence()
@@ -587,8 +619,8 @@ def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str)
             EDITS[edit](loop.params["layer0"])
         held.set()
         copier.submit(lambda: None, late=True).result()  # all is copied by then
-        it.snapshotter._tasks.submit(lambda: None).result()  # and looked at
-        assert not snapshot.done.done()
+        with pytest.raises(TimeoutError):  # and looked at
+            await_done(snapshot, 0.3)
         it.snapshotter.fence()
         assert snapshot.abandoned == "layer0 changed while the copy was under way"
 
