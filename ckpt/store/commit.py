@@ -188,7 +188,11 @@ class Committer:
         Errors: as those of Packs.write."""
         keys_of = pack_keys(identity, owner, writer)
         at = lambda i: frame(numbers[i])  # noqa: E731
-        return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
+        try:
+            return Packs(self.backend, frames, at, keys_of, self.codec, self.pack_bytes, self._pace, cancel).write()
+        except Exception as exc:
+            _let_go(exc)
+            raise
 
     def _placing(self, frames: Array, base: Record | None) -> Placing:
         """Data that was put once may have been removed since, by somebody or by a rule of the bucket. What is in memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -459,3 +461,31 @@ def test_packs_that_another_node_says_it_has_put_are_looked_at_before_a_record_r
     done = commit(store, 20, snap, writer="again", elsewhere=honest)
     assert honest.over
     assert same(read_all(store, open_record(store, done.ref)), snap.tensors)
+
+
+@pytest.mark.parametrize("part_only", [True, False])
+def test_what_fails_keeps_nothing_of_the_memory_it_was_to_write(part_only: bool) -> None:
+    class Refusing(Sim):
+        def put(self, key: str, *rest: Any, **more: Any) -> None:
+            raise AccessDenied(f"put {key}")
+
+    snap = some()
+    frames, committer = snap.manifest.frames, Committer(Refusing(), "w", "raw", pack_bytes=4096)
+    raws = [bytes(snap.frame(i)) for i in range(len(frames))]
+    ends = np.cumsum([len(raw) for raw in raws]).tolist()
+    memory = mmap.mmap(-1, ends[-1])
+    memory[:] = b"".join(raws)
+    gc.disable()
+    try:
+        with memoryview(memory) as view:
+            frame = lambda i: view[ends[i] - len(raws[i]) : ends[i]]  # noqa: E731
+            part = frames, range(len(frames)), frame, "node", "w2", threading.Event()
+            if part_only:
+                with pytest.raises(AccessDenied):
+                    committer.write(identity(1, 10), *part)
+            else:
+                with pytest.raises(SaveFailed):
+                    committer.commit(identity(1, 10), snap.manifest, frame, check=lambda: None)
+        memory.close()  # errors: BufferError
+    finally:
+        gc.enable()
