@@ -41,7 +41,7 @@ Others = Callable[[str, bool], Sequence[str]]
 Then = Callable[["Written | None", str], None]
 # Has a node write these frames: (its name, "" for this one; what; slow; cancel; then). `slow`: nodes that have enough
 # to do, and of which nothing is wanted for it. `cancel` is set once nobody waits for it any more. This node heeds it:
-# what has begun to be put is, and nothing more; other nodes are not told.
+# what is being put is broken off, and nothing more is; other nodes are told of a whole commit only (see give_up).
 Ask = Callable[[str, Wanted, frozenset[str], threading.Event, Then], None]
 
 

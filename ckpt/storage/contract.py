@@ -49,7 +49,8 @@ class Backend(Protocol):
         """Writes the concatenation of `chunks` as one object: after the return it is durable and visible whole;
         before, or after any failure, nothing half-written is ever visible. No copy of a single large chunk is made
         where the library allows it. Large objects go in parallel parts; a failed upload is aborted. `cancel`: set it to
-        have a large one broken off soon, where that can be done: StorageError, and the chunks are not read any more."""
+        have a large one broken off soon, where that can be done: StorageError, and the chunks are not read any more.
+        Parts of it that are there are left to `abort_uploads`: that takes time, which there is none of then."""
         ...
 
     def get(self, key: str, size_max: int) -> bytes:
