@@ -57,12 +57,11 @@ def worker(folder: str, mib: int, step_s: float) -> None:
     ck = ckpt.Checkpointer(f"{folder}/run", {"own": shard}, policy=policy, sinks=(tell,))
 
     def read() -> None:
-        link, word = ck._parts.saver.link, 0
+        link, words = ck._parts.saver.link, list[int]()
         while not stop.wait(READ_S):
-            found = link.words[0]
-            if found not in (word, 0):
-                seen.append((found, time.monotonic()))
-            word = found
+            found = link.words.tolist()
+            seen.extend((word, time.monotonic()) for word in found if word and word not in words)
+            words = found
 
     reader = threading.Thread(target=read, daemon=True)
     try:
