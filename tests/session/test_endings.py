@@ -156,7 +156,7 @@ def held() -> list[str]:
 
 
 LEAVING = ["end_all", "Checkpointer._forget", "Parting.end_threads", "Updates.close", "StepHook.remove", "Saver.close"]
-LEAVING += ["Saver.quiet", "Snapshotter.close", "Link.close", "Link._drop_connection", "Connection.close"]
+LEAVING += ["Saver.quiet", "Snapshotter.close", "Link.close", "Link._drop_connection"]
 LEAVING += ["Arena.close", "ControlPage.close", "Tasks.close", "Levels.fail_all", "Parting.close"]
 
 
