@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -31,7 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import broken_off
+from ckpt.storage.failure import check_wanted
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
@@ -67,9 +68,7 @@ class LocalBackend:
     ) -> None:
         path = self._path(key)
 
-        def check() -> None:
-            if cancel is not None and cancel.is_set():
-                raise broken_off(self.url, key)
+        check = functools.partial(check_wanted, cancel, self.url, key)
 
         with self._translated("write", path):
             temporary, fd = self._temporary(os.path.dirname(path))

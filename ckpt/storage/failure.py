@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
 
@@ -47,3 +48,9 @@ def _told(text: str) -> str:
 def broken_off(url: str, key: str) -> StorageError:
     """A put that was given up by whoever asked for it."""
     return StorageError(f"{url}: put {key}: it was broken off")
+
+
+def check_wanted(cancel: threading.Event | None, url: str, key: str) -> None:
+    """Errors: StorageError for a put that is to be broken off."""
+    if cancel is not None and cancel.is_set():
+        raise broken_off(url, key)

@@ -14,6 +14,7 @@ the store has not answered once: its address may be wrong, and a person waits). 
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import TypeVar
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import broken_off
+from ckpt.storage.failure import check_wanted
 from ckpt.storage.names import is_key
 
 T = TypeVar("T")
@@ -69,9 +70,7 @@ class Retrying:
     ) -> None:
         uncertain = False
 
-        def check() -> None:
-            if cancel is not None and cancel.is_set():
-                raise broken_off(self.url, key)
+        check = functools.partial(check_wanted, cancel, self.url, key)
 
         def attempt() -> None:
             nonlocal uncertain
