@@ -4,9 +4,9 @@
 
 A job of two ranks, each with an agent of its own, as on two nodes, and 64 MiB of state in all, half on each: a
 parameter, and the momentum that its optimizer has of it. It is staged at every step, and the other's agent fetches it.
-In turns with that, the same loop without ckpt. One core free: of each step a rank computes a quarter, and waits for the
-rest, so that of two cores at least one is idle. Saturated: both ranks compute all the time, and the agents take from
-them what they need.
+In turns with that, the same loop without ckpt. The ranks meet where data-parallel ones do: once gradients are there,
+before the optimizers step. One core free: of each step a rank computes a quarter, and waits for the rest, so that of
+two cores at least one is idle. Saturated: both compute all the time, and the agents take from them what they need.
 
 One generation is in flight: a step that finds it under way is not staged at the peer. How many were is told, and with
 one core free nearly all have to be. The store takes 1 MB/s: it is not what is asked about.
@@ -38,8 +38,8 @@ SHARE = 0.9  # of the steps, with one core free
 
 
 class Work:
-    """A fixed number of matrix products, a wait until STEP_S is over, and the optimizer's step as a part of it. `mib`:
-    of state."""
+    """A fixed number of matrix products, a wait until STEP_S is over, and, as a part of it, the optimizer's step once
+    the ranks have met. `mib`: of state."""
 
     def __init__(self, busy_s: float, mib: int) -> None:
         self._a = torch.ones(256, 256)
@@ -57,6 +57,7 @@ class Work:
         for _ in range(self.count):
             self._multiply()
         time.sleep(max(0.0, until - time.perf_counter()))
+        dist.barrier()
         self.optimizer.step()
 
     def _multiply(self) -> None:
@@ -84,7 +85,7 @@ def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> Non
         for _ in range(steps):
             work.step()
             after()
-            dist.barrier()
+        dist.barrier()
         return (time.perf_counter() - began) / steps
 
     def hear(event: ckpt.Event) -> None:

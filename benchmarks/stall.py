@@ -3,13 +3,19 @@
 Eager: the first appointed snapshot and the later ones, with the agent idle. Lazy: the stall of proven copies, and what
 a loop with a fixed number of matrix products loses to each snapshot altogether, the agent's hashing and writing (to
 shared memory, on the same cores) among it. Figures are medians, taken in turns with their ceilings.
+
+Crowded: the longest of such loops beside two busy processes for each core, with a snapshot and without. A copy that is
+kept from the processor there is one that training waits for.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -115,11 +121,46 @@ def lazy(total_bytes: int, rounds: int, eager_s: float) -> list[Row]:
     ]
 
 
+def crowded(total_bytes: int, rounds: int) -> Row:
+    torch.set_num_threads(1)  # several would wait for each other, longer than for any copy
+    model, optim = job(total_bytes)
+    count = max(1, int(0.05 / (timed(lambda: products(50)) / 50)))
+    with_s: list[float] = []
+    without_s: list[float] = []
+
+    def step(ck: ckpt.Checkpointer) -> None:
+        products(count)
+        optim.step()
+        ck.step()
+
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        ckpt.Checkpointer(folder, {"model": model, "optim": optim}, policy=ckpt.Every(steps=10**8), codec="raw") as ck,
+        ExitStack() as ends,
+    ):
+        ck.step()
+        for number in range(rounds + 3):
+            if number == 3:  # by now the copies are proven
+                for _ in range(2 * (os.cpu_count() or 1)):
+                    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                    ends.callback(busy.wait)
+                    ends.callback(busy.kill)
+                with_s.clear()
+                without_s.clear()
+            handle = ck.save()
+            with_s.append(timed(lambda: step(ck)))
+            handle.wait("store")
+            without_s.append(timed(lambda: step(ck)))
+    longest, other = max(with_s), max(without_s)
+    text = "crowded: longest step with a late copy"
+    return Row(text, 1e3 * longest, "ms", "shown", None, 1e3 * other, longest / other)
+
+
 def main() -> int:
     args = parser(__doc__).parse_args()
     total, rounds = (64 << 20, 3) if args.small else (1 << 30, 9)
     rows, eager_s = eager(total, min(torch.get_num_threads(), 8), rounds)
-    return report("stall", [*rows, *lazy(total, rounds, eager_s)], args)
+    return report("stall", [*rows, *lazy(total, rounds, eager_s), crowded(total // 8, rounds)], args)
 
 
 if __name__ == "__main__":

@@ -100,18 +100,20 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
 class _Encoder:
     def __init__(self, root: str) -> None:
         self.out: list[bytes] = []
+        self._root = root
         self._packer = msgpack.Packer()
-        self._path: list[str] = [root]
+        self._pack = self._packer.pack
+        self._path: list[Any] = []  # keys, put into words only where something is refused
         self._left = ELEMENTS_MAX
 
     def value(self, value: Any) -> None:
         kind = type(value)
-        if value is None or kind is bool or kind is float or kind is bytes:
-            self._plain(value)
+        if kind is str:
+            self._str(value)
+        elif value is None or kind is bool or kind is float or kind is bytes:
+            self.out.append(self._pack(value))
         elif kind is int:
             self._int(value)
-        elif kind is str:
-            self._str(value)
         elif kind is dict:
             self._enter()
             self._count(2 * len(value))
@@ -127,7 +129,7 @@ class _Encoder:
             self._rare(kind, value)
 
     def _plain(self, value: Any) -> None:
-        self.out.append(self._packer.pack(value))
+        self.out.append(self._pack(value))
 
     def _rare(self, kind: type, value: Any) -> None:
         if kind is Counter:
@@ -175,7 +177,7 @@ class _Encoder:
 
     def _str(self, value: str) -> None:
         try:
-            self._plain(value)
+            self.out.append(self._pack(value))
         except UnicodeEncodeError:
             self._tagged(Tag.STR, value.encode("utf-8", "surrogatepass"))
 
@@ -207,7 +209,7 @@ class _Encoder:
         self._check_hashes(items)
         self._enter()
         for value in items:
-            self._path[-1] = f"{{{value!r:.60}}}"
+            self._path[-1] = _Item(value)
             self.out = []
             self.value(value)
             encoded.append(b"".join(self.out))
@@ -237,13 +239,13 @@ class _Encoder:
 
     def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> None:
         for key, value in pairs:
-            self._path[-1] = f"[{key!r:.80}]"
+            self._path[-1] = key
             self.value(key)
             self.value(value)
 
     def _each(self, items: Iterable[Any]) -> None:
         for i, value in enumerate(items):
-            self._path[-1] = f"[{i}]"
+            self._path[-1] = i
             self.value(value)
 
     def _count(self, items: int) -> None:
@@ -261,11 +263,10 @@ class _Encoder:
             )
 
     def _enter(self) -> None:
-        if len(self._path) > DEPTH_MAX:
-            raise UsageError(
-                f"{''.join(self._path[:4])}... nests deeper than {DEPTH_MAX} levels, or contains itself; flatten it"
-            )
-        self._path.append("")
+        if len(self._path) >= DEPTH_MAX:
+            where = self._where(3)
+            raise UsageError(f"{where}... nests deeper than {DEPTH_MAX} levels, or contains itself; flatten it")
+        self._path.append(_NO_KEY)
 
     def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
         name: str = value.dtype.str
@@ -283,7 +284,24 @@ class _Encoder:
         )
 
     def _refused(self, message: str) -> UsageError:
-        return UsageError(f"{''.join(self._path)}: {message}")
+        return UsageError(f"{self._where()}: {message}")
+
+    def _where(self, levels: int = DEPTH_MAX) -> str:
+        keys = [key for key in self._path[:levels] if key is not _NO_KEY]
+        return self._root + "".join(str(key) if type(key) is _Item else f"[{key!r:.80}]" for key in keys)
+
+
+_NO_KEY = object()  # of a collection, before its first item
+
+
+class _Item:
+    """What a set holds, in the path to it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return f"{{{self._value!r:.60}}}"
 
 
 # msgpack's fixed-size words: first byte -> how the rest is read.

@@ -38,7 +38,7 @@ WIDE = torch.complex128
 GROUP_PIECES = 4096
 TINY_BYTES = 4 << 10  # what is smaller still and lies end to end in the target is concatenated into it
 RUN_BYTES = 32 << 10  # ... so much at once: torch concatenates fewer elements in one plain loop, at half the cost
-ALONE_S = 0.03  # that threads which give way to all others copy, before such as do not help
+LATE_NICE = 5  # a third of another's share of a core, so that it is kept from a unit for 10 ms and not for seconds
 THREADS_MAX = 8  # a few threads fill the memory's bandwidth
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -100,11 +100,10 @@ class CpuCopier:
     """For tensors in host memory; those of other devices are copied too, slowly, while the caller waits.
 
     `threads`: how many copy at once while the caller waits, itself among them (default: as many as torch uses, at
-    most THREADS_MAX). A late copy takes as many, first in what time nobody else wants of the processors: training, and
-    the threads of its collectives, which have to be woken at once, do not wait for it. What is left after ALONE_S is
-    copied by as many threads like any others: where training uses all cores its threads wait for the slowest of them,
-    and lose less to a copy that is soon over. A fence that comes before the end helps, so that a late copy never makes
-    the caller wait much longer than an eager one.
+    most THREADS_MAX). A late copy takes as many, which are a little nicer than training: it and the threads of its
+    collectives, which have to be woken at once, hardly wait for them. Not more than a little: where others keep all
+    cores busy, a thread that is left in the middle of a unit, or holding the GIL, is what training waits for. A fence
+    that comes before the end helps, so that a late copy never makes the caller wait much longer than an eager one.
     """
 
     blocking = True
@@ -112,7 +111,7 @@ class CpuCopier:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(torch.get_num_threads(), THREADS_MAX)
         self._tasks = Tasks("copier", pool_size=self.threads)
-        self._idle_tasks = Tasks("copier-late", pool_size=self.threads, begin=_yield_to_all)
+        self._late_tasks = Tasks("copier-late", pool_size=self.threads, begin=_be_nicer)
 
     def pin(self, data: memoryview) -> None:
         pass
@@ -138,10 +137,10 @@ class CpuCopier:
         return lambda: sorted(different)
 
     def submit(self, work: Unit, late: bool = False) -> Future[None]:
-        return (self._idle_tasks if late else self._tasks).submit(work)
+        return (self._late_tasks if late else self._tasks).submit(work)
 
     def close(self) -> None:
-        self._idle_tasks.close()
+        self._late_tasks.close()
         self._tasks.close()
 
 
@@ -178,42 +177,36 @@ class CpuTicket:
         self._copier = copier
         self._lanes = [deque(lane) for lane in lanes]
         self._running: list[Future[None]] = []
-        self._soon = threading.Event()  # nobody waits any longer before he helps
 
     def start(self) -> None:
-        busy = [n for n, lane in enumerate(self._lanes) if lane]
-        for n in busy:
+        for n in self._busy():
             self._running.append(self._copier.submit(partial(self._drain, n), late=True))
-        for n in busy:
-            self._running.append(self._copier.submit(partial(self._join_in, n)))
 
     def fence(self) -> None:
-        """The caller's thread helps with what is left, and waits for all."""
-        busy = [n for n, lane in enumerate(self._lanes) if lane]
-        self._soon.set()
+        """The caller's thread helps with what is left, and others that are no nicer, and it waits for all."""
+        busy = self._busy()
         try:
-            if not self._running:
-                for n in busy[:-1]:
-                    self._running.append(self._copier.submit(partial(self._drain, n)))
+            for n in busy[:-1]:
+                self._running.append(self._copier.submit(partial(self._drain, n)))
             try:
                 if busy:
                     self._drain(busy[-1])
             finally:
-                wait(self._running)  # also after an error here: nobody may still read the sources
+                self.hold_back()  # also after an error here: nobody may still read the sources
         except BaseException:  # Ctrl-C, in this wait too
             self.cancel()
             raise
         self.wait()
 
     def hold_back(self) -> None:
-        wait(self._running)
+        if not all(map(Future.done, self._running)):  # asked first: to wait for what is over takes a tenth of a ms
+            wait(self._running)
 
     def cancel(self) -> None:
         """Copies no more than what was begun, and waits for that: a unit for each thread."""
         for lane in self._lanes:
             lane.clear()
-        self._soon.set()
-        wait(self._running)
+        self.hold_back()
 
     def wait(self) -> None:
         for running in self._running:
@@ -222,9 +215,8 @@ class CpuTicket:
     def stall_s(self) -> float:
         return 0.0
 
-    def _join_in(self, lane: int) -> None:
-        self._soon.wait(ALONE_S)
-        self._drain(lane)
+    def _busy(self) -> list[int]:
+        return [n for n, lane in enumerate(self._lanes) if lane]
 
     def _drain(self, own: int) -> None:
         for lane, take in [(self._lanes[own], deque.popleft), *((other, deque.pop) for other in self._lanes)]:
@@ -234,14 +226,13 @@ class CpuTicket:
                 except IndexError:
                     break
                 unit()
-        self._soon.set()  # nothing is left to be begun
 
 
-def _yield_to_all() -> None:
-    """This thread runs where nothing else would. Whoever is woken takes its place at once, which is so of no niceness.
-    Where that is forbidden it runs like any other."""
+def _be_nicer() -> None:
+    """Where that is forbidden this thread runs like any other."""
     with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LATE_NICE)
 
 
 def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
@@ -334,7 +325,7 @@ def _foreach(pieces: Sequence[Piece]) -> Unit:
 
     def unit() -> None:
         for source in checked:
-            _check_storage(source)
+            check_storage(source)
         torch._foreach_copy_(targets, sources)
 
     return unit
@@ -344,7 +335,7 @@ def _move(piece: Piece) -> Unit:
     source, target, nbytes = piece.source, piece.target, piece.nbytes
 
     def unit() -> None:
-        _check_storage(source)  # addresses are read anew each time: a storage may have been resized
+        check_storage(source)  # addresses are read anew each time: a storage may have been resized
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
     return unit
@@ -359,7 +350,8 @@ def is_same(source: Tensor, target: Tensor) -> bool:
     return bool(_memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
 
 
-def _check_storage(source: Tensor) -> None:
+def check_storage(source: Tensor) -> None:
+    """Errors: CkptError where a view is of memory that is not there any more, which torch does not look at."""
     if _has_shrunk(source):
         raise CkptError("a tensor's storage was freed or shrank after its views were made")
 

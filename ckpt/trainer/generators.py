@@ -36,7 +36,7 @@ class Stream:
 def streams(objects: Mapping[str, Any]) -> dict[str, Stream]:
     """The process's own generators (Python, NumPy, torch, every CUDA device) and those registered in the state, by
     path. Reading them waits for no device."""
-    found = {"python": _python(random), "numpy": _numpy_legacy(np.random), "torch": _torch(torch.default_generator)}
+    found = dict(_PROCESS)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{i}": _torch(g) for i, g in enumerate(torch.cuda.default_generators)}
     return found | registered(objects)
@@ -101,6 +101,9 @@ def _numpy(bits: Any) -> Stream:
         bits.state = state
 
     return Stream(lambda: {"state": bits.state}, write, lambda seed: write(type(bits)(seed).state))
+
+
+_PROCESS = {"python": _python(random), "numpy": _numpy_legacy(np.random), "torch": _torch(torch.default_generator)}
 
 
 def read(found: Mapping[str, Stream]) -> dict[str, dict[str, Any]]:

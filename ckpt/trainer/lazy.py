@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
-from ckpt.trainer.copier import UNIT_BYTES, Copier
+from ckpt.trainer.copier import UNIT_BYTES, check_storage
 from ckpt.trainer.pieces import Piece, is_cuda_used, later, split
 from ckpt.trainer.shard import live_parts, storage_of
 
@@ -241,9 +241,8 @@ def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 class Spot:
     """In turns one part of one late tensor, kept in full at the boundary to be compared in full later."""
 
-    def __init__(self, pieces: Sequence[Piece], copier: Copier) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = pieces
-        self._copier = copier
         share = sum(piece.nbytes for piece in pieces) // SPOT_SHARE
         self._bytes_max = min(SPOT_BYTES_MAX, max(LATE_BYTES_MIN, share))
         self._buffers: dict[torch.device, Tensor] = {}  # kept: fresh pages cost ten times warm ones
@@ -264,7 +263,8 @@ class Spot:
             self._buffers[source.device] = buffer
         kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         live = Piece(piece.entry, piece.box, source, kept)
-        self._copier.prepare([live]).eager()
+        check_storage(source)
+        kept.copy_(source)
         return live, Piece(piece.entry, piece.box, kept, staged)
 
 

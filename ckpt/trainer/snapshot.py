@@ -266,6 +266,8 @@ class Snapshotter:
             with self._settling, _plain():
                 if before is not None and self._pending is pending and not self._damage(pending):
                     self._finish(pending)
+                    if not pending.plan.unproven_pieces:
+                        self._pending = None  # no step has to wait for anything
 
     def _trainer_is_at(self) -> tuple[int, int] | None:
         """Which instruction the training thread is in. Where it is in another one than before, all that it was in the
@@ -337,8 +339,6 @@ class Snapshotter:
             except CkptError as exc:  # freed meanwhile; by now it may be back where it was, so that nobody knows what
                 self._trust.turn_off(f"a late copy failed: {exc}. Say ck.fence() before a tensor's storage is freed")
                 raise
-        if pending.snapshot.done.done() and not plan.unproven_pieces and pending.late is not None:
-            return  # it was looked at when its copy was over
         asked = self._ask(pending)
         if cause in (Cause.HOOK, Cause.FENCE) and plan.unproven_pieces:
             asked.append(_keys(plan, plan.unproven_pieces, self._copier.same(plan.unproven_pieces)))
@@ -526,7 +526,7 @@ class _Binding:
             unproven_keys=set(watched) - late_keys,
             key_of={(p[0].entry, p[0].box): key for key, p in zip(watched, parts, strict=True)},
             watch=Watch(list(watched), live, parts) if watched else None,
-            spot=Spot([self.pieces[n] for n in sorted(late)], copier) if late else None,
+            spot=Spot([self.pieces[n] for n in sorted(late)]) if late else None,
             storages=storages(live),
         )
 

@@ -688,7 +688,7 @@ def test_every_part_of_a_late_tensor_has_its_turn_to_be_compared_in_full() -> No
     staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
     pieces = cut(walk, staging, memoryview(bytearray(staging.data_bytes)))
     copier = CpuCopier(1)
-    spot = Spot(pieces, copier)
+    spot = Spot(pieces)
     seen = torch.zeros(flat.nbytes, dtype=torch.bool)
     turns = set()
     for turn in range(4 * len(pieces)):

@@ -4,6 +4,7 @@ import concurrent.futures
 import gc
 import math
 import mmap
+import os
 import random
 import signal
 import threading
@@ -21,7 +22,7 @@ from ckpt.events import Events
 from ckpt.plan.division import undivided
 from ckpt.plan.layout import Part
 from ckpt.plan.staging import stage
-from ckpt.trainer.copier import CpuCopier, CpuJob, is_same
+from ckpt.trainer.copier import LATE_NICE, CpuCopier, CpuJob, is_same
 from ckpt.trainer.pieces import Piece, blocks, cut
 from ckpt.trainer.pinned import make_copier
 from ckpt.trainer.snapshot import Snapshotter
@@ -335,6 +336,24 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
     assert ran == ["to its end"]
     copier.close()
     assert ran == ["to its end"]
+
+
+def test_a_late_copy_is_a_little_nicer_than_training_and_never_waits_for_an_idle_core() -> None:
+    """In the middle of a unit, or with the GIL, it would keep training for seconds where all cores are busy."""
+    copier = CpuCopier(1)
+    mine = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        seen.append((os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
+
+    try:
+        copier.submit(look, late=True).result()
+        copier.submit(look).result()
+    finally:
+        copier.close()
+    assert seen == [(min(19, mine[0] + LATE_NICE), mine[1]), mine]
+    assert 0 < LATE_NICE <= 5
 
 
 def test_same_bytes_means_same_bits() -> None:
