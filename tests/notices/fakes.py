@@ -23,6 +23,9 @@ S = TypeVar("S", bound="FakeService")
 
 NOW_S = 1_900_000_000.0  # our clock in all scripts
 BOUND_S = 20.0
+PATIENT_S = 60.0  # of a request that is answered: that this machine stands still for a while is no fault of the service
+BRIEF_S = 1.5  # of one that hangs, which is waited for so long
+TRIES = 5
 
 
 class Bad(enum.Enum):
@@ -46,6 +49,16 @@ class Bad(enum.Enum):
     ENDLESS_HEAD = "headers that do not end"
     CLAIMS_HUGE = "a Content-Length of 1 TiB, and then nothing"
     REDIRECT = "to another host"
+
+
+def timeout_s(bad: Bad | None = None) -> float:
+    """For the requests of a listener, some of which are spoiled like that."""
+    return BRIEF_S if bad in (Bad.SLOW, Bad.DRIP) else PATIENT_S
+
+
+def is_within(bound_s: float, took_s: Callable[[], float]) -> bool:
+    """Whether the quickest of a few tries took less: this machine may stand still for a while in any of them."""
+    return any(took_s() < bound_s for _ in range(TRIES))
 
 
 @dataclass(frozen=True)

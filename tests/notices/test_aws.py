@@ -9,7 +9,20 @@ import pytest
 
 from ckpt.notices.aws import LIFECYCLE_LEAD_S, SPOT_LEAD_S, AwsListener
 from ckpt.notices.notice import Notice, Withdrawn
-from tests.notices.fakes import NOT_THERE, NOW_S, Asked, Bad, Clock, FakeService, Says, Turns, heard, same, serving
+from tests.notices.fakes import (
+    NOT_THERE,
+    NOW_S,
+    PATIENT_S,
+    Asked,
+    Bad,
+    Clock,
+    FakeService,
+    Says,
+    Turns,
+    heard,
+    same,
+    serving,
+)
 
 SPOT = "spot/instance-action"
 REBALANCE = "events/recommendations/rebalance"
@@ -51,7 +64,7 @@ def ec2(clock: Clock) -> Iterator[Ec2]:
 
 
 def listener(ec2: Ec2, clock: Clock) -> AwsListener:
-    return AwsListener(ec2.endpoint, now_s=clock.now_s)
+    return AwsListener(ec2.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s)
 
 
 def test_all_four_are_asked_every_five_seconds_with_one_token(ec2: Ec2, clock: Clock) -> None:

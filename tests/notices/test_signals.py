@@ -62,7 +62,7 @@ def test_a_signal_becomes_one_certain_notice_with_its_lead(number: signal.Signal
         with listening(signals) as (_, told, has_told):
             before_s = time.time()
             send(number)
-            assert has_told.wait(10)
+            assert has_told.wait(60)
             after_s = time.time()
         signals.consume(number)
     (notice,) = told
@@ -77,10 +77,10 @@ def test_the_same_signal_again_is_no_second_notice_and_the_other_is() -> None:
         with listening(signals) as (_, told, has_told):
             for _ in range(3):
                 send(TERM)
-            assert has_told.wait(10)
+            assert has_told.wait(60)
             has_told.clear()
             send(USR1)
-            assert has_told.wait(10)
+            assert has_told.wait(60)
         signals.consume(TERM)
         signals.consume(USR1)
     assert [word.key for word in told] == ["SIGTERM", "SIGUSR1"]
@@ -90,7 +90,7 @@ def test_a_signal_that_came_before_anybody_listened_is_told() -> None:
     with Signals() as signals:
         send(TERM)
         with listening(signals) as (_, told, has_told):
-            assert has_told.wait(10)
+            assert has_told.wait(60)
         signals.consume(TERM)
     assert [word.key for word in told] == ["SIGTERM"]
 
@@ -108,7 +108,7 @@ def test_it_is_told_while_the_main_thread_runs_no_bytecode() -> None:
             while _state_of_main() != "S":
                 time.sleep(0.001)
             send(USR1)
-            was_told.append(has_told.wait(3))
+            was_told.append(has_told.wait(60))
             libc.pthread_mutex_unlock(mutex)
 
         tasks.start("hold", hold)
@@ -146,7 +146,7 @@ def test_an_error_that_the_former_handler_raises_is_raised_as_before() -> None:
     with handler_of(USR1, before), Signals() as signals, listening(signals) as (_, told, has_told):
         with pytest.raises(RuntimeError, match="by the former handler"):
             send(USR1)
-        assert has_told.wait(10)
+        assert has_told.wait(60)
     assert [word.key for word in told] == ["SIGUSR1"]
 
 
@@ -156,7 +156,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
         with listening(signals) as (_, told, has_told):
             send(USR1)
             send(TERM)
-            assert has_told.wait(10)
+            assert has_told.wait(60)
         signals.consume(TERM)
     assert [word.key for word in told] == ["SIGTERM"]
 
@@ -216,7 +216,7 @@ def test_who_was_to_be_woken_before_is_woken_as_well_and_again_after() -> None:
         with Signals() as signals:
             with listening(signals) as (_, _told, has_told):
                 send(TERM)
-                assert has_told.wait(10)
+                assert has_told.wait(60)
             signals.consume(TERM)
         assert set(os.read(read, 100)) == {TERM}
         assert signal.set_wakeup_fd(write) == write
@@ -269,7 +269,7 @@ def test_two_blocks_both_hear_it_in_whatever_order_they_end(monkeypatch: pytest.
             for each in both:
                 told.append(stack.enter_context(listening(each)))
             send(TERM)
-            assert all(has_told.wait(10) for _, _, has_told in told)
+            assert all(has_told.wait(60) for _, _, has_told in told)
             stack.close()
             for each in both:
                 each.consume(TERM)
@@ -277,7 +277,7 @@ def test_two_blocks_both_hear_it_in_whatever_order_they_end(monkeypatch: pytest.
             left = both[order[1]]
             with listening(left) as (_, words, has_told):
                 send(USR1)
-                assert has_told.wait(10), "the other one's end made it deaf"
+                assert has_told.wait(60), "the other one's end made it deaf"
             assert [word.key for word in words] == ["SIGUSR1"]
             left.consume(USR1)
             others = os.pipe()  # with the numbers of the pipe that is gone: nobody is to be woken by it
@@ -296,7 +296,7 @@ def test_a_forked_childs_signal_ends_the_child_and_is_no_notice_to_its_parent() 
 def child():
     pid = os.fork()
     if pid == 0:
-        time.sleep(20)
+        time.sleep(50)
         os._exit(7)
     os.kill(pid, signal.SIGTERM)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -352,7 +352,7 @@ def test_it_is_entered_once_at_a_time_and_listened_to_inside() -> None:
 
 
 def test_leaving_the_block_ends_the_listening_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.notices.signals.SLICE_S", 60.0)
+    monkeypatch.setattr("ckpt.notices.signals.SLICE_S", 120.0)
     ended = threading.Event()
     with Tasks("listening") as tasks:
         with Signals() as signals:
@@ -362,7 +362,7 @@ def test_leaving_the_block_ends_the_listening_at_once(monkeypatch: pytest.Monkey
                 ended.set()
 
             tasks.start("listen", listen)
-        assert ended.wait(10)
+        assert ended.wait(50)
 
 
 def test_an_owner_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_an_owner_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
 
     def tell(word: object) -> None:
         is_telling.set()
-        release.wait(10)
+        release.wait(60)
 
     signals = Signals()
     signals.__enter__()
@@ -379,7 +379,7 @@ def test_an_owner_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
         tasks.start("listen", lambda: signals.listen(threading.Event(), tell))
         send(TERM)
         signals.consume(TERM)
-        assert is_telling.wait(10)
+        assert is_telling.wait(60)
         with pytest.raises(CkptError, match="did not end"):
             signals.__exit__(None, None, None)
         release.set()

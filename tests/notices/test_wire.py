@@ -123,7 +123,7 @@ def test_whatever_bytes_come_they_are_a_reply_or_a_fault_or_want_more(tail: byte
 @pytest.mark.parametrize(("method", "length"), [("GET", None), ("PUT", "0"), ("POST", "0")])
 def test_a_request_asks_for_a_body_as_it_is_and_says_how_long_its_own_is(method: str, length: str | None) -> None:
     with serving() as service:
-        Service(service.endpoint).request(method, "/x", {"A": "b"}, threading.Event(), timeout_s=5)
+        Service(service.endpoint).request(method, "/x", {"A": "b"}, threading.Event(), timeout_s=60)
         (asked,) = service.asked
     expected = {"Host": f"127.0.0.1:{service.port}", "Accept-Encoding": "identity", "A": "b", "Connection": "close"}
     assert dict(asked.headers) == expected | ({} if length is None else {"Content-Length": length})
@@ -133,7 +133,7 @@ def test_a_request_that_does_not_fit_into_the_sockets_buffers_is_sent_all_the_sa
     body = b"a" * (16 << 20)
     with serving() as service:
         service.answer = lambda asked: Says(body=str(len(asked.body)))
-        reply = Service(service.endpoint).request("POST", "/", {}, threading.Event(), timeout_s=20, body=body)
+        reply = Service(service.endpoint).request("POST", "/", {}, threading.Event(), timeout_s=60, body=body)
     assert int(reply.text()) == len(body)
 
 
