@@ -20,7 +20,7 @@ from tests.session.loops import make
 from tests.session.scripts import say_line
 
 SAVED, FAILED, STEPS = 6, 9, 15
-SAVE_S = 12.0  # how long the save is on its way to the store
+SAVE_S = 30.0  # how long the save is on its way to the store
 PAD_BYTES = 1 << 20
 
 

@@ -46,7 +46,7 @@ class Script:
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def end(self, timeout_s: float = 120.0) -> list[Line]:
         """Waits for a clean end."""

@@ -57,9 +57,10 @@ def test_where_no_boundary_comes_before_the_deadline_it_is_said_what_is_saved_an
     tmp_path: Path,
 ) -> None:
     script = train(
-        *(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "5", "--pace", "0.05", "--stuck-at", "103"),
+        *(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000"),
+        *("--pace", "0.05", "--save-at", "100", "--stuck-at", "103"),
     )
-    reaches(script, 103)
+    script.wait_for(lambda line: "stuck" in line)
     script.wait_for(lambda line: line.get("event") == "commit.done" and "step 100 " in line["message"])
     warn(tmp_path, 6)
     found = outcome(script, tmp_path)

@@ -156,7 +156,7 @@ def test_what_is_started_again_on_a_machine_that_goes_trains_on_until_it_has_gon
 @pytest.mark.torchrun
 @row("torchrun restarts after a failure")
 def test_after_a_failure_the_ranks_that_live_are_gone_at_once_and_go_on_from_memory(tmp_path: Path) -> None:
-    words = ("--every", "10", "--die-at", "25", "--stuck-at", "25")
+    words = ("--save-at", "20", "--die-at", "25", "--stuck-at", "25")
     script = two_ranks(tmp_path, *words, restarts=1, CKPT_LINGER_S="60")
     script.wait_for(lambda line: line.get("attempt") == 1)
     script.wait_for(lambda line: line.get("step") == 26)
@@ -173,9 +173,9 @@ def test_a_usr1_that_torchrun_does_not_handle_ends_it_and_not_its_workers(tmp_pa
     script = two_ranks(tmp_path)
     at_step(script)
     os.kill(script.process.pid, signal.SIGUSR1)
-    assert script.process.wait(30) == -signal.SIGUSR1
+    assert script.process.wait(60) == -signal.SIGUSR1
     seen = max(last_steps(script))
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while min(last_steps(script)) <= seen:
         assert time.monotonic() < deadline_s, "they train on, and nobody looks after them"
         time.sleep(0.02)
@@ -371,16 +371,16 @@ def test_a_torchrun_that_is_pid_1_ends_after_its_workers_and_so_after_the_commit
 @pytest.mark.torchrun
 def test_it_does_so_too_where_no_rank_comes_to_a_boundary(tmp_path: Path, store: Proxy) -> None:
     """Then a thread of each rank ends it, and with the last one torchrun and the agent: after the commit."""
-    words = training(URL, "--every", "20", "--stuck-at", "150", "--pace", "0.03", "--mib", "8")[1:]
+    words = training(URL, *SELDOM, "--save-at", "20", "--stuck-at", "23", "--pace", "0.03", "--mib", "8")[1:]
     torchrun_1 = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     store.limit(2e6)  # 4 s for the commit; within less than two the ranks are told that there is no boundary to be had
     pod = Container(tmp_path / "log", *torchrun_1, "--max-restarts", "0", *words)
-    at_step(pod.script, 150)
+    pod.script.wait_for(lambda line: "stuck" in line)
     assert pod.stop(60) not in (0, -signal.SIGKILL)
     found = outcome(tmp_path)
     assert (found["how"], found["why"]) == ("ended", "no boundary came in time")
     assert (found["level"], found["committed_step"]) == ("store", found["step"])
-    assert found["step"] >= 20
+    assert found["step"] == 20
     assert "leaving at once: no boundary came in time" in pod.script.log.read_text()
     store.limit(float("inf"))
     again = train(tmp_path / "again", URL, found["step"] + 2, "--mib", "8", **LAUNCH)

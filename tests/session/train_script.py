@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--take-over", action="store_true")
-    parser.add_argument("--stuck-at", type=int, default=0, help="after that step nothing more happens")
+    parser.add_argument("--stuck-at", type=int, default=0, help="after that step, and its last save, nothing happens")
     parser.add_argument("--evaluate-at", type=int, default=0, help="after that step batches follow, with ck.poll()")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
@@ -66,6 +66,7 @@ def main() -> None:
         assert not args.mib or int(more[0]) == ck.restored.step, "it holds another step than it says"
         say(restored=ck.restored.step, level=ck.restored.level, attempt=attempt, pid=os.getpid())
         drawn = iter(loader or order[ck.restored.step :])
+        saved: ckpt.Handle | None = None
         for step in ck.steps(args.steps):
             assert next(drawn) == step - 1, "the loader goes on where it was"
             loss = job.train(step)
@@ -73,8 +74,10 @@ def main() -> None:
             say(step=step, loss=loss)
             if step in args.save_at:
                 ck.step()
-                ck.save()
+                saved = ck.save()
             time.sleep(args.pace)
+            if saved is not None and step in (args.die_at, args.stuck_at) and not attempt:
+                saved.wait("local", timeout_s=60)  # however slowly it is copied and hashed
             if step == args.die_at and rank == 1 and not attempt:
                 say(dies=time.time())
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -86,6 +89,7 @@ def main() -> None:
                 time.sleep(0.05)
                 ck.poll()
             if step == args.stuck_at and not attempt:
+                say(stuck=step)
                 threading.Event().wait(90)  # an evaluation, a compilation; longer than any test waits
             if distributed:
                 dist.barrier()
