@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEY_ID, SECRET, REGION = "testing-key-id", "testing-secret", "us-east-1"
-START_S = 30.0
+START_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def running(words: list[str], port: int, cwd: str | None = None) -> Iterator[Non
             yield
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def _answers(port: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import settings, storage
-from ckpt.backends.cloud import CloudBackend, open_cloud, other_config, s3_config
+from ckpt.backends.cloud import SMALL_TIMEOUT_S, CloudBackend, open_cloud, other_config, s3_config
 from ckpt.errors import (
     AccessDenied,
     AlreadyExists,
@@ -41,9 +41,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TinyS3]:
 
 
 @pytest.fixture
-def cloud(server: TinyS3) -> Iterator[CloudBackend]:
-    """The bare backend: no retries around it."""
-    backend = open_cloud(URL, timeout_s=0.5)
+def cloud(server: TinyS3, request: pytest.FixtureRequest) -> Iterator[CloudBackend]:
+    """The bare backend: no retries around it. As parameter: for how long it is patient."""
+    backend = open_cloud(URL, timeout_s=getattr(request, "param", SMALL_TIMEOUT_S))
     yield backend
     backend.close()
 
@@ -96,6 +96,7 @@ def test_what_may_pass_is_transient_and_is_asked_once(server: TinyS3, cloud: Clo
         assert len([each for each in server.requests if not each.endswith("clock")]) == 1, what
 
 
+@pytest.mark.parametrize("cloud", [0.5], indirect=True)
 def test_a_server_that_never_answers_is_transient(server: TinyS3, cloud: CloudBackend) -> None:
     for what, attempt in attempts(cloud).items():
         if what not in ("put if absent", "abort_uploads"):  # they have a longer time-out
@@ -229,6 +230,7 @@ def test_a_reply_that_is_cut_off_is_never_data_nor_damage_but_asked_again(server
             assert bytes(attempt()) == data[start:]
 
 
+@pytest.mark.parametrize("cloud", [2.0], indirect=True)
 @pytest.mark.parametrize("ranges", [NAMED, WHOLE])
 def test_a_range_answered_with_200_is_found_out_once_and_read_right(
     server: TinyS3, cloud: CloudBackend, ranges: str
@@ -282,7 +284,7 @@ def test_a_put_that_is_broken_off_ends_soon_and_its_memory_is_free(
             time.sleep(0.01)
         cancel.set()
         with pytest.raises(StorageError, match="broken off"):
-            put.result(10)
+            put.result(60)
     del put
     memory.close()  # nobody has a view of it
     assert server.objects == {}
