@@ -106,7 +106,8 @@ def main() -> int:
 
 class Patience:
     """Waits, and where a torchrun has ended meanwhile because torch's store gave it no answer, puts another in its
-    place and waits for what comes after that. `replaced`: how many."""
+    place and waits for what comes after that. `replaced`: how many. Where such a one was still able to close the
+    rendezvous nobody can come to it any more: that is an error, and to be done once more."""
 
     def __init__(self, job: Elastic) -> None:
         self.job, self.replaced = job, 0
@@ -116,7 +117,7 @@ class Patience:
             try:
                 return what(since)
             except Ended as exc:
-                if not all(map(self.job.lost_its_store, exc.names)):
+                if self.job.is_closed() or not all(map(self.job.lost_its_store, exc.names)):
                     raise
                 for name in exc.names:
                     since = self.job.kill(name)

@@ -20,7 +20,10 @@ RENDEZVOUS = "is_host=0,join_timeout=180,last_call_timeout=3,keep_alive_interval
 
 
 # torch's rendezvous store leaves a torchrun without an answer for a minute now and then, which ends by that (one in
-# some fifty nodes that came or went, with torch 2.13). Such a run has shown nothing: it is done once more.
+# some fifty nodes that came or went, with torch 2.13). So it is where the torchrun of rank 0 stands still for as long
+# as it takes to be noticed as dead, just when all have come: it waits for the next round then, and the others for where
+# it listens. Who ends by that closes the rendezvous, if it still can, and by that all others end as soon as they are to
+# meet again. Such a run has shown nothing: it is done once more.
 NO_ANSWER = "torch's rendezvous store gave no answer"
 ELASTIC = [
     pytest.mark.torchrun,
@@ -29,9 +32,10 @@ ELASTIC = [
 ]
 
 _NO_ANSWER = "RendezvousConnectionError|DistStoreError"  # in the log of a torchrun
+_CLOSED = "RendezvousClosedError"
 
 LINGER_S = 300  # of an agent whose ranks are gone: as by default
-AGENTS_S = 30.0  # in which the agents of a job that came to its end are gone: they do not linger
+AGENTS_S = 60.0  # in which the agents of a job that came to its end are gone: they do not linger
 
 
 class Ended(AssertionError):
@@ -91,8 +95,16 @@ class Elastic:
         return self.places.pop(name).kill()
 
     def lost_its_store(self, name: str) -> bool:
-        """Whether torchrun ended there because torch's own rendezvous store did not answer it."""
-        return re.search(_NO_ANSWER, self._logs[name].read_text(errors="replace")) is not None
+        """Whether torchrun ended there because torch's own rendezvous store did not answer it, or another one, which
+        has closed the rendezvous."""
+        return self._said(_NO_ANSWER, name) or (self._said(_CLOSED, name) and self._said(_NO_ANSWER, *self._logs))
+
+    def is_closed(self) -> bool:
+        """Whether nobody can come to the rendezvous any more."""
+        return self._said(_CLOSED, *self._logs)
+
+    def _said(self, what: str, *names: str) -> bool:
+        return any(re.search(what, self._logs[name].read_text(errors="replace")) for name in names)
 
     def lines(self) -> list[Line]:
         """Of all nodes, in the order of time."""
@@ -156,7 +168,8 @@ class Elastic:
         deadline = time.monotonic() + timeout_s
         for name, node in self.places.items():
             code = node.started[-1].wait(max(1.0, deadline - time.monotonic()))
-            assert code == 0, f"{name}: exit code {code}\n{self.tail()}"
+            why = f" ({NO_ANSWER})" if self.lost_its_store(name) else ""
+            assert code == 0, f"{name}: exit code {code}{why}\n{self.tail()}"
         deadline = time.monotonic() + AGENTS_S
         while left := [pid for node in self.places.values() for pid in node.pids()]:
             assert time.monotonic() < deadline, f"processes {left} are still there\n{self.tail()}"

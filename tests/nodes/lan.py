@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HUB_AT = "10.77.0.1"  # inside the namespaces only
 NETS = {"lan": "10.77", "own": "10.78"}
 STORE_PORT = 29400
-GONE_S = 20.0  # how long what was killed may take to be gone
+GONE_S = 60.0  # how long what was killed may take to be gone
 
 _STORE = (
     "import sys, torch.distributed as d; "
