@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from tests.session.runs import kill_agent
+from tests.session.runs import Seen, kill_agent
 from tests.session.scripts import say_line
 
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
@@ -73,10 +73,10 @@ def a_state_that_cannot_be_read(folder: Path, rank: int) -> dict[str, Any]:
 
 def an_agent_that_dies_in_a_save(folder: Path, rank: int) -> dict[str, Any]:
     """Rank 1 has come to it and goes on without it, rank 0 comes when there is another agent. They meet in steps."""
-    model, waits, over = nn.Linear(3, 3), folder / "waits", folder / "over"
+    model, over, seen = nn.Linear(3, 3), folder / "over", Seen()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, Any] = {}
-    with ckpt.Checkpointer(folder / "dies", {"model": model, "optim": optim}, policy=LATER) as ck:
+    with ckpt.Checkpointer(folder / "dies", {"model": model, "optim": optim}, policy=LATER, sinks=(seen,)) as ck:
         for step in ck.steps(4):
             model(torch.ones(2, 3)).sum().backward()
             dist.all_reduce(model.weight.grad)
@@ -84,12 +84,9 @@ def an_agent_that_dies_in_a_save(folder: Path, rank: int) -> dict[str, Any]:
             if step == 2:
                 ck.step()
                 if rank == 0:
-                    until(waits.exists)
-                    time.sleep(0.5)  # rank 1 waits for this one
+                    seen.wait("save.awaited")  # rank 1 waits for this one
                     kill_agent(folder / "dies")
                     until(lambda: over.exists() and ck._parts.saver.link.restarts > 0)  # it may see the death late
-                else:
-                    waits.touch()
                 began_s = time.monotonic()
                 handle = ck.save()
                 found["took_s"] = time.monotonic() - began_s

@@ -17,7 +17,7 @@ from ckpt.settings import read
 from ckpt.storage import canonical
 
 
-def wait_agent_gone(url: str | os.PathLike[str], timeout_s: float = 30.0) -> None:
+def wait_agent_gone(url: str | os.PathLike[str], timeout_s: float = 60.0) -> None:
     """So that the next start finds the store alone, and not the memory of an agent that is about to end."""
     places = client.places(canonical(os.fspath(url)), read())
     deadline = time.monotonic() + timeout_s

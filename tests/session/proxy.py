@@ -183,7 +183,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield made
     finally:
         made.end()
-        thread.join(10)
+        thread.join(60)
 
 
 class _ClientGone(Exception):

@@ -25,7 +25,7 @@ def main() -> None:
         policy=ckpt.Every(steps=2),
         sinks=(lambda event: seen.append(event.name),),
     ) as ck:
-        for step in ck.steps(4000):
+        for step in ck.steps(100_000):
             other += 1
             table += 1
             if rank == 1 and step == 20:

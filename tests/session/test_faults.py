@@ -127,18 +127,18 @@ def test_a_store_that_vanishes_fails_the_save_and_not_the_training(tmp_path: Pat
 
 def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path) -> None:
     """Another runtime folder stands for another machine: its agent does not know the first."""
-    first = train(tmp_path / "1.log", tmp_path / "run", 5000, "--every", "20", CKPT_HEARTBEAT_S="0.3")
+    first = train(tmp_path / "1.log", tmp_path / "run", 100_000, "--every", "20", CKPT_HEARTBEAT_S="5")
     try:
         first.wait_for(lambda line: line.get("step") == 5)
         other = tmp_path / "other"
-        env = {"CKPT_RUNTIME_DIR": str(other), "CKPT_HEARTBEAT_S": "0.3", "CKPT_LAUNCH": "another"}
+        env = {"CKPT_RUNTIME_DIR": str(other), "CKPT_HEARTBEAT_S": "5", "CKPT_LAUNCH": "another"}
         second = train(tmp_path / "2.log", tmp_path / "run", 10, **env)
         assert second.process.wait(60) != 0
         text = second.log.read_text()
         assert "RunInUse" in text
         assert any(line.get("event") == "run.watching" for line in second.lines()), "it waited without a word"
         assert "take_over" in text
-        third = train(tmp_path / "3.log", tmp_path / "run", 400, "--take-over", "--every", "20", **env)
+        third = train(tmp_path / "3.log", tmp_path / "run", 100_000, "--take-over", "--every", "20", **env)
         third.wait_for(lambda line: "restored" in line)
         assert first.process.wait(90) == 75
         assert "superseded" in first.log.read_text()

@@ -140,7 +140,7 @@ def test_ranks_that_find_different_meshes_are_told_apart_by_number_at_each_start
 
 def test_no_step_of_any_rank_waits_for_an_agent_that_is_gone(saw: Saw) -> None:
     for rank, each in enumerate(saw(together.agent_that_dies)):
-        assert each.pop("slowest_s") < 5.0, "a step waited for another agent, which nobody could start"
+        assert each.pop("slowest_s") < 20.0, "a step waited for another agent, which nobody could start"
         assert each == {
             "early": False,
             "restarts": 1,

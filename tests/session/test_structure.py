@@ -173,7 +173,7 @@ def test_a_fence_before_a_change_by_hand_keeps_the_snapshot_whole(tmp_path: Path
         ) as ck,
     ):
         more = 5  # snapshots once late copies are proven
-        for step in ck.steps(10_000):
+        for step in ck.steps(1_000_000):
             taken = ck.receipt["snapshots"]
             ck.fence()
             train(step)
@@ -218,7 +218,7 @@ def test_a_replica_that_ceases_to_be_one_is_noticed_and_saved_per_rank(tmp_path:
     lines = torchrun(tmp_path / "log", 2, "tests.session.replicas", str(tmp_path / "run")).end()
     assert all(line["same"] for line in lines), lines
     assert {line["rank"] for line in lines} == {0, 1}
-    assert lines[0]["step"] < 4000
+    assert lines[0]["step"] < 100_000
     assert any(line["loud"] for line in lines)
 
 
