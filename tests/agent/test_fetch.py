@@ -273,7 +273,7 @@ def test_a_wait_for_a_cell_ends_with_the_window() -> None:
 
     with Tasks("cell", pool_size=1) as tasks:
         second = tasks.submit(wait)
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         window.close()
         with pytest.raises(AgentError):
-            second.result(10)
+            second.result(60)

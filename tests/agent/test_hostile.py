@@ -128,7 +128,7 @@ def train_and_leave(rank: FakeRank) -> None:
     assert rank.leave()["error"] is None
 
 
-def come_back(rank: FakeRank, tries: int = 100) -> None:
+def come_back(rank: FakeRank, tries: int = 1200) -> None:
     """As trainers do: who is refused, or was still connected to the agent that ends, tries again."""
     for _ in range(tries):
         try:

@@ -24,7 +24,7 @@ from tests.agent.test_agent import checkpoint, committed_steps, one_step, start,
 url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 Ranks = Callable[..., list[FakeRank]]
 REPOSITORY = Path(__file__).parents[2]
-SOON_S = 0.5  # an agent that does not run at all for so long hangs
+SOON_S = 2.0  # an agent that does not run at all for so long hangs
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_one_that_is_only_slow_is_not_ended(
 ) -> None:
     slow = stub("is-busy", "ckpt.agent.main")
     with pytest.raises(AgentError, match="did not answer 'hello'"):
-        meet(hello_s=0.2, busy_s=0.5)
+        meet(hello_s=2.0, busy_s=3.0)
     assert slow.poll() is None
     assert told == []
 

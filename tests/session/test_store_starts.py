@@ -35,7 +35,7 @@ def test_a_job_that_is_started_again_with_new_credentials_saves_with_them(
     moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old ones expired, so the last commit failed; what is in memory is not lost, and is committed now."""
-    monkeypatch.setenv("CKPT_LINGER_S", "0.6")  # an agent that cannot commit stays twelve times as long
+    monkeypatch.setenv("CKPT_LINGER_S", "2")  # an agent that cannot commit stays twelve times as long
     with proxies.proxy(moto) as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.at.endpoint)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "old")

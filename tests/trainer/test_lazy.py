@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType, FunctionType
 
 import pytest
 import torch
@@ -568,14 +570,23 @@ def await_done(snapshot: Snapshot, timeout_s: float = 60.0) -> None:
         time.sleep(0.003)
 
 
+def is_in(function: FunctionType, frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def test_a_late_snapshot_is_not_done_in_the_middle_of_an_operation_which_may_be_one_that_writes() -> None:
     loop, copier = Loop(1), CpuCopier(1)
     with rig(loop.state, copier=copier) as it:
         proven(it, loop)
         snapshot, held = late_and_held(it, loop, copier)
         ended: list[bool] = []
+        main = threading.get_ident()
 
         def watch() -> None:
+            while not is_in(threading.Thread.join, sys._current_frames()[main]):
+                time.sleep(0.01)
             time.sleep(0.1)
             held.set()
             copier.submit(lambda: None, late=True).result()
@@ -912,7 +923,7 @@ def test_a_close_that_ctrl_c_ends_leaves_nobody_waiting() -> None:
         threading.Timer(0.1, held.set).start()
         with pytest.raises(KeyboardInterrupt):
             it.snapshotter.close()
-        snapshot.wait(10)
+        snapshot.wait(60)
         assert snapshot.abandoned == "interrupted"
 
 

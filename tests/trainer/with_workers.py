@@ -53,7 +53,7 @@ def main() -> None:
     assert len(children) == 2
     for child in children:
         child.terminate()
-        child.join(10)
+        child.join(60)
         assert child.exitcode == 0, "as ever"
     assert not any(map(psutil.pid_exists, pids))
 

@@ -313,7 +313,7 @@ def train(ranks: Sequence[FakeRank], until: int) -> None:
             rank.boundary()
 
 
-def come_back(rank: FakeRank, tries: int = 300) -> None:
+def come_back(rank: FakeRank, tries: int = 1200) -> None:
     """As trainers do: who is refused tries again."""
     for _ in range(tries):
         try:

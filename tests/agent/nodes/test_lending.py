@@ -239,7 +239,10 @@ def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster
     assert cluster.checkpoint("peer", "store") > step
 
 
-def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(lent: Cluster) -> None:
+def test_a_job_of_another_launch_has_to_wait_until_the_one_before_it_is_gone(
+    lent: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "5")  # one that lives may stand still for a while
     lent.start(0, 0)
     step = lent.checkpoint("peer", "store")
     first = list(lent.job)

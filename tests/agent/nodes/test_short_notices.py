@@ -23,9 +23,11 @@ from tests.agent.test_agent import wait_for
 STORE = 2e5  # bytes a second of each agent's
 
 
-def start(cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doomed: int = 1) -> int:
+def start(
+    cluster: Cluster, word: Path, peer_bandwidth: float | None = None, doomed: int = 1, store: float = STORE
+) -> int:
     """Two nodes, of which one looks for that file; a first checkpoint shows what saving takes. Its step."""
-    limits = {"memory": None, "bandwidth": STORE, "peer_bandwidth": peer_bandwidth}
+    limits = {"memory": None, "bandwidth": store, "peer_bandwidth": peer_bandwidth}
     policy = {"steps": 100_000, "seconds": None}
     cluster.options = {**cluster.options, "policy": policy, "limits": limits, "codec": "raw"}
     cluster.connect(0, 1)[doomed].notices = Sources("given", file=str(word)).fields()
@@ -118,14 +120,14 @@ def test_with_more_time_it_is_committed_and_with_less_that_is_said(
 def test_a_commit_under_way_is_broken_off_on_all_nodes_for_the_last_one_which_is_there_in_time_then(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """A commit takes five seconds. One has just begun when a notice says seven and a half."""
+    """A commit takes ten seconds. One has just begun when a notice says fifteen."""
     cluster.options = {**cluster.options, "peers": None}
-    first = start(cluster, tmp_path / "word")
+    first = start(cluster, tmp_path / "word", store=STORE / 2)
     for _ in range(50):
         together(cluster.job, one_step)
         threading.Event().wait(0.05)
     given_up = cluster.save().step
-    step = warn(cluster, tmp_path / "word", 7.5, after=0)
+    step = warn(cluster, tmp_path / "word", 15.0, after=0)
     with Tasks("leave", pool_size=2) as tasks:
         answers = [tasks.submit(rank.leave, "notice") for rank in cluster.job]
         told = outcome(cluster)
