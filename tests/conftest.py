@@ -48,7 +48,7 @@ LIBRARY_THREADS = (
 OURS = ("/", "anon_inode:[pidfd]", "pipe:")  # files and memfds; pidfds; pipes
 NOT_OURS = ("/dev/", "/proc/", "/sys/", "/usr/", "/opt/", "/lib")
 
-SETTLE_S = 15.0  # how long what was closed may take to be gone; only a failing test waits for it
+SETTLE_S = 60.0  # how long what was closed may take to be gone; only a failing test waits for it
 
 # Continuous integration says CKPT_TEST_SEED: what passed there passes there again. Elsewhere each run explores anew.
 REPEATS = bool(os.environ.get("CKPT_TEST_SEED"))
@@ -171,7 +171,7 @@ def _processes_left(before: set[int], runtime_dir: Path, deadline: float) -> lis
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(alive, timeout=5)
+    psutil.wait_procs(alive, timeout=30)
     return left
 
 

@@ -12,18 +12,19 @@ import pytest
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 
-def _pytest(folder: Path, body: str, **env: str) -> str:
-    source = CONFTEST.read_text().replace("SETTLE_S = 15.0", "SETTLE_S = 0.2")
+def _pytest(folder: Path, body: str, settle_s: float = 0.2, **env: str) -> str:
+    source = CONFTEST.read_text().replace("SETTLE_S = 60.0", f"SETTLE_S = {settle_s}")
+    assert f"SETTLE_S = {settle_s}" in source
     (folder / "conftest.py").write_text(source)
     (folder / "test_it.py").write_text("import os, socket, subprocess, sys, threading, time, pytest\n" + body)
     clean = {k: v for k, v in os.environ.items() if k != "CI"} | env
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", str(folder)]
-    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=240)
     return done.stdout
 
 
 LEAKS = {
-    "a thread": "def test_x():\n    threading.Thread(target=time.sleep, args=(3,), name='mine').start()\n",
+    "a thread": "def test_x():\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
     "a file": "def test_x(tmp_path):\n    os.open(tmp_path / 'f', os.O_CREAT)\n",
     "a memfd": "def test_x():\n    os.memfd_create('arena')\n",
     "a pidfd": "def test_x():\n    os.pidfd_open(os.getpid())\n",
@@ -51,7 +52,7 @@ def test_x(tmp_path, seed):
         file.write(os.environ["CKPT_RUNTIME_DIR"])
     assert os.environ["CKPT_LINGER_S"] == "0"
 """
-    said = _pytest(tmp_path, body)
+    said = _pytest(tmp_path, body, settle_s=30.0)
     assert "1 passed" in said.splitlines()[-1]  # the closing line stays the last one
     assert "seed of this test:" in said
 
