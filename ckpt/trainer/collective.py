@@ -53,7 +53,7 @@ class TorchGroup:
             self._group = _gloo(tuple(ranks))
 
     def gather(self, data: bytes) -> list[bytes]:
-        with self._agreeing():
+        with self._agreeing(), torch.device("cpu"):  # whatever the user's default is: gloo's own, and NumPy's
             mine = torch.tensor([len(data)], dtype=torch.int64)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
             dist.all_gather(sizes, mine, group=self._group)

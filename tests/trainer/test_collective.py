@@ -1,0 +1,27 @@
+"""What the ranks tell each other when they enter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckpt.trainer.collective import TorchGroup
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("data", [b"", b"what a rank has to say"])
+def test_the_default_device_of_the_user_does_not_matter(alone: None, data: bytes) -> None:
+    with torch.device("meta"):
+        assert TorchGroup(None).gather(data) == [data]
