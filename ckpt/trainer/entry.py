@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgpack
+import torch
 
 from ckpt.agent.client import Pending
 from ckpt.agent.nodelist import encode_nodes, leader_of
@@ -330,6 +331,7 @@ def _ask(
     return Decision.parse(said)
 
 
+@torch.inference_mode(False)
 def _restore(
     group: collective.Group,
     asked: Asked,
@@ -338,7 +340,8 @@ def _restore(
     saver: Saver,
     decision: Decision,
 ) -> tuple[Found, Decision]:
-    """What was restored, and the decision that led to it."""
+    """What was restored, and the decision that led to it. In whatever mode the block is entered, the tensors that are
+    made for it can be trained with later."""
     failures: list[str] = []
     overwritten = restore.Overwritten(saver.walker)
     for struck in decision.fields.get("struck") or []:

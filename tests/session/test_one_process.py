@@ -408,3 +408,17 @@ def test_a_step_that_came_from_memory_and_is_not_in_the_store_is_saved_on_leavin
     assert ck.receipt["committed_step"] == 3
     assert [int(p.name.split("-")[2].split(".")[0]) for p in (url / "commits").iterdir()] == [3]
     wait_agent_gone(url)
+
+
+def test_what_is_restored_under_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    wanted = losses(6)
+    first = make()
+    with ckpt.Checkpointer(tmp_path, {**first.state, "seen": torch.zeros(2)}) as ck:
+        for step in ck.steps(3):
+            first.train(step)
+    wait_agent_gone(tmp_path)
+    job = make(seed=1)
+    ck = ckpt.Checkpointer(tmp_path, {**job.state, "seen": None}, strict=False)
+    with torch.inference_mode(), ck, torch.inference_mode(False):
+        assert [job.train(step) for step in ck.steps(6)] == wanted[3:]
+        ck.state["seen"] += 1
