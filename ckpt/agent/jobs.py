@@ -441,7 +441,8 @@ class Job(TakenOver):
             return
         now_s = time.monotonic()
         left_s = word.deadline_s - time.time()
-        self.group.warn(Standing(*name, now_s + left_s, now_s, word.certain, when, frozenset({node})))
+        told = Standing(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
+        when = self.group.warn(told).when
         if known and word.source == SIGNAL:
             return  # another rank got it too
         what = "this machine goes away" if word.certain else "this machine may go away"

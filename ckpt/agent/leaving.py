@@ -117,8 +117,9 @@ class Leaving(Facts):
 
     # -- facts
 
-    def warn(self, told: Standing) -> None:
-        """A notice, new or moved. A signal that another rank got as well keeps its first deadline."""
+    def warn(self, told: Standing) -> Standing:
+        """A notice, new or moved; as it stands now. A signal that another rank got as well keeps its first deadline. By
+        what this start leaves it leaves also where its time moves meanwhile."""
         name = (told.source, told.key)
         before = self.notices.get(name)
         if told.deadline_s <= told.told_s:
@@ -126,6 +127,8 @@ class Leaving(Facts):
         if before is not None:
             first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
             nodes = told.nodes | before.nodes if told.source == SIGNAL else told.nodes
+            if self._leave_round and before.sends_away and told.certain:
+                told = replace(told, when=before.when)
             told = replace(told, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
             if told.deadline_s > before.deadline_s or not told.certain:
                 self._due.discard(name)
@@ -135,6 +138,7 @@ class Leaving(Facts):
         self.notices[name] = told
         if len(self.notices) > NOTICES_MAX:
             self.withdrawn(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
+        return told
 
     def withdrawn(self, source: str, key: str) -> None:
         """It stands no longer. Once the ranks were told to leave they leave."""
@@ -240,8 +244,9 @@ class Leaving(Facts):
 
     @property
     def heeds_notices(self) -> bool:
-        """Whether it matters still what is told of its machines."""
-        return not self.all_gone or (self.may_acknowledge and not self._all_said)
+        """Whether it matters still what is told of its machines: also until it is said what was saved, since that is
+        said before a deadline, and by which nodes go."""
+        return not self.all_gone or self._report is not None or (self.may_acknowledge and not self._all_said)
 
     @property
     def wants_extra(self) -> bool:

@@ -82,8 +82,9 @@ def test_it_is_the_last_of_all_after_the_commit_and_the_answers_to_the_ranks() -
 def test_not_where_the_user_does_not_let_it() -> None:
     driver = Planning(may=False)
     driver.leave()
-    assert not driver.group.heeds_notices
+    assert driver.group.heeds_notices, "what is saved has to be said before a deadline, which may come nearer"
     driver.commit()
+    assert not driver.group.heeds_notices
     driver.group.closed()
     driver.decide()
     assert not driver.acknowledged()

@@ -625,6 +625,25 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
     assert len(leave_by(driver)) == 1, "once"
 
 
+def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_until_it_is_said_what_was_saved() -> None:
+    driver, _ = leaving_in_20_s()
+    for rank in range(driver.world):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    assert driver.group.all_gone
+    assert driver.group.heeds_notices
+    driver.warn(6.0, when=When.NOT_AGAIN)  # as whoever listens has it, since the job leaves by it
+    at_s = driver.now_s + 6.0
+    assert leave_by(driver) == [at_s]
+    assert driver.group.next_wake_s(driver.now_s) == at_s - OUTCOME_S
+    driver.now_s = at_s - OUTCOME_S
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["left_s"]) == ("left", "local", OUTCOME_S)
+    driver.commit()
+    assert not driver.group.heeds_notices, "all is said"
+
+
 def test_ranks_that_were_told_to_end_are_told_of_a_deadline_that_comes_nearer_as_well() -> None:
     driver = Warned()
     driver.save_once()

@@ -152,6 +152,24 @@ def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late
     holds(link, tmp_path, found["step"])
 
 
+def test_a_deadline_that_comes_nearer_while_the_last_commit_is_under_way_is_heard_and_kept(
+    tmp_path: Path, link: Proxy
+) -> None:
+    """All ranks have left, and wait for nothing but that."""
+    script = noticing(tmp_path, 20)
+    committed(script, "step 20 ")
+    agent = psutil.Process(agent_status(URL)["pid"])
+    appear(tmp_path, 25)
+    link.wait_carried(int(1.1 * MIB * 2**20))
+    appear(tmp_path, 4)
+    found = wait_outcome(tmp_path, script)
+    assert script.process.wait(5) == CODE
+    goes(script, agent)
+    assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
+    assert 0 <= found["left_s"] <= 4
+    holds(link, tmp_path, 20)
+
+
 @pytest.mark.parametrize("lead_s", [30, 5, 2])
 def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
     tmp_path: Path, link: Proxy, lead_s: float
