@@ -163,6 +163,7 @@ class Facts:
         self._copy_failures = 0
         self._copies_lost = False
         self._copies_lost_of_it = False  # the same, of what is being copied
+        self._lost_with: set[str] = set()  # the nodes whose agents these went with, until there are copies again
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the earliest deadline then, or since
@@ -403,6 +404,8 @@ class Facts:
         why_not = error or (UNKEPT if entry.round is not None and self.is_kept_in_part(entry.round) else "")
         self.replicating = None
         entry.leases -= 1
+        if not error:
+            self._lost_with.clear()
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
         if entry.round is not None and entry.round.peer is Store.DONE:  # what may have been lost of it was made again
@@ -432,9 +435,10 @@ class Facts:
             if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
                 slot.round.peer = Store.DONE if slot.round.peer is Store.NEW else slot.round.peer
 
-    def copies_lost(self) -> None:
-        """An agent of another node is not connected any more: what it kept for others may have gone with it."""
+    def copies_lost(self, name: str) -> None:
+        """The agent of that node is not connected any more: what it kept for others may have gone with it."""
         self._copies_lost = True
+        self._lost_with.add(name)
         self._copies_lost_of_it = self.replicating is not None
 
     @property

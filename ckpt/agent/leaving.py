@@ -527,7 +527,8 @@ class Leaving(Facts):
         self._out.append(Emit("notice.outcome", text_of(body), True, body))
 
     def _level_in_memory(self, round_: Round) -> str:
-        copied = round_.peer is Store.DONE and outlasts(round_.kept or self.kept, self.doomed)
+        gone = self.doomed | self._lost_with
+        copied = round_.peer is Store.DONE and outlasts(round_.kept or self.kept, gone)
         return "peer" if copied else "local"
 
     def _acknowledge(self, now_s: float) -> None:

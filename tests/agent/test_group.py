@@ -691,7 +691,7 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
     driver.commit()
     driver.group.lost(1, driver.now_s)
-    driver.group.copies_lost()
+    driver.group.copies_lost("b")
     driver.decide()
     made = lambda: [each.tick for each in driver.said if isinstance(each, do.Replicate)]  # noqa: E731
     assert made() == [tick], "not while it is away"
@@ -782,7 +782,7 @@ def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_
     assert not driver.group.copied_ticks
     tick = driver.complete()
     assert driver.group.copied_ticks == [tick]
-    driver.group.copies_lost()  # it was the first to have all that it keeps
+    driver.group.copies_lost("b")  # it was the first to have all that it keeps
     driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
     driver.decide()
     assert driver.group.safe is None

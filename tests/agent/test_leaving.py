@@ -1219,3 +1219,26 @@ def test_nothing_gives_way_where_the_last_one_is_safe_without_a_commit(error: st
     assert not giving_up(driver), "copies come first"
     copied(error)
     assert bool(giving_up(driver)) is bool(error)
+
+
+@pytest.mark.parametrize(("lost", "level"), [("b", "local"), ("c", "peer")])
+def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_stay(lost: str, level: str) -> None:
+    driver = Warned()
+    driver.group.replicates = True
+    driver.group.kept = (Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("b",)))
+    driver.warn(20.0, when=When.AT_ONCE)
+    word = driver.take()
+    driver.hold(word)
+    driver.group.assembled(word.slot, word.round, "")
+    driver.decide()
+    driver.group.replicated(word.slot, "", driver.now_s)
+    driver.decide()
+    driver.group.copies_lost(lost)
+    driver.now_s += 20.0 - OUTCOME_S
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["level"], body["peer_step"]) == (level, word.step if level == "peer" else None)
+    assert driver.group.replicating == word.slot, "they are made again"
+    driver.group.replicated(word.slot, "", driver.now_s)
+    driver.decide()
+    assert driver.outcomes()[-1]["level"] == "peer"

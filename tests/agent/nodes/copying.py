@@ -20,7 +20,7 @@ class Copying:
 
     def lost(self) -> None:
         """An agent is not connected any more."""
-        self._facts.copies_lost()
+        self._facts.copies_lost("b")
 
     def ended(self, error: str) -> str:
         """Why it is not safe; "": it is."""
