@@ -210,7 +210,7 @@ class Starts(Keeper):
         start.newest_step = found[0].identity.tick.step if found else start.newest_step
         held: list[tuple[Candidate, Checkpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
-            checkpoint = self._in_memory(each.identity)
+            checkpoint = self._in_memory(each.identity) if not start.nodes else None  # other nodes ask where it lies
             if each.in_memory and checkpoint is None:
                 if each.identity not in start.gathered:
                     if held:

@@ -262,6 +262,33 @@ def test_what_a_restarted_agent_could_not_take_over_before_a_rank_died_is_what_t
         del memory._STORES[life.url]
 
 
+@pytest.mark.parametrize(("first", "then"), [((0,), (0, 1)), ((0, 0), (0, 0, 1, 2)), ((1,), (0, 1))])
+def test_what_a_job_of_one_node_has_in_memory_only_is_what_several_nodes_go_on_from(
+    first: tuple[int, ...], then: tuple[int, ...]
+) -> None:
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.refuses, life.lender = True, None
+        life.options |= {"peers": {"replicas": 1}}
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, first, life.key, life.options)
+            job.start(1000, lambda rank: 0.1)
+            world.run(lambda: life.told(job, "local") > 0, LONG_S)
+            life.safe = life.told(job, "local")
+            job.die(0.1)
+            life.wait(3.0)
+            again = SimJob(life.fabric, then, life.key, life.options)
+            again.start(1000, lambda rank: 0.1)
+            world.run(lambda: again.trains, LONG_S)
+            assert again.restored_step >= life.safe
+            again.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
+
+
 def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_training_keeps_does_not() -> None:
     for seed in range(5):
         with living(seed) as world:
