@@ -34,6 +34,12 @@ class Script:
     def lines(self) -> list[Line]:
         return lines_of(self.log)
 
+    def _said(self) -> str:
+        """The end of it, but for its steps where there are many: what went wrong may be long ago."""
+        said = self.log.read_text(errors="replace").splitlines()
+        told = [line for line in said[:-20] if '"loss"' not in line]
+        return "\n".join([*told[-60:], *said[-20:]])[-12000:]
+
     def wait_for(self, what: Callable[[Line], bool], timeout_s: float = 90.0) -> Line:
         deadline = time.monotonic() + timeout_s
         while True:
@@ -41,7 +47,7 @@ class Script:
                 if what(line):
                     return line
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"not seen; the script said:\n{self.log.read_text(errors='replace')[-4000:]}")
+                raise AssertionError(f"not seen; the script said:\n{self._said()}")
             time.sleep(0.02)
 
     def kill(self) -> None:
