@@ -9,6 +9,7 @@ import contextlib
 import enum
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -276,6 +277,18 @@ def listening(listener: Listener) -> Iterator[tuple[threading.Event, list[Notice
             yield stop, told, has_told
         finally:
             stop.set()
+
+
+def stopped_s(listener: Listener, has_begun: Callable[[threading.Event], object], *words: Notice | Withdrawn) -> float:
+    """How long it listens on once it is stopped, which it is when `has_begun`, given what is set as something is told,
+    is true. By then it has told these words and no others."""
+    with listening(listener) as (stop, told, has_told):
+        assert has_begun(has_told)
+        began_s = time.monotonic()
+        stop.set()
+    took_s = time.monotonic() - began_s
+    assert told == [*words]
+    return took_s
 
 
 _watchers: list[list[tuple[object, ...]]] = []

@@ -33,9 +33,9 @@ from tests.notices.fakes import (
     connections,
     heard,
     is_within,
-    listening,
     same,
     serving,
+    stopped_s,
     timeout_s,
 )
 
@@ -159,19 +159,13 @@ def test_a_service_that_is_not_there_is_asked_ever_more_rarely_and_reported_once
 def test_stop_ends_a_request_that_hangs_within_a_second(name: str, bad: Bad) -> None:
     kind = KINDS[name]
 
-    def stopped_s() -> float:
+    def took_s() -> float:
         with serving() as service:
             service.bad(bad)
             listener = kind.make(service.endpoint, timeout_s=PATIENT_S)
-            with listening(listener) as (stop, told, _):
-                assert service.came.acquire(timeout=60)
-                began_s = time.monotonic()
-                stop.set()
-            took_s = time.monotonic() - began_s
-            assert not told
-        return took_s
+            return stopped_s(listener, lambda _: service.came.acquire(timeout=60))
 
-    assert is_within(1.0, stopped_s)
+    assert is_within(1.0, took_s)
 
 
 def test_a_request_that_drips_ends_when_its_time_is_up() -> None:

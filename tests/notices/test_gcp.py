@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import urllib.parse
+from typing import Any
 
 import pytest
 
-from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener
+from ckpt.notices.gcp import MAINTENANCE, PREEMPTED, GcpListener, Question
 from ckpt.notices.notice import Notice, Withdrawn
 from tests.notices.fakes import (
     BOUND_S,
@@ -24,6 +25,7 @@ from tests.notices.fakes import (
     is_within,
     listening,
     serving,
+    stopped_s,
 )
 
 
@@ -54,9 +56,13 @@ class Engine(FakeService):
             return Says(body=self._value, headers={"ETag": f"v{self._version}"})
 
 
+def listener(service: FakeService, question: Question = PREEMPTED, **more: Any) -> GcpListener:
+    return GcpListener(question, service.endpoint, timeout_s=PATIENT_S, **more)
+
+
 def test_the_value_is_read_at_once_and_then_waited_for() -> None:
     with serving(Engine("FALSE")) as engine:
-        with listening(GcpListener(PREEMPTED, engine.endpoint, timeout_s=PATIENT_S)) as (_, told, has_told):
+        with listening(listener(engine)) as (_, told, has_told):
             for _ in range(2):
                 assert engine.came.acquire(timeout=60)
             assert not told
@@ -73,24 +79,18 @@ def test_the_value_is_read_at_once_and_then_waited_for() -> None:
 
 
 def test_stop_ends_a_long_poll_within_a_second() -> None:
-    def stopped_s() -> float:
+    def took_s() -> float:
         with serving(Engine("FALSE")) as engine:
-            with listening(GcpListener(PREEMPTED, engine.endpoint, timeout_s=PATIENT_S)) as (stop, _, _):
-                for _ in range(2):
-                    assert engine.came.acquire(timeout=60)
-                began_s = time.monotonic()
-                stop.set()
-            return time.monotonic() - began_s
+            return stopped_s(listener(engine), lambda _: all(engine.came.acquire(timeout=60) for _ in range(2)))
 
-    assert is_within(1.0, stopped_s)
+    assert is_within(1.0, took_s)
 
 
 def test_a_poll_that_ends_unchanged_is_followed_by_the_next_without_a_pause() -> None:
     clock = Clock()
     with serving(Engine("FALSE")) as engine:
         stop = Turns(clock, lambda: None, lambda: stop.set())
-        listener = GcpListener(PREEMPTED, engine.endpoint, timeout_s=PATIENT_S, wait_s=1, now_s=clock.now_s)
-        listener.listen(stop, lambda word: None)
+        listener(engine, wait_s=1, now_s=clock.now_s).listen(stop, lambda word: None)
     assert stop.pauses == [0.0, 0.0]
 
 
@@ -99,11 +99,11 @@ def test_a_service_that_does_not_wait_is_not_asked_in_a_circle() -> None:
     with serving() as service:
         service.answer = lambda asked: Says(body="FALSE", headers={"ETag": "always"})
         stop = Turns(clock, *[lambda: None] * 3)
-        GcpListener(PREEMPTED, service.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s).listen(stop, lambda word: None)
+        listener(service, now_s=clock.now_s).listen(stop, lambda word: None)
         assert stop.pauses == [0.0, 1.0, 1.0]
         service.answer = lambda asked: Says(body="FALSE")  # one that knows no ETag
         stop = Turns(clock, *[lambda: None] * 3)
-        GcpListener(PREEMPTED, service.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s).listen(stop, lambda word: None)
+        listener(service, now_s=clock.now_s).listen(stop, lambda word: None)
         assert stop.pauses == [1.0, 1.0, 1.0]
 
 
@@ -115,8 +115,7 @@ def test_after_a_fault_the_value_is_read_anew_and_not_waited_for() -> None:
             engine.bad(Bad.NOTHING)
             engine.set("TRUE")
 
-        listener = GcpListener(PREEMPTED, engine.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s)
-        told = heard(listener, clock, change_while_deaf, lambda: None)
+        told = heard(listener(engine, now_s=clock.now_s), clock, change_while_deaf, lambda: None)
         assert [type(word) for word in told] == [Notice]
         assert "wait_for_change" not in engine.paths()[-1]
 
@@ -127,8 +126,7 @@ def test_after_a_fault_the_value_is_read_anew_and_not_waited_for() -> None:
 def test_maintenance_is_certain_only_where_the_machine_stops(value: str, certain: bool) -> None:
     clock = Clock()
     with serving(Engine(value)) as engine:
-        listener = GcpListener(MAINTENANCE, engine.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s)
-        (notice,) = heard(listener, clock)
+        (notice,) = heard(listener(engine, MAINTENANCE, now_s=clock.now_s), clock)
         assert engine.paths() == ["GET /computeMetadata/v1/instance/maintenance-event"]
     assert isinstance(notice, Notice)
     assert (notice.source, notice.certain, notice.deadline_s) == ("gcp-maintenance", certain, NOW_S + 60)
@@ -139,8 +137,7 @@ def test_the_lead_counts_on_where_another_listener_takes_over_and_anew_where_it_
 
     def hears(value: str) -> list[Notice | Withdrawn]:
         with serving(Engine(value)) as engine:
-            listener = GcpListener(PREEMPTED, engine.endpoint, timeout_s=PATIENT_S, now_s=clock.now_s, first=first)
-            return heard(listener, clock)
+            return heard(listener(engine, now_s=clock.now_s, first=first), clock)
 
     for later_s, left_s in ((0.0, 30.0), (20.0, 10.0), (600.0, 30.0)):  # the last: perhaps it was, unheard
         clock.now += later_s

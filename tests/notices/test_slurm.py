@@ -12,7 +12,7 @@ from ckpt.errors import UsageError
 from ckpt.notices.asking import Fault
 from ckpt.notices.notice import Notice, Withdrawn
 from ckpt.notices.slurm import SlurmListener, time_left_s
-from tests.notices.fakes import BRIEF_S, NOW_S, PATIENT_S, Clock, Turns, heard, is_within, listening, same
+from tests.notices.fakes import BRIEF_S, NOW_S, PATIENT_S, Clock, Turns, heard, is_within, listening, same, stopped_s
 
 
 class Squeue:
@@ -46,17 +46,7 @@ def squeue(tmp_path: Path) -> Squeue:
 def test_the_end_that_the_job_knows_is_told_at_once_and_nothing_is_run(squeue: Squeue) -> None:
     ours = SlurmListener("4711", NOW_S + 3600, squeue=squeue.path)
     word = Notice(NOW_S + 3600, "slurm", True, "4711", "the allocation of Slurm job 4711 ends")
-
-    def stopped_s() -> float:
-        with listening(ours) as (stop, told, has_told):
-            assert has_told.wait(60)
-            began_s = time.monotonic()
-            stop.set()
-        took_s = time.monotonic() - began_s
-        assert told == [word]
-        return took_s
-
-    assert is_within(1.0, stopped_s)
+    assert is_within(1.0, lambda: stopped_s(ours, lambda has_told: has_told.wait(60), word))
 
 
 def test_near_the_end_it_is_asked_once_whether_that_was_moved(squeue: Squeue) -> None:
@@ -168,19 +158,10 @@ def test_without_squeue_it_goes_on(squeue: Squeue) -> None:
 
 
 def test_stop_ends_a_squeue_that_hangs_within_a_second(squeue: Squeue) -> None:
-    os.mkfifo(squeue.path + ".runs")
-    squeue.runs(f"echo > {squeue.path}.runs; exec sleep 60")
-
-    def stopped_s() -> float:
-        with listening(squeue.listener(Clock(), timeout_s=60)) as (stop, told, _):
-            Path(squeue.path + ".runs").read_text()  # it has begun
-            began_s = time.monotonic()
-            stop.set()
-        took_s = time.monotonic() - began_s
-        assert not told
-        return took_s
-
-    assert is_within(1.0, stopped_s)
+    runs = Path(squeue.path + ".runs")
+    os.mkfifo(runs)
+    squeue.runs(f"echo > {runs}; exec sleep 60")
+    assert is_within(1.0, lambda: stopped_s(squeue.listener(Clock(), timeout_s=60), lambda _: runs.read_text()))
 
 
 @pytest.mark.parametrize(
