@@ -49,6 +49,12 @@ def products(count: int) -> None:
         torch.mm(a, a)
 
 
+def step(ck: ckpt.Checkpointer, optim: torch.optim.Optimizer, count: int) -> None:
+    products(count)
+    optim.step()
+    ck.step()
+
+
 def eager(total_bytes: int, threads: int, rounds: int) -> tuple[list[Row], float]:
     """The rows, and the seconds that a later snapshot stalls."""
     model, optim = job(total_bytes)
@@ -89,9 +95,7 @@ def lazy(total_bytes: int, rounds: int, eager_s: float) -> list[Row]:
 
     def steps(ck: ckpt.Checkpointer) -> None:
         for _ in range(2):
-            products(count)
-            optim.step()
-            ck.step()
+            step(ck, optim, count)
 
     def saving(ck: ckpt.Checkpointer) -> ckpt.Handle:
         handle = ck.save()
@@ -128,11 +132,6 @@ def crowded(total_bytes: int, rounds: int) -> Row:
     with_s: list[float] = []
     without_s: list[float] = []
 
-    def step(ck: ckpt.Checkpointer) -> None:
-        products(count)
-        optim.step()
-        ck.step()
-
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
         ckpt.Checkpointer(folder, {"model": model, "optim": optim}, policy=ckpt.Every(steps=10**8), codec="raw") as ck,
@@ -148,9 +147,9 @@ def crowded(total_bytes: int, rounds: int) -> Row:
                 with_s.clear()
                 without_s.clear()
             handle = ck.save()
-            with_s.append(timed(lambda: step(ck)))
+            with_s.append(timed(lambda: step(ck, optim, count)))
             handle.wait("store")
-            without_s.append(timed(lambda: step(ck)))
+            without_s.append(timed(lambda: step(ck, optim, count)))
     longest, other = max(with_s), max(without_s)
     text = "crowded: longest step with a late copy"
     return Row(text, 1e3 * longest, "ms", "shown", None, 1e3 * other, longest / other)

@@ -127,9 +127,8 @@ class Leaving(Facts):
         if before is not None:
             first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
             nodes = told.nodes | before.nodes if told.source == SIGNAL else told.nodes
-            if self._leave_round and before.sends_away and told.certain:
-                told = replace(told, when=before.when)
-            told = replace(told, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
+            when = before.when if self._leave_round and before.sends_away and told.certain else told.when
+            told = replace(told, when=when, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
             if told.deadline_s > before.deadline_s or not told.certain:
                 self._due.discard(name)
                 self._over.discard(name)

@@ -102,7 +102,6 @@ class _Encoder:
         self.out: list[bytes] = []
         self._root = root
         self._packer = msgpack.Packer()
-        self._pack = self._packer.pack
         self._path: list[Any] = []  # keys, put into words only where something is refused
         self._left = ELEMENTS_MAX
 
@@ -111,7 +110,7 @@ class _Encoder:
         if kind is str:
             self._str(value)
         elif value is None or kind is bool or kind is float or kind is bytes:
-            self.out.append(self._pack(value))
+            self._plain(value)
         elif kind is int:
             self._int(value)
         elif kind is dict:
@@ -129,7 +128,7 @@ class _Encoder:
             self._rare(kind, value)
 
     def _plain(self, value: Any) -> None:
-        self.out.append(self._pack(value))
+        self.out.append(self._packer.pack(value))
 
     def _rare(self, kind: type, value: Any) -> None:
         if kind is Counter:
@@ -177,7 +176,7 @@ class _Encoder:
 
     def _str(self, value: str) -> None:
         try:
-            self.out.append(self._pack(value))
+            self._plain(value)
         except UnicodeEncodeError:
             self._tagged(Tag.STR, value.encode("utf-8", "surrogatepass"))
 
