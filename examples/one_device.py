@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     points = torch.randn(4096, 16)
     data = torch.utils.data.TensorDataset(points, points.pow(2).sum(dim=1, keepdim=True).sqrt())
@@ -34,7 +35,7 @@ def main() -> None:
     # default one, which dropout uses, whenever an iterator is made: after a restart that would be once too often.
     loader = StatefulDataLoader(data, batch_size=64, sampler=RandomSampler(data), generator=torch.Generator())
 
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
 
@@ -42,7 +43,7 @@ def main() -> None:
     with ckpt.Checkpointer(args.url, state=state, policy=ckpt.Every(steps=20)) as ck:
         batches = endless(loader)  # made after entering: an iterator made before would not know the restored position
         for step, (x, y) in zip(ck.steps(args.steps), batches):  # steps first: else a batch is drawn and lost
-            loss = F.mse_loss(model(x), y)
+            loss = F.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -16,7 +16,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import groupby
@@ -53,17 +53,13 @@ class Ticket(Protocol):
         sources. Errors: what the copy failed with."""
         ...
 
-    def hold_back(self) -> None:
-        """After `fence`, for what the caller does on other streams, or on another thread: that too comes after all
-        reads. Any thread."""
-        ...
-
     def wait(self) -> None:
         """Returns when the bytes are in the targets. Any thread. Errors: what the copy failed with."""
         ...
 
     def stall_s(self) -> float:
-        """Seconds of device time that the copy kept later work waiting; to be called after `wait`."""
+        """Seconds that the copy kept a device from later work, the host's time to enqueue it among them; to be called
+        after `wait`."""
         ...
 
 
@@ -91,6 +87,16 @@ class Copier(Protocol):
     def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
         """Compares the sources, as they are when this returns, with their targets, to which they were copied before.
         The function that it returns waits for the outcome: the indices of the pieces that differ. Any thread."""
+        ...
+
+    def barrier(self) -> Callable[[], None]:
+        """After `fence` and `same`, for what is done on other streams: the function, which any thread may call, has its
+        current streams wait for all reads that the caller's wait for."""
+        ...
+
+    def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
+        """Around what another thread than the training thread does with pieces of these devices: it is over at the
+        end."""
         ...
 
     def close(self) -> None: ...
@@ -135,6 +141,12 @@ class CpuCopier:
         units = [(p.nbytes, compare(i, p)) for i, piece in enumerate(pieces) for p in split(piece, UNIT_BYTES)]
         CpuJob(self, units).eager()
         return lambda: sorted(different)
+
+    def barrier(self) -> Callable[[], None]:
+        return lambda: None
+
+    def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def submit(self, work: Unit, late: bool = False) -> Future[None]:
         return (self._late_tasks if late else self._tasks).submit(work)
@@ -192,13 +204,13 @@ class CpuTicket:
                 if busy:
                     self._drain(busy[-1])
             finally:
-                self.hold_back()  # also after an error here: nobody may still read the sources
+                self._let_end()  # also after an error here: nobody may still read the sources
         except BaseException:  # Ctrl-C, in this wait too
             self.cancel()
             raise
         self.wait()
 
-    def hold_back(self) -> None:
+    def _let_end(self) -> None:
         if not all(map(Future.done, self._running)):  # asked first: to wait for what is over takes a tenth of a ms
             wait(self._running)
 
@@ -206,7 +218,7 @@ class CpuTicket:
         """Copies no more than what was begun, and waits for that: a unit for each thread."""
         for lane in self._lanes:
             lane.clear()
-        self.hold_back()
+        self._let_end()
 
     def wait(self) -> None:
         for running in self._running:

@@ -22,12 +22,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckpt.events import Events
 from ckpt.trainer.copier import UNIT_BYTES, check_storage
-from ckpt.trainer.pieces import Piece, is_cuda_used, later, split
+from ckpt.trainer.pieces import Piece, is_cuda_used, keep, later, split
 from ckpt.trainer.shard import live_parts, storage_of
 
 PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
 LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
 CANARY_BYTES = 64
+DEVICE_UNIT_BYTES = 32 << 20  # what a device's copy engine reads in the time in which a thread reads UNIT_BYTES
 SPOT_BYTES_MAX = 1 << 20  # how much of one tensor is compared in full at a snapshot, in turns
 SPOT_SHARE = 1024  # ... and at most this fraction of what is late, so that it stays out of sight in the stall
 
@@ -105,8 +106,8 @@ class Trust:
 
 class Watch:
     """Remembers tensors at the boundary and says later which have changed: by version counter, address, and a few
-    bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go. All on the
-    current streams; the views are made once.
+    bytes of each at three places of every UNIT_BYTES (canaries), which is what a copy reads in one go; on a device, of
+    every DEVICE_UNIT_BYTES. All on the current streams; the views are made once.
 
     `live[i]` is the tensor whose staged `pieces[i]` are; both belong to `keys[i]`."""
 
@@ -191,6 +192,7 @@ class _Canaries:
         return self._named(((_words(self._before.cpu()) ^ _words(landed)) & self._mask).any(1))
 
     def _gather(self, buffer: Tensor, rows: list[Tensor]) -> None:
+        keep(buffer)
         plain = len(rows) - self._odd
         if plain:
             torch.cat(self._sources[:plain], out=buffer[:plain].view(-1))  # a quarter of what copying each would cost
@@ -228,8 +230,9 @@ def _units(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """The pieces of one tensor as a copy reads them: large ones in parts, small ones together."""
     unit: list[Piece] = []
     unit_bytes = 0
-    for part in (part for piece in pieces for part in split(piece, UNIT_BYTES)):
-        if unit and unit_bytes + part.nbytes > UNIT_BYTES:
+    unit_max = UNIT_BYTES if pieces[0].source.device.type == "cpu" else DEVICE_UNIT_BYTES
+    for part in (part for piece in pieces for part in split(piece, unit_max)):
+        if unit and unit_bytes + part.nbytes > unit_max:
             yield unit
             unit, unit_bytes = [], 0
         unit.append(part)
@@ -264,6 +267,7 @@ class Spot:
         kept = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         live = Piece(piece.entry, piece.box, source, kept)
         check_storage(source)
+        keep(kept)
         kept.copy_(source)
         return live, Piece(piece.entry, piece.box, kept, staged)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -160,6 +160,13 @@ def later(result: Tensor) -> Callable[[], Tensor]:
         return result
 
     return when_there
+
+
+def keep(tensor: Tensor, stream: Any = None) -> None:
+    """For what is used on another stream than it was made on (default: the current one): whoever drops the tensor, its
+    memory is not given out before that stream has come this far."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
 
 
 def where(data: memoryview) -> tuple[int, int]:

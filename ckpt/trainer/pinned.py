@@ -1,19 +1,25 @@
 """The copier for tensors on CUDA devices: side streams into arena pages that are locked in place.
 
+- Pages are locked LOCK_BYTES at a time, cut at multiples of that as addresses go, with as long a rest: meanwhile the
+  driver lets nobody launch a kernel (83 ms for 2 GiB in one go on an H200). No transfer may cross such a seam.
 - The side stream of a device starts after what the current stream holds, so it reads the state as of the boundary.
 - Small pieces (buffers that change in forward among them) are cloned on the current stream into one device buffer
   laid out like the arena, which then goes over in a few large transfers: they cost no waiting.
 - Large pieces are read by the side stream. An eager copy makes the current stream wait for that, on the device; a
   late one leaves the waiting to `fence`.
+- Other threads than the training thread work on streams of their own, and may while a CUDA graph is captured.
 - Sources are recorded on the side stream, so that the allocator does not hand out their memory while it is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +27,10 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer.copier import Copier, CpuCopier, Job, Ticket
-from ckpt.trainer.pieces import Piece, flat_bytes, is_cuda_used, later, split, where
+from ckpt.trainer.pieces import Piece, flat_bytes, is_cuda_used, keep, later, split, where
 
 CLONED_BYTES = 1 << 20  # pieces up to this are cloned first
+LOCK_BYTES = 32 << 20
 SCRATCH_BYTES = 64 << 20  # how much of an arena is brought back to a device at once for a comparison
 
 
@@ -44,30 +51,31 @@ class CudaCopier:
         self.cuda = cuda
         self._device_type = device_type
         self._streams: dict[torch.device, Any] = {}
-        self._locked: dict[int, int] = {}  # address -> bytes
+        self._aside: dict[torch.device, Any] = {}
+        self._locked: dict[int, list[int]] = {}  # of a region: where it begins -> where each part does that was locked
         self._lock = threading.Lock()
+        self._locking = threading.Lock()  # takes a while: the training thread has nothing to do with it
 
     def pin(self, data: memoryview) -> None:
         """Page-locks the region where it lies. Errors: CkptError with CUDA's own message; copies work all the same,
         while the host waits."""
         address, nbytes = where(data)
-        with self._lock:
-            if not nbytes:
-                return
-            status = self.cuda.cudart().cudaHostRegister(address, nbytes, 1)  # 1: for all contexts
-            if int(status) != 0:
-                # It stays behind as CUDA's last error, which the next kernel of the training would raise: one of ours
-                # takes it.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self._device_type).add_(1)
-            _check(self.cuda, status)
-            self._locked[address] = nbytes
+        with self._locking, _beside_captures():
+            done: list[int] = []
+            try:
+                for at, length in _seams(address, nbytes):
+                    began_s = time.perf_counter()
+                    self._register(address + at, length)
+                    done.append(address + at)
+                    time.sleep(time.perf_counter() - began_s)
+            except CkptError:
+                self._unlock(done)
+                raise
+            self._locked[address] = done
 
     def unpin(self, data: memoryview) -> None:
-        address, _ = where(data)
-        with self._lock:
-            if self._locked.pop(address, None) is not None:
-                _check(self.cuda, self.cuda.cudart().cudaHostUnregister(address))
+        with self._locking, _beside_captures():
+            self._unlock(self._locked.pop(where(data)[0], []))
 
     def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
         host, by_device = self._divide(pieces)
@@ -82,26 +90,66 @@ class CudaCopier:
             with self.cuda.device(device):
                 self.cuda.current_stream(device).wait_stream(self.stream(device))  # the targets have landed
                 for n, (_, part) in enumerate(parts):
-                    back = flat_bytes(part.target).to(device, non_blocking=True)
-                    flags[n] = (flat_bytes(part.source) != back).any()
+                    flags[n] = (flat_bytes(part.source) != _on(device, flat_bytes(part.target))).any()
                 verdicts.append((group, _differing(group, [whole for whole, _ in parts], later(flags))))
         index = {id(piece): n for n, piece in enumerate(pieces)}
         return lambda: sorted(index[id(group[n])] for group, verdict in verdicts for n in verdict())
 
+    def barrier(self) -> Callable[[], None]:
+        events = []
+        for device in list(self._streams):
+            with self.cuda.device(device):
+                event = self.cuda.Event()
+                event.record(self.cuda.current_stream(device))
+                events.append((device, event))
+
+        def wait() -> None:
+            for device, event in events:
+                self.cuda.current_stream(device).wait_event(event)
+
+        return wait
+
+    @contextlib.contextmanager
+    def aside(self, devices: Collection[torch.device]) -> Iterator[None]:
+        with contextlib.ExitStack() as ends:
+            ends.enter_context(_beside_captures())
+            for device in devices:
+                if device.type == self._device_type:
+                    stream = self._of(self._aside, device)
+                    ends.callback(stream.synchronize)
+                    ends.enter_context(self.cuda.stream(stream))
+            yield
+
     def stream(self, device: torch.device) -> Any:
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = self.cuda.Stream(device)
-            return self._streams[device]
+        """The side stream."""
+        return self._of(self._streams, device)
 
     def close(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-        with self._lock:
-            for address in list(self._locked):
-                _check(self.cuda, self.cuda.cudart().cudaHostUnregister(address))
-                del self._locked[address]
+        with self._locking:
+            while self._locked:
+                self._unlock(self._locked.popitem()[1])
         self.host.close()
+
+    def _of(self, streams: dict[torch.device, Any], device: torch.device) -> Any:
+        with self._lock:
+            if device not in streams:
+                streams[device] = self.cuda.Stream(device)
+            return streams[device]
+
+    def _register(self, address: int, nbytes: int) -> None:
+        status = self.cuda.cudart().cudaHostRegister(address, nbytes, 1)  # 1: for all contexts
+        if int(status) != 0:
+            # It stays behind as CUDA's last error, which the next kernel of the training would raise: one of ours
+            # takes it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device_type).add_(1)
+        _check(self.cuda, status)
+
+    def _unlock(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            _check(self.cuda, self.cuda.cudart().cudaHostUnregister(address))
 
     def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
         host: list[Piece] = []
@@ -147,11 +195,14 @@ class _DevicePart:
     def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[Piece]) -> None:
         self._copier = copier
         self.device = device
-        self._large = [piece for piece in pieces if piece.nbytes > CLONED_BYTES]
+        self._large = [
+            (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut(piece.target)])
+            for piece in pieces
+            if piece.nbytes > CLONED_BYTES
+        ]
         small = [piece for piece in pieces if piece.nbytes <= CLONED_BYTES]
-        self._sources = [piece.source for piece in small]
         self._clone = torch.empty(sum(_padded(p.nbytes) for p in small), dtype=torch.uint8, device=device)
-        self._clones, self._transfers = _mirror(small, self._clone)
+        self._mirror = _mirror(small, self._clone)
 
     def start(self, waits: bool) -> _Started:
         """Enqueues everything. `waits`: whether the current stream waits until the sources were read."""
@@ -161,17 +212,21 @@ class _DevicePart:
             before, read, landed, after = (cuda.Event(enable_timing=True) for _ in range(4))
             current.wait_stream(side)  # the clone may still be on its way from the last time
             before.record(current)
-            if self._sources:
-                torch._foreach_copy_(self._clones, self._sources)
+            keep(self._clone, current)
+            for sources, clone in self._mirror.joined:
+                torch.cat(sources, out=clone)
+            for sources, clones in self._mirror.others:
+                torch._foreach_copy_(clones, sources)
             side.wait_stream(current)
             with cuda.stream(side):
-                for piece in self._large:
-                    piece.target.copy_(piece.source, non_blocking=True)
-                    _keep(piece.source, side)
+                for whole, parts in self._large:
+                    for source, target in parts:
+                        target.copy_(source, non_blocking=True)
+                    keep(whole, side)
                 read.record(side)
-                for target, source in self._transfers:
+                for source, target in self._mirror.transfers:
                     target.copy_(source, non_blocking=True)
-                _keep(self._clone, side)
+                keep(self._clone, side)
                 landed.record(side)
             if waits and self._large:
                 current.wait_event(read)
@@ -198,12 +253,6 @@ class CudaTicket:
                 self._waits.append((before, after))
         self._host.fence()
 
-    def hold_back(self) -> None:
-        for one in self._started:
-            with self._copier.cuda.device(one.device):
-                self._copier.cuda.current_stream(one.device).wait_event(one.read)
-        self._host.hold_back()
-
     def wait(self) -> None:
         for one in self._started:
             one.landed.synchronize()
@@ -217,27 +266,79 @@ class CudaTicket:
         return sum(float(before.elapsed_time(after)) for before, after in pairs) / 1e3
 
 
-def _keep(tensor: Tensor, stream: Any) -> None:
-    """Whoever drops the tensor: its memory is not given out before the stream has come this far."""
-    if tensor.is_cuda:
-        tensor.record_stream(stream)
+@dataclass(frozen=True, slots=True)
+class _Mirror:
+    """How small pieces come into a clone, and it into the arena. `joined`: bytes that lie end to end there, gathered at
+    two thirds of what copying each costs. `others`: of one dtype each, without which torch copies them one by one.
+    `transfers`: (part of the clone, target)."""
+
+    joined: list[tuple[list[Tensor], Tensor]]
+    others: list[tuple[list[Tensor], list[Tensor]]]
+    transfers: list[tuple[Tensor, Tensor]]
 
 
-def _mirror(pieces: Sequence[Piece], clone: Tensor) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """A view of `clone` for each piece, and the transfers (target, part of clone): targets that adjoin go as one."""
-    views: list[Tensor] = []
-    runs: list[tuple[Tensor, int, int]] = []  # (first target, offset in the clone, bytes)
-    at = end = 0
+def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
+    """Laid out as the targets are: those that adjoin do so in the clone, and go over as one."""
+    joined: list[tuple[list[Tensor], Tensor]] = []
+    others: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    transfers: list[tuple[Tensor, Tensor]] = []
+    at = 0
+    for run in _adjoining(pieces):
+        at = first = _padded(at)
+        flats: list[Piece] = []
+        for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
+            if is_flat := piece.source.dtype is torch.uint8 and piece.source.dim() == 1:
+                flats.append(piece)
+            else:
+                sources, clones = others.setdefault(piece.source.dtype, ([], []))
+                sources.append(piece.source)
+                clones.append(clone[at : at + piece.nbytes].view(piece.target.dtype).view(piece.target.shape))
+            if flats and (is_last or not is_flat):
+                end = at + piece.nbytes if is_flat else at
+                joined.append(([each.source for each in flats], clone[end - sum(f.nbytes for f in flats) : end]))
+                flats = []
+            at += piece.nbytes
+        target = run[0].target.reshape(-1).view(torch.uint8).as_strided((at - first,), (1,))
+        transfers += [(clone[first + a : first + a + n], target[a : a + n]) for a, n in _cut(target)]
+    return _Mirror(joined, list(others.values()), transfers)
+
+
+def _adjoining(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces whose targets follow one another, each where the elements of its dtype may lie in a clone."""
+    run: list[Piece] = []
+    end = nbytes = 0
     for piece in pieces:
-        if runs and piece.target.data_ptr() == end and not at % piece.target.element_size():
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + piece.nbytes)
-        else:
-            at = _padded(at)
-            runs.append((piece.target.reshape(-1).view(torch.uint8), at, piece.nbytes))
-        views.append(clone[at : at + piece.nbytes].view(piece.target.dtype).view(piece.target.shape))
-        at += piece.nbytes
+        if run and (piece.target.data_ptr() != end or nbytes % piece.target.element_size()):
+            yield run
+            run, nbytes = [], 0
+        run.append(piece)
+        nbytes += piece.nbytes
         end = piece.target.data_ptr() + piece.nbytes
-    return views, [(first.as_strided((n,), (1,)), clone[at : at + n]) for first, at, n in runs]
+    if run:
+        yield run
+
+
+def _on(device: torch.device, flat: Tensor) -> Tensor:
+    """The bytes of a target on that device."""
+    if flat.device == device:
+        return flat
+    back = torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
+    for at, length in _cut(flat):
+        back[at : at + length].copy_(flat[at : at + length], non_blocking=True)
+    return back
+
+
+def _cut(flat: Tensor) -> Iterator[tuple[int, int]]:
+    """Parts (start, length) of flat bytes in host memory that cross no seam of locked pages."""
+    return _seams(flat.data_ptr(), flat.nbytes)
+
+
+def _seams(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    while at < nbytes:
+        length = min(LOCK_BYTES - (address + at) % LOCK_BYTES, nbytes - at)
+        yield at, length
+        at += length
 
 
 def _differing(group: Sequence[Piece], wholes: Sequence[Piece], flags: Callable[[], Tensor]) -> Callable[[], list[int]]:
@@ -247,6 +348,31 @@ def _differing(group: Sequence[Piece], wholes: Sequence[Piece], flags: Callable[
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """While one thread captures a CUDA graph, CUDA has the others do nothing that could matter to it, and else both
+    fail; unless they say that it does not."""
+    exchange = _exchange()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange() -> Any:
+    """cudaThreadExchangeStreamCaptureMode of the library that torch has loaded; None where there is none."""
+    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode
+    return None
 
 
 def _check(cuda: Any, status: Any) -> None:

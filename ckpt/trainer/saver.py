@@ -44,14 +44,15 @@ UNSETTLED_MAX = 3  # appointments in a row that a state with another structure e
 
 @dataclass(frozen=True, slots=True)
 class _Filling:
-    """A snapshot on its way into the arena of a slot, which is held until it is over. `stood_s`: how long training
-    stood still for what came before the copy."""
+    """A snapshot on its way into the arena of a slot, which is held until it is over. `nth`: among the receipt's
+    stalls. `stood_s`: how long training stood still for what came before the copy."""
 
     round: int
     number: int
     slot: Slot
     plan: Plan
     tick: Tick
+    nth: int
     stood_s: float
     snapshot: Snapshot
     shared: bytes
@@ -203,8 +204,10 @@ class Saver:
         stood_s = time.perf_counter() - started_s
         with self.link.standing_still():
             snapshot = self._snapshotter.take(number)
-        self.receipt.stalls_s.append(time.perf_counter() - started_s)
-        return _Filling(round_, number, slot, plan, tick, stood_s, snapshot, shared, own, about, samples)
+        stalls_s = self.receipt.stalls_s
+        stalls_s.append(time.perf_counter() - started_s)  # as far as it is known by now
+        nth = len(stalls_s) - 1
+        return _Filling(round_, number, slot, plan, tick, nth, stood_s, snapshot, shared, own, about, samples)
 
     def late(self, round_: int, step: int) -> None:
         """Answers an appointment whose tick has passed."""
@@ -334,6 +337,7 @@ class Saver:
     def _finish(self, filling: _Filling) -> None:
         try:
             filling.snapshot.wait()
+            stall_s = self.receipt.stalls_s[filling.nth] = filling.stood_s + filling.snapshot.stall_s
             why = filling.snapshot.abandoned or ""
             if not why and self.link.terms is not None:
                 why = self._seal(filling, self.link.terms)
@@ -354,7 +358,7 @@ class Saver:
                 "tick": str(filling.tick),
                 "slot": filling.number,
                 "division": filling.plan.declaration.division,
-                "stall_s": filling.stood_s + filling.snapshot.stall_s,
+                "stall_s": stall_s,
                 "lazy": filling.snapshot.lazy,
                 "why": why,
                 **(filling.samples.fields() if filling.samples is not None else {}),

@@ -93,7 +93,7 @@ class Snapshotter:
         self._bound: dict[int, _Binding] = {}
         self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
         self._pending: _Pending | None = None
-        self._reading: _Reading | None = None  # was looked at, while a device still reads
+        self._reading: _Reading | None = None  # was looked at, and a device may still read
         self._taken = 0
         self._trainer: int | None = None  # the thread that takes
         self._binding = threading.Lock()
@@ -113,7 +113,7 @@ class Snapshotter:
             if not moved and self.is_bound(slot, walk, staging):
                 return
             binding = _Binding(walk, staging, cut(walk, staging, data))
-            if self._copier.blocking:  # else it makes buffers on a device, which belong to the training thread's stream
+            with self._copier.aside(binding.devices):
                 binding.plan(self._trust, self._copier)  # now, and not while training stands still for a first snapshot
             if moved:
                 self._pin(slot, data)
@@ -305,30 +305,31 @@ class Snapshotter:
                 return  # a signal's handler, in the middle of the look: which sees what it changes, if it may matter
             pending.looker = threading.get_ident()
             try:
-                self._look(pending, cause)
+                judged = self._look(pending, cause)
+                if judged is not None:
+                    self._reading = _Reading(self._copier.barrier(), judged, pending.plan.storages)
             except Exception as exc:  # as in `take`
                 self._fail(pending, exc)
             except BaseException:  # Ctrl-C: as in `take`
                 self._interrupt(pending.snapshot, pending)
                 raise
             finally:
-                if pending.late is not None and not self._copier.blocking:
-                    self._reading = _Reading(pending.snapshot, pending.late, pending.plan.storages)
                 if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
                     self._pending = None
 
     def _hold_back(self) -> None:
-        """The look has made one stream wait for the reads, and whoever comes now may be on another one."""
+        """One stream reads, or waits for what does, and whoever comes now may be on another one."""
         reading = self._reading
         if reading is None:
             return
-        if reading.snapshot.done.done():  # so the reads are over
+        if reading.judged.done():  # so the reads are over
             self._reading = None
         else:
-            reading.late.hold_back()
+            reading.barrier()
 
-    def _look(self, pending: _Pending, cause: Cause) -> None:
-        """Asks all questions on the training thread; the answers may come later, where a device works on them."""
+    def _look(self, pending: _Pending, cause: Cause) -> Future[None] | None:
+        """Asks all questions on the training thread; the answers may come later, where a device works on them. Then it
+        returns what is resolved when they are there."""
         started_s = time.perf_counter()
         plan = pending.plan
         watch = plan.watch
@@ -356,7 +357,7 @@ class Snapshotter:
                 pending.snapshot.stall_s += time.perf_counter() - began_s
             self._judge(pending, cause, changed, torn)
 
-        self._when_there(pending, judge)
+        return self._when_there(pending, judge)
 
     def _ask(self, pending: _Pending) -> list[Callable[[], set[Key]]]:
         """What is other now than it was at the boundary, of all that is watched."""
@@ -386,6 +387,9 @@ class Snapshotter:
             self._trust.distrust(changed | torn)
         if cause in (Cause.HOOK, Cause.FENCE):
             self._trust.prove(plan.unproven_keys - changed)
+        if self._trust.version != plan.version:
+            with suppress(CkptError):  # closed
+                self._tasks.submit(self._plan_anew)
         if pending.late is None or pending.snapshot.done.done():
             return
         if lost := sorted({key[0] for key in (changed | torn) & plan.late_keys}):
@@ -393,26 +397,36 @@ class Snapshotter:
         else:
             self._finish(pending)
 
-    def _when_there(self, pending: _Pending, then: Callable[[], None]) -> None:
+    def _plan_anew(self) -> None:
+        """What is copied late has changed: better here than while training stands still for the next snapshot. What
+        goes wrong comes again there."""
+        for binding in list(self._bound.values()):
+            with suppress(Exception), self._copier.aside(binding.devices), _plain():
+                binding.plan(self._trust, self._copier)
+
+    def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
         """Runs it now, or on a thread of ours where the device is still at work."""
 
         def guarded() -> None:
             try:
-                then()
+                with self._copier.aside(pending.plan.devices), _plain():
+                    then()
             except Exception as exc:  # as in `take`
                 self._fail(pending, exc)
 
-        if self._copier.blocking:
-            guarded()
-        else:
-            self._tasks.submit(guarded)
+        if not self._copier.blocking:
+            return self._tasks.submit(guarded)
+        guarded()
+        return None
 
     def _finish(self, pending: _Pending) -> None:
         snapshot = pending.snapshot
+        device_s = 0.0
         for ticket in (pending.eager, pending.late):
             if ticket is not None:
                 ticket.wait()
-                snapshot.stall_s += ticket.stall_s()
+                device_s += ticket.stall_s()
+        snapshot.stall_s = max(snapshot.stall_s, device_s)  # a device stands still while the host enqueues, or longer
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
@@ -427,9 +441,11 @@ class Snapshotter:
 
         def end() -> None:
             try:
-                for ticket in (begun.eager, begun.late) if begun is not None else ():
-                    if ticket is not None:
-                        ticket.wait()
+                if begun is not None:
+                    with self._copier.aside(begun.plan.devices):
+                        for ticket in (begun.eager, begun.late):
+                            if ticket is not None:
+                                ticket.wait()
             finally:
                 if not snapshot.done.done():
                     self._abandon(snapshot, "interrupted")
@@ -457,10 +473,10 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is left of a late copy after the look, until its snapshot is done. It holds no view of the arena."""
+    """What is left of a look until it is judged. It holds no view of the arena. `barrier`: see Copier."""
 
-    snapshot: Snapshot
-    late: Ticket
+    barrier: Callable[[], None]
+    judged: Future[None]
     storages: frozenset[int]
 
 
@@ -478,6 +494,7 @@ class _Plan:
     watch: Watch | None  # None: nothing may be late, now or later
     spot: Spot | None
     storages: frozenset[int]
+    devices: frozenset[torch.device]
 
 
 @dataclass(slots=True)
@@ -489,10 +506,13 @@ class _Binding:
     staging: Staging
     pieces: tuple[Piece, ...]
     candidates: dict[Key, list[int]] = field(init=False)
+    devices: frozenset[torch.device] = field(init=False)
     last: Snapshot | None = None
     _plan: _Plan | None = None
+    _planning: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self.devices = frozenset(piece.source.device for piece in self.pieces)
         of_tensor: dict[tuple[int, int], list[int]] = {}
         for n, piece in enumerate(self.pieces):
             if self.walk.late[piece.entry]:
@@ -505,9 +525,11 @@ class _Binding:
                 self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
 
     def plan(self, trust: Trust, copier: Copier) -> _Plan:
-        if self._plan is None or self._plan.version != trust.version:
-            self._plan = self._make(trust, copier)
-        return self._plan
+        """Any thread; it may take a while where trust has changed."""
+        with self._planning:
+            if self._plan is None or self._plan.version != trust.version:
+                self._plan = self._make(trust, copier)
+            return self._plan
 
     def _make(self, trust: Trust, copier: Copier) -> _Plan:
         version = trust.version
@@ -528,6 +550,7 @@ class _Binding:
             watch=Watch(list(watched), live, parts) if watched else None,
             spot=Spot([self.pieces[n] for n in sorted(late)]) if late else None,
             storages=storages(live),
+            devices=self.devices,
         )
 
 

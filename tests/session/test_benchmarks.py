@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.report import Row, parser, report
 from tests.session.scripts import ROOT
@@ -18,6 +19,7 @@ from tests.session.scripts import ROOT
     [
         "step",
         "stall",
+        pytest.param("device", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
         "many",
         "agent",
         "restore",

@@ -173,9 +173,6 @@ class TearingTicket:
         while self.left:
             self.one()
 
-    def hold_back(self) -> None:
-        pass
-
     def wait(self) -> None:
         assert not self.left, "a snapshot was done before its copy"
 

@@ -77,3 +77,34 @@ def test_what_landed_is_hashed_not_what_was_read(monkeypatch: pytest.MonkeyPatch
     target = torch.zeros(50, dtype=torch.uint8).numpy()
     assert copy_run(memoryview(raw), target) == frame_hash(raw)
     assert bytes(target.data) == raw
+
+
+def test_frames_for_devices_go_by_way_of_a_few_rooms_and_damaged_ones_go_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fill, "ROOMS_MAX", 2)
+    lift, found, rooms = fill.Lift(()), list[bytes](), set[int]()
+
+    def take(data: torch.Tensor) -> None:
+        found.append(data.numpy().tobytes())
+        rooms.add(data.data_ptr())
+
+    frames = [bytes(n for _ in range(size)) for n, size in enumerate((40, 64, 8, 64, 0, 17))]
+    for frame in frames:
+        assert lift(memoryview(frame), frame_hash(frame), take)
+        assert not lift(memoryview(frame), frame_hash(frame + b"\0"), take)
+    assert found == frames
+    assert len(rooms - {0}) <= 3  # two, one of which has grown
+
+
+def test_a_room_is_free_again_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    lift = fill.Lift(())
+
+    def fail(data: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
+    assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
