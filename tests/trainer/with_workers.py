@@ -54,7 +54,7 @@ def main() -> None:
     for child in children:
         child.terminate()
         child.join(60)
-        assert child.exitcode == 0, "as ever"
+        assert child.exitcode == 0, f"not as ever: {child.exitcode}"
     assert not any(map(psutil.pid_exists, pids))
 
 
