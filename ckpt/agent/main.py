@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(given.ready_fd, "busy")
         return 0
     try:
-        _step_back()
+        _use_all_cores()
         _have_room()
         _serve(given)
         if not loud.spoke and read().agent_log is None:
@@ -64,6 +64,7 @@ def _serve(given: argparse.Namespace) -> None:
     server = Server(given.socket)
     node = Node(given.url, read(), server)
     _say(given.ready_fd, "ok")
+    _step_back()  # only now: until then the trainers wait for us, and for so long
     try:
         server.run(node)
     finally:
@@ -143,14 +144,17 @@ def _say(fd: int, line: str) -> None:
         os.close(fd)
 
 
-def _step_back() -> None:
-    """A launcher may have bound the trainer, and us with it, to a few cores. And where the scheduler shares the
-    processor between sessions, the niceness of threads counts only within ours, so the session is made nicer too; less
-    so, since the thread that appoints is in it."""
-    with contextlib.suppress(OSError):  # no such sharing in this kernel
-        Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
+def _use_all_cores() -> None:
+    """A launcher may have bound the trainer, and us with it, to a few cores."""
     with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _step_back() -> None:
+    """Where the scheduler shares the processor between sessions, the niceness of threads counts only within ours, so
+    the session is made nicer too; less so, since the thread that appoints is in it."""
+    with contextlib.suppress(OSError):  # no such sharing in this kernel
+        Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
 
 
 def _have_room() -> None:

@@ -669,3 +669,23 @@ def test_an_idle_agent_is_small_and_uses_no_processor_time(ranks: Callable[..., 
 
     assert any(is_idle() for _ in range(10)), "it may have had to end what it began"
     finish(job)
+
+
+def test_an_agent_gives_way_to_training_once_it_serves_and_not_while_a_start_waits_for_it(
+    url: str, runtime_dir: Path
+) -> None:
+    """Else it would take minutes beside what keeps the processors busy, and a start that waits so long fails."""
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this kernel does not share the processor between sessions")
+    place = client.places(url, read())
+    words = ["--url", url, "--socket", place.socket, "--lock", place.run_lock, "--log", place.log]
+    command = [sys.executable, "-m", "ckpt.agent.main", *map(str, words), "--ready-fd", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, start_new_session=True) as agent:
+        assert agent.stdout is not None
+        while not Path(f"/proc/{agent.pid}/autogroup").read_text().endswith(" nice 10\n"):
+            assert agent.poll() is None
+            time.sleep(0.001)
+        serves, _, _ = select.select([agent.stdout], [], [], 0)
+        assert serves and agent.stdout.readline() == b"ok\n"
+        agent.terminate()
+        assert agent.wait(60) == 0
