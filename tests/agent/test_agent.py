@@ -686,6 +686,7 @@ def test_an_agent_gives_way_to_training_once_it_serves_and_not_while_a_start_wai
             assert agent.poll() is None
             time.sleep(0.001)
         serves, _, _ = select.select([agent.stdout], [], [], 0)
-        assert serves and agent.stdout.readline() == b"ok\n"
+        assert serves
+        assert agent.stdout.readline() == b"ok\n"
         agent.terminate()
         assert agent.wait(60) == 0
