@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,20 @@ class Script:
         return "\n".join([*told[-60:], *said[-20:]])[-12000:]
 
     def wait_for(self, what: Callable[[Line], bool], timeout_s: float = 90.0) -> Line:
+        """The first such line, now or before. Each is looked at once: a long run says thousands, and the proxies of a
+        test share the interpreter with it."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            for line in self.lines():
-                if what(line):
-                    return line
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"not seen; the script said:\n{self._said()}")
-            time.sleep(0.02)
+        with self.log.open("rb") as log:
+            rest = b""
+            while True:
+                over = self.process.poll() is not None or time.monotonic() > deadline
+                *texts, rest = (rest + log.read()).split(b"\n")
+                for line in _parsed(texts):
+                    if what(line):
+                        return line
+                if over:
+                    raise AssertionError(f"not seen; the script said:\n{self._said()}")
+                time.sleep(0.02)
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -77,14 +83,16 @@ def torchrun(log: Path, ranks: int, module: str, *args: str, restarts: int = 0, 
 
 def lines_of(log: Path) -> list[Line]:
     """What a script said so far, by `say_line`."""
-    found = []
-    for text in log.read_text(errors="replace").splitlines():
-        if text.startswith("{"):
+    return list(_parsed(log.read_bytes().split(b"\n")))
+
+
+def _parsed(texts: Iterable[bytes]) -> Iterator[Line]:
+    for text in texts:
+        if text.startswith(b"{"):
             try:
-                found.append(json.loads(text))
+                yield json.loads(text.decode(errors="replace"))
             except json.JSONDecodeError:
                 continue  # half a line: it is being written, or was when its writer was killed
-    return found
 
 
 def losses_of(lines: list[Line], rank: int = 0) -> dict[int, float]:
