@@ -1,13 +1,16 @@
 """How much time there is decides what is saved, over a link that is slow: real processes, a real server behind a proxy.
 
 The link is a gigabit per second and the state a gibibyte, both by a sixteenth: a commit takes some nine seconds,
-however fast the machine is. What is looked at is what the outcome says, and what the store then holds when everything
-else is gone; not how long it took.
+however fast the machine is. It takes longer where other tests keep that busy, so a notice that is to leave time for one
+goes by what the first one took. What is looked at is what the outcome says, and what the store then holds when
+everything else is gone; not how long it took.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +27,7 @@ from tests.session.test_notices import given as given  # a fixture, for every te
 
 MIB = 64
 LINK = 1e9 / 8 / 16  # bytes per second
-WORDS = ("--mib", str(MIB))
+WORDS = ("--mib", str(MIB), "--pace", "0.1")  # the training itself leaves the processors to other tests
 SELDOM = (*WORDS, "--every", "1000000")
 
 
@@ -42,8 +45,21 @@ def appear(tmp_path: Path, lead_s: float) -> None:
     os.rename(tmp_path / "part", tmp_path / "word")
 
 
-def committed(script: Script, that: str = "") -> None:
-    script.wait_for(lambda line: line.get("event") == "commit.done" and that in line["message"])
+def begun(script: Script) -> None:
+    """It trains. From now on its agent is no nicer than training is: beside tests that keep the processors busy it gets
+    a hundredth of one else, and its commits take minutes; how they are shared is not what is looked at here."""
+    script.wait_for(lambda line: "restored" in line)
+    with contextlib.suppress(FileNotFoundError):  # this kernel does not share the processor between sessions
+        Path(f"/proc/{agent_status(URL)['pid']}/autogroup").write_text("0")
+
+
+def committed(script: Script, step: int) -> float:
+    """That step is in the store. Returns how many seconds its commit took."""
+    ends = ("commit.done", "commit.failed")
+    ended = script.wait_for(lambda line: line.get("event") in ends and f"step {step} " in line["message"])
+    assert ended["event"] == "commit.done", ended["message"]
+    (took_s,) = re.findall(r"in ([0-9.]+) s$", ended["message"])
+    return float(took_s)
 
 
 def wait_outcome(tmp_path: Path, script: Script) -> dict[str, Any]:
@@ -78,6 +94,7 @@ def holds(store: Proxy, tmp_path: Path, step: int) -> None:
 
 def test_two_minutes_are_enough_for_a_commit_and_most_of_them_are_left(tmp_path: Path, link: Proxy) -> None:
     script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, CKPT_SIGTERM_S="120")
+    begun(script)
     at_step(script)
     script.process.terminate()
     assert code_of(script, 150) == CODE
@@ -97,6 +114,7 @@ def test_torchruns_half_a_minute_is_enough_for_a_commit_of_what_is_a_commit_apar
     first."""
     words = (*WORDS, "--every", "20")
     script = torchrun(tmp_path / "log", 2, MODULE, URL, str(ENDLESS), *words)
+    begun(script)
     link.wait_carried((1 + attempt * MIB // 3) << 20)
     script.process.terminate()
     assert code_of(script) not in (0, -signal.SIGKILL)
@@ -113,7 +131,7 @@ def test_what_is_complete_is_pushed_where_another_commit_would_come_too_late(tmp
     """A commit takes 14 s, the first one shows. The second one is all but done when a notice says 12 s."""
     link.limit(MIB * 2**20 / 14)
     script = noticing(tmp_path, 20, 40)
-    committed(script, "step 20 ")
+    committed(script, 20)
     agent = psutil.Process(agent_status(URL)["pid"])
     link.fail(HELD, "PUT", "*/commits/*")
     link.limit(float("inf"))
@@ -134,12 +152,12 @@ def test_what_is_complete_is_pushed_where_another_commit_would_come_too_late(tmp
 def test_a_commit_under_way_is_broken_off_where_the_last_one_would_come_too_late_behind_it(
     tmp_path: Path, link: Proxy, done: float
 ) -> None:
-    """A commit takes 9 s, the first one shows. So much of the second one is done when a notice says 13 s."""
+    """So much of the second commit is done when a notice leaves time for one and a half."""
     script = noticing(tmp_path, 20, 40)
-    committed(script, "step 20 ")
+    took_s = committed(script, 20)
     agent = psutil.Process(agent_status(URL)["pid"])
     link.wait_carried(int((1 + done) * MIB * 2**20))
-    appear(tmp_path, 13)
+    appear(tmp_path, 1.5 * took_s)
     found = wait_outcome(tmp_path, script)
     assert (found["how"], found["level"], found["error"]) == ("left", "store", "")
     assert found["step"] > 40
@@ -157,13 +175,13 @@ def test_a_deadline_that_comes_nearer_while_the_last_commit_is_under_way_is_hear
 ) -> None:
     """All ranks have left, and wait for nothing but that."""
     script = noticing(tmp_path, 20)
-    committed(script, "step 20 ")
+    committed(script, 20)
     agent = psutil.Process(agent_status(URL)["pid"])
     appear(tmp_path, 25)
     link.wait_carried(int(1.1 * MIB * 2**20))
     appear(tmp_path, 4)
     found = wait_outcome(tmp_path, script)
-    assert script.process.wait(5) == CODE
+    assert script.process.wait(10) == CODE
     goes(script, agent)
     assert (found["how"], found["level"], found["committed_step"]) == ("left", "local", 20)
     assert 0 <= found["left_s"] <= 4
@@ -174,10 +192,11 @@ def test_a_deadline_that_comes_nearer_while_the_last_commit_is_under_way_is_hear
 def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_where_it_is(
     tmp_path: Path, link: Proxy, lead_s: float
 ) -> None:
+    """30 s: three commits."""
     script = noticing(tmp_path, 20)
-    committed(script, "step 20 ")
+    took_s = committed(script, 20)
     agent = psutil.Process(agent_status(URL)["pid"])
-    appear(tmp_path, lead_s)
+    appear(tmp_path, max(lead_s, 3 * took_s) if lead_s > 20 else lead_s)
     found = wait_outcome(tmp_path, script)
     goes(script, agent)
     assert found["notices"] == [f"file {tmp_path / 'word'}"]
@@ -195,5 +214,7 @@ def test_a_snapshot_is_taken_however_late_it_is_and_said_to_be_in_memory_only_wh
 
 def noticing(tmp_path: Path, *saves: int) -> Script:
     """It saves after these steps, and else when it is told that the machine goes away."""
-    words = ("--save-at", *map(str, saves), "--pace", "0.02")
-    return train(tmp_path / "log", URL, ENDLESS, *SELDOM, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
+    words = ("--save-at", *map(str, saves))
+    script = train(tmp_path / "log", URL, ENDLESS, *SELDOM, *words, CKPT_NOTICE_FILE=str(tmp_path / "word"))
+    begun(script)
+    return script
