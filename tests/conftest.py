@@ -51,6 +51,9 @@ if Path("/dev/nvidiactl").exists():  # CUDA opens pipes, whenever a test first a
 NOT_OURS = ("/dev/", "/proc/", "/sys/", "/usr/", "/opt/", "/lib")
 
 SETTLE_S = 60.0  # how long what was closed may take to be gone; only a failing test waits for it
+SETTLE_FAILED_S = 1.0  # the same of a test that has failed: nobody has told that to end, and it starves other tests
+
+FAILED = pytest.StashKey[bool]()
 
 # Continuous integration says CKPT_TEST_SEED: what passed there passes there again. Elsewhere each run explores anew.
 REPEATS = bool(os.environ.get("CKPT_TEST_SEED"))
@@ -72,6 +75,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     if report.skipped and not hasattr(report, "wasxfail"):
         _refuse_skip(report)
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     # A test of strings that are not UTF-8 may log them; between the processes of pytest-xdist only UTF-8 travels.
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -134,19 +138,21 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(runtime_dir: Path) -> Iterator[None]:
-    """Threads, descriptors, child processes and agents that the test began are gone after it."""
+def nothing_left_behind(runtime_dir: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads, descriptors, child processes and agents that the test began are gone after it. Of a test that has failed
+    anyway nothing is said: processes are killed."""
     threads = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     descriptors = _descriptors()
     yield
-    deadline = time.monotonic() + SETTLE_S
+    failed = request.node.stash.get(FAILED, False)
+    deadline = time.monotonic() + (SETTLE_FAILED_S if failed else SETTLE_S)
     left = [
         *_threads_left(threads, deadline),
         *_processes_left(children, runtime_dir, deadline),
         *_descriptors_left(descriptors, deadline),
     ]
-    assert not left, "the test left behind: " + "; ".join(left)
+    assert failed or not left, "the test left behind: " + "; ".join(left)
 
 
 def _threads_left(before: set[threading.Thread], deadline: float) -> list[str]:
