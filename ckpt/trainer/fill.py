@@ -6,7 +6,6 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,9 @@ from ckpt.types import ITEMSIZE
 # path for short copies, which is three times slower from freshly mapped memory.
 BLOCK_BYTES = 2 << 20
 ROOMS_MAX = 16  # frames on their way to devices at once
+
+_Marks = list[tuple[torch.device, torch.cuda.Event]]
+_Room = tuple[torch.Tensor, _Marks]  # and until when it is read
 
 
 class Filler:
@@ -126,25 +128,25 @@ class Lift:
 
     def __init__(self, devices: Collection[torch.device]) -> None:
         self._devices = devices
-        self._rooms: queue.SimpleQueue[tuple[torch.Tensor, list[Any]]] = queue.SimpleQueue()  # and who still reads
+        self._rooms: queue.SimpleQueue[_Room] = queue.SimpleQueue()
         self._made = 0
         self._lock = threading.Lock()
         self.settle()
 
     def __call__(self, raw: memoryview, expected: tuple[int, int], fill: Callable[[torch.Tensor], None]) -> bool:
         """Whether the frame is right; then `fill` was called with it, and enqueued what it does."""
-        room, reads = self._room(len(raw))
+        room, reads = self._take()
         try:
-            for event in reads:
-                event.synchronize()
+            self._wait(reads)
             reads = []
+            if room.nbytes < len(raw):
+                room = _locked(len(raw))
             if copy_run(raw, room[: len(raw)].numpy()) != expected:
                 return False
-            fill(room[: len(raw)])
-            for device in self._devices:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(device))
-                reads.append(event)
+            try:
+                fill(room[: len(raw)])
+            finally:  # also where it got only so far
+                reads = self._marks()
             return True
         finally:
             self._rooms.put((room, reads))
@@ -154,16 +156,30 @@ class Lift:
         for device in self._devices:
             torch.cuda.synchronize(device)
 
-    def _room(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
+    def _take(self) -> _Room:
         with self._lock:
             is_new = self._made < ROOMS_MAX
             self._made += is_new
-        room, reads = (torch.empty(0, dtype=torch.uint8), []) if is_new else self._rooms.get()
-        if room.nbytes < nbytes:
-            room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            with contextlib.suppress(RuntimeError):  # no more can be locked: it is slower
-                room = room.pin_memory()
-        return room, reads
+        return (torch.empty(0, dtype=torch.uint8, device="cpu"), []) if is_new else self._rooms.get()
+
+    def _marks(self) -> _Marks:
+        """Of what this thread has enqueued so far."""
+        events: _Marks = [(device, torch.cuda.Event()) for device in self._devices]  # type: ignore[no-untyped-call]
+        for device, event in events:
+            event.record(torch.cuda.current_stream(device))
+        return events
+
+    def _wait(self, marks: _Marks) -> None:
+        for device, event in marks:
+            with torch.cuda.device(device):  # a thread begins on device 0, and would start CUDA there
+                event.synchronize()
+
+
+def _locked(nbytes: int) -> torch.Tensor:
+    room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    with contextlib.suppress(RuntimeError):  # no more can be locked: it is slower
+        return room.pin_memory()
+    return room
 
 
 def _meeting(tensors: Sequence[torch.Tensor]) -> frozenset[int]:

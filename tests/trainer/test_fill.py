@@ -71,6 +71,7 @@ def test_wrong_bytes_are_noticed_on_every_path(checkpoint: rt.Checkpoint) -> Non
             assert not filler(frame, memoryview(wrong))
 
 
+
 def test_what_landed_is_hashed_not_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "BLOCK_BYTES", 7)
     raw = bytes(range(50))
@@ -108,3 +109,38 @@ def test_a_room_is_free_again_where_filling_from_it_failed(monkeypatch: pytest.M
         with pytest.raises(ValueError, match="no"):
             lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
     assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
+
+
+def test_frames_that_there_is_no_memory_for_take_no_room_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    lift = fill.Lift(())
+
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return 1 << 60
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            lift(Huge(), (0, 0), lambda data: None)  # type: ignore[arg-type]
+    assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
+
+
+def test_a_room_is_read_to_the_end_also_where_filling_from_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "ROOMS_MAX", 1)
+    waited: list[object] = []
+
+    class Marking(fill.Lift):
+        def _marks(self) -> list[object]:  # type: ignore[override]
+            return ["what was enqueued"]
+
+        def _wait(self, marks: list[object]) -> None:  # type: ignore[override]
+            waited.extend(marks)
+
+    def fail(data: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    lift = Marking(())
+    with pytest.raises(ValueError, match="no"):
+        lift(memoryview(b"abc"), frame_hash(b"abc"), fail)
+    assert lift(memoryview(b"abc"), frame_hash(b"abc"), lambda data: None)
+    assert waited == ["what was enqueued"]
