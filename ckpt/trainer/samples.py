@@ -151,4 +151,4 @@ def _line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         return flat, lambda: flat
-    return tensor.reshape(-1), lambda: tensor.reshape(-1)  # small, and copied each time
+    return tensor, lambda: tensor.reshape(-1)  # small, and copied each time; not here, where a graph may be captured

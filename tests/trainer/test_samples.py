@@ -54,6 +54,14 @@ def make(kind: Callable[..., Any] = torch.ones) -> dict[str, torch.Tensor]:
     }
 
 
+def test_what_is_copied_when_it_is_read_is_not_copied_before() -> None:
+    turned = torch.ones(3, 5).T
+    now, read = samples._line(turned)
+    assert now.data_ptr() == turned.data_ptr()
+    assert read().is_contiguous()
+
+
+
 def test_every_tensor_that_differs_everywhere_is_seen_at_once_and_no_other() -> None:
     first, second = make(), make()
     one, other = of(first), of(second)
