@@ -17,7 +17,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Cut, Want, cuts, per_dimension, whole_run
 from ckpt.trainer.names import some
 from ckpt.trainer.pieces import flat_bytes
-from ckpt.trainer.shard import changing
+from ckpt.trainer.shard import changing, dense_bytes
 from ckpt.types import ITEMSIZE
 
 # Bytes copied before they are hashed: still in the cache then, and long enough that the C library does not take its
@@ -257,5 +257,5 @@ def _flat(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
     """The tensor's bytes, where they are one run of this host's memory."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
-    flat: npt.NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    flat: npt.NDArray[np.uint8] = dense_bytes(tensor.detach()).numpy()
     return flat

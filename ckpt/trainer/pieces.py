@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.plan.layout import Layout, Staging
+from ckpt.trainer.shard import dense_bytes
 
 SERIAL_ELEMENTS = 16384  # torch copies fewer than 32768 elements without its thread pool
 
@@ -65,7 +66,7 @@ def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[Piece, ...]:
             )
         target = arena[offset : offset + length]
         if live.is_contiguous() and not _is_lazy_view(live):
-            flat = live.reshape(-1).view(torch.uint8)
+            flat = dense_bytes(live)
             pieces.append(Piece(entry, box, flat[start : start + length], target))
             continue
         if start % live.element_size() or length % live.element_size() or offset % live.element_size():
@@ -140,7 +141,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if _is_lazy_view(plain):
         plain = plain.resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    return dense_bytes(plain.contiguous())
 
 
 def is_cuda_used() -> bool:

@@ -24,6 +24,7 @@ import xxhash
 
 from ckpt.agent.comparing import SAMPLE
 from ckpt.plan.layout import Entry, Layout
+from ckpt.trainer.shard import dense_bytes
 from ckpt.trainer.walk import Walk
 from ckpt.types import Box
 
@@ -132,7 +133,7 @@ class Samples:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    found: bytes = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    found: bytes = dense_bytes(tensor.cpu().contiguous()).numpy().tobytes()
     return found
 
 

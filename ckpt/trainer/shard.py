@@ -164,6 +164,12 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def dense_bytes(dense: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor without gradient, flat: a view. Of a single element torch keeps the stride that
+    it was cut with, and then gives no such view by itself."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """For a change in place: torch lets what was made under inference_mode() be changed there only."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()

@@ -14,7 +14,7 @@ import torch
 
 from ckpt.errors import DamagedData, UsageError
 from ckpt.trainer.names import join
-from ckpt.trainer.shard import DTYPES, Shard, is_dtensor, plain
+from ckpt.trainer.shard import DTYPES, Shard, dense_bytes, is_dtensor, plain
 
 Path = tuple[Any, ...]
 Tensor = torch.Tensor | Shard
@@ -150,7 +150,7 @@ def embed(tree: Any, what: str) -> dict[str, Any]:
         if isinstance(tensor, Shard) or is_dtensor(tensor):
             raise UsageError(f"{join(what, *path)} is sharded, but belongs to one rank's own state; gather it there")
         local = plain(tensor, join(what, *path)).contiguous().cpu()
-        raw = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+        raw = dense_bytes(local).numpy().tobytes()
         packed.append((path, str(local.dtype).removeprefix("torch."), tuple(local.shape), raw))
     return {"value": bare, "tensors": packed}
 

@@ -38,7 +38,7 @@ from ckpt.trainer.nodes import (
     OptimizerNode,
 )
 from ckpt.trainer.optimizers import OptimizerView, Owners
-from ckpt.trainer.shard import Cutter, Pieces, Shard, is_dtensor, live_parts, storages
+from ckpt.trainer.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, storages
 from ckpt.trainer.watch import Watch, geometry
 from ckpt.types import SMALL_BYTES
 
@@ -390,7 +390,7 @@ def hash_walk(walk: Walk, threads: int = 2) -> npt.NDArray[np.uint64]:
 def _hash(tensor: torch.Tensor) -> int:
     whole = xxhash.xxh3_128()
     for block in _blocks(tensor):
-        whole.update(block.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        whole.update(dense_bytes(block.contiguous().cpu()).numpy().data)
     return int(whole.intdigest())
 
 

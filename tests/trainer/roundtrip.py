@@ -75,7 +75,7 @@ def walker_of(state: dict[str, Any], generators: bool = False, rank: int = 0, wo
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor, read row-major."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -71,6 +71,13 @@ def test_wrong_bytes_are_noticed_on_every_path(checkpoint: rt.Checkpoint) -> Non
             assert not filler(frame, memoryview(wrong))
 
 
+def test_a_single_element_that_keeps_the_stride_it_was_cut_with_is_filled() -> None:
+    saved = rt.save({"w": torch.arange(8.0)[3::8]})
+    target = torch.zeros(8)
+    filler = Filler(saved.manifest, [Want("w", "", "float32", (1,), Box.whole((1,)))], [target[5::8]])
+    assert all(filler(frame, memoryview(bytearray(saved.frame(frame)))) for frame in filler.frames)
+    assert target.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0]
+
 
 def test_what_landed_is_hashed_not_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "BLOCK_BYTES", 7)

@@ -61,6 +61,11 @@ def test_what_is_copied_when_it_is_read_is_not_copied_before() -> None:
     assert read().is_contiguous()
 
 
+def test_a_single_element_that_keeps_the_stride_it_was_cut_with_is_read() -> None:
+    taken = of({"w": torch.arange(8.0)[3::8]}).take(0)
+    assert taken is not None
+    assert taken.part[2] == np.float32(3.0).tobytes()
+
 
 def test_every_tensor_that_differs_everywhere_is_seen_at_once_and_no_other() -> None:
     first, second = make(), make()

@@ -76,6 +76,13 @@ def test_every_kind_of_tensor_is_staged_bit_for_bit(threads: int, seed: int) -> 
         assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
 
 
+def test_a_single_element_that_keeps_the_stride_it_was_cut_with_is_staged() -> None:
+    with rig(lambda: ({"w": torch.arange(8.0)[3::8]}, ())) as it:
+        snapshot = it.take()
+        assert snapshot.abandoned is None
+        assert it.staged(snapshot.slot)["w"].tolist() == [3.0]
+
+
 def test_any_byte_range_of_any_tensor_is_staged(seed: int) -> None:
     rng = random.Random(seed)
     state = odd_state(seed)
