@@ -7,7 +7,9 @@
   laid out like the arena, which then goes over in a few large transfers: they cost no waiting.
 - Large pieces are read by the side stream. An eager copy makes the current stream wait for that, on the device; a
   late one leaves the waiting to `fence`.
-- Other threads than the training thread work on streams of their own, and may while a CUDA graph is captured.
+- Other threads than the training thread work on streams of their own, and may while a CUDA graph is captured. They
+  are on a device of the state before they ask CUDA anything: a thread begins on device 0, where the first call would
+  start CUDA (half a GB there for each rank of the node).
 - Sources are recorded on the side stream, so that the allocator does not hand out their memory while it is read.
 """
 
@@ -55,12 +57,15 @@ class CudaCopier:
         self._locked: dict[int, list[int]] = {}  # of a region: where it begins -> where each part does that was locked
         self._lock = threading.Lock()
         self._locking = threading.Lock()  # takes a while: the training thread has nothing to do with it
+        self._is_closed = False
 
     def pin(self, data: memoryview) -> None:
         """Page-locks the region where it lies. Errors: CkptError with CUDA's own message; copies work all the same,
-        while the host waits."""
+        while the host waits. Once it is closed this does nothing: nobody would unlock them."""
         address, nbytes = where(data)
-        with self._locking, _beside_captures():
+        with self._locking, self._near(), _beside_captures():
+            if self._is_closed:
+                return
             done: list[int] = []
             try:
                 for at, length in _seams(address, nbytes):
@@ -68,14 +73,18 @@ class CudaCopier:
                     self._register(address + at, length)
                     done.append(address + at)
                     time.sleep(time.perf_counter() - began_s)
-            except CkptError:
+            except BaseException:  # Ctrl-C too
                 self._unlock(done)
                 raise
             self._locked[address] = done
 
     def unpin(self, data: memoryview) -> None:
-        with self._locking, _beside_captures():
-            self._unlock(self._locked.pop(where(data)[0], []))
+        with self._locking, self._near(), _beside_captures():
+            parts = self._locked.pop(where(data)[0], [])
+            try:
+                self.settle(self._streams)  # a device may still write there, or compare what lies there
+            finally:
+                self._unlock(parts)
 
     def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
         host, by_device = self._divide(pieces)
@@ -91,6 +100,7 @@ class CudaCopier:
                 self.cuda.current_stream(device).wait_stream(self.stream(device))  # the targets have landed
                 for n, (_, part) in enumerate(parts):
                     flags[n] = (flat_bytes(part.source) != _on(device, flat_bytes(part.target))).any()
+                self.stream(device).wait_stream(self.cuda.current_stream(device))  # before others are written there
                 verdicts.append((group, _differing(group, [whole for whole, _ in parts], later(flags))))
         index = {id(piece): n for n, piece in enumerate(pieces)}
         return lambda: sorted(index[id(group[n])] for group, verdict in verdicts for n in verdict())
@@ -111,13 +121,14 @@ class CudaCopier:
 
     @contextlib.contextmanager
     def aside(self, devices: Collection[torch.device]) -> Iterator[None]:
+        mine = (device for device in devices if device.type == self._device_type)
         with contextlib.ExitStack() as ends:
-            ends.enter_context(_beside_captures())
-            for device in devices:
-                if device.type == self._device_type:
-                    stream = self._of(self._aside, device)
-                    ends.callback(stream.synchronize)
-                    ends.enter_context(self.cuda.stream(stream))
+            for device in mine:
+                ends.enter_context(self.cuda.device(device))  # and not by the stream, whose end would start device 0
+                ends.enter_context(_beside_captures())
+                stream = self._of(self._aside, device)
+                ends.callback(stream.synchronize)
+                ends.enter_context(self.cuda.stream(stream))
             yield
 
     def stream(self, device: torch.device) -> Any:
@@ -125,12 +136,26 @@ class CudaCopier:
         return self._of(self._streams, device)
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        with contextlib.ExitStack() as ends:  # each of it, also where the device is lost
+            ends.callback(self.host.close)
+            ends.callback(self._unlock_all)
+            self.settle(self._streams)
+
+    def settle(self, devices: Collection[torch.device]) -> None:
+        """Returns when the side streams of these have come to their end."""
+        for device in list(devices):
+            self.stream(device).synchronize()
+
+    def _unlock_all(self) -> None:
         with self._locking:
-            while self._locked:
-                self._unlock(self._locked.popitem()[1])
-        self.host.close()
+            self._is_closed = True
+            parts, self._locked = [part for each in self._locked.values() for part in each], {}
+            self._unlock(parts)
+
+    def _near(self) -> contextlib.AbstractContextManager[object]:
+        """For a thread that asks CUDA for what is of no device: on one that the state lies on, if any does."""
+        near: contextlib.AbstractContextManager[object] = self.cuda.device(next(iter(list(self._aside)), None))
+        return near
 
     def _of(self, streams: dict[torch.device, Any], device: torch.device) -> Any:
         with self._lock:
@@ -148,8 +173,8 @@ class CudaCopier:
         _check(self.cuda, status)
 
     def _unlock(self, addresses: Sequence[int]) -> None:
-        for address in addresses:
-            _check(self.cuda, self.cuda.cudart().cudaHostUnregister(address))
+        for status in [self.cuda.cudart().cudaHostUnregister(address) for address in addresses]:
+            _check(self.cuda, status)
 
     def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
         host: list[Piece] = []
@@ -169,12 +194,18 @@ class CudaJob:
         self._parts = [_DevicePart(copier, device, pieces) for device, pieces in by_device.items()]
 
     def eager(self) -> Ticket:
-        started = [part.start(waits=True) for part in self._parts]  # the devices work while the host copies
-        return CudaTicket(self._copier, self._host.eager(), started)
+        return self._start(self._host.eager, waits=True)
 
     def late(self) -> Ticket:
-        started = [part.start(waits=False) for part in self._parts]
-        return CudaTicket(self._copier, self._host.late(), started)
+        return self._start(self._host.late, waits=False)
+
+    def _start(self, host: Callable[[], Ticket], waits: bool) -> Ticket:
+        try:
+            started = [part.start(waits) for part in self._parts]  # the devices work while the host copies
+            return CudaTicket(self._copier, host(), started)
+        except BaseException:  # nobody has the ticket, to wait for what was begun
+            self._copier.settle([part.device for part in self._parts])
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ of what waits for what. What a device would reorder is checked on the log; the b
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from ckpt.errors import CkptError
 from ckpt.trainer import pinned
 from ckpt.trainer.copier import CpuCopier
 from ckpt.trainer.lazy import PROOFS
+from ckpt.trainer.pieces import Piece
 from ckpt.trainer.pinned import CudaCopier, make_copier
 from tests.trainer.snapshots import LARGE, Stamper, raw, rig
 from tests.trainer.test_snapshot import odd_state
@@ -27,13 +27,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @dataclass
 class Device:
     """Stands in for torch.cuda: one device, with a current stream "main" and side streams. The log is of what the
-    training thread does."""
+    training thread does. Other threads begin on another device, where nothing of the state lies: `strays` is what they
+    ask for there."""
 
     log: list[str] = field(default_factory=list)
     locked: dict[int, int] = field(default_factory=dict)
     status: int = 0
     is_lost: bool = False
     events: int = 0
+    strays: list[str] = field(default_factory=list)
+    on_register: Callable[[], object] = lambda: None
+    on_synchronize: Callable[[], object] = lambda: None  # of a stream
+    on_wait: Callable[[], object] = lambda: None  # of an event
 
     def __post_init__(self) -> None:
         self.main = Stream(self, "main")
@@ -62,11 +67,24 @@ class Device:
     def current_stream(self, device: torch.device) -> Stream:
         return self.now
 
-    def device(self, device: torch.device) -> Any:
-        return nullcontext()
+    @contextmanager
+    def device(self, device: torch.device | None) -> Iterator[None]:
+        is_here = self.is_here
+        self.current.is_here = is_here or device is not None
+        yield
+        self.current.is_here = is_here
+
+    @property
+    def is_here(self) -> bool:
+        return getattr(self.current, "is_here", threading.get_ident() == self.trainer)
+
+    def asked(self, what: str) -> None:
+        if not self.is_here:
+            self.strays.append(what)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        self.asked("stream")
         self.now, before = stream, self.now
         self.note(f"on {stream.name}")
         yield
@@ -77,11 +95,15 @@ class Device:
         return self
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked("lock")
+        self.on_register()
         if not self.status:
             self.locked[address] = nbytes
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.asked("unlock")
+        self.note("unlock")
         del self.locked[address]
         return self.status
 
@@ -103,6 +125,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.device.note(f"host waits for {self.name}")
+        self.device.on_synchronize()
 
 
 @dataclass
@@ -116,6 +139,8 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.stream is not None
+        self.device.asked("wait")
+        self.device.on_wait()
 
     def elapsed_time(self, other: Event) -> float:
         if self.device.is_lost:
@@ -350,6 +375,103 @@ def test_a_second_optimizer_on_another_stream_waits_for_a_comparison() -> None:
         go.set()
         assert [line.split(" event ")[0] for line in device.log] == ["other waits for"]
         assert device.log[0].endswith("of main")
+
+
+def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
+        for _ in range(PROOFS + 1):
+            it.take().wait(60)
+            optimizer.step()
+        it.snapshotter._tasks.submit(lambda: None).result()
+        arena = memoryview(bytearray(it.staging.data_bytes))
+        thread = threading.Thread(target=it.snapshotter.bind, args=(1, it.walk, it.staging, arena))
+        thread.start()
+        thread.join()
+        assert it.snapshotter.is_bound(1, it.walk, it.staging)
+        thread = threading.Thread(target=it.snapshotter.unbind, args=(1,))
+        thread.start()
+        thread.join()
+    assert device.strays == []
+
+
+class Mixed(CudaCopier):
+    """What lies first lies in host memory."""
+
+    def _divide(self, pieces: Sequence[Piece]) -> tuple[list[Piece], dict[torch.device, list[Piece]]]:
+        host = [piece for piece in pieces if piece.entry == 0]
+        return host, super()._divide([piece for piece in pieces if piece.entry > 0])[1]
+
+
+def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None:
+    device = Device()
+    state = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
+    with rig(lambda: (state, ()), copier=Mixed(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+        state["a"].untyped_storage().resize_(0)
+        device.log.clear()
+        snapshot = it.take()
+        assert device.log[-2:] == ["main waits for event 2 of side", "host waits for side"]
+        assert snapshot.done.done()
+        assert "shrank" in str(snapshot.abandoned)
+
+
+def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
+    device = Device()
+    params, _ = large_state()
+    with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
+        it.take().wait(60)
+        device.log.clear()
+        it.snapshotter._copier.same(it.snapshotter._bound[0].pieces)
+        assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
+        device.log.clear()
+        it.snapshotter.unbind(0)
+        assert device.log == ["host waits for side", "unlock"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_pages_are_locked_leaves_none_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "LOCK_BYTES", 1 << 14)
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
+        it.snapshotter.unbind(0)
+        device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
+        with pytest.raises(KeyboardInterrupt):
+            it.snapshotter._copier.pin(memoryview(it.arenas[0]))
+        assert not device.locked
+
+
+def test_where_unlocking_fails_the_rest_is_unlocked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "LOCK_BYTES", 1 << 14)
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
+        assert len(device.locked) > 3
+        device.status = 999
+        with pytest.raises(CkptError):
+            it.snapshotter.unbind(0)
+        assert not device.locked
+
+
+def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:
+    device = Device()
+
+    def lost() -> None:
+        raise RuntimeError("device lost")
+
+    made = copier(device)
+    arena = bytearray(1 << 16)
+    made.pin(memoryview(arena))
+    made.stream(torch.device("cpu"))
+    device.on_synchronize = lost
+    with pytest.raises(RuntimeError, match="device lost"):
+        made.close()
+    assert not device.locked
+    assert made.host._tasks.stopping.is_set()
+    made.pin(memoryview(arena))  # a thread that was about to
+    assert not device.locked
 
 
 def test_without_cuda_the_host_copier_is_chosen() -> None:
