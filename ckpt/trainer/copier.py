@@ -95,8 +95,8 @@ class Copier(Protocol):
         ...
 
     def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
-        """Around what another thread than the training thread does with pieces of these devices: it is over at the
-        end."""
+        """Around what another thread than the training thread does with pieces of these devices, or what is to be used
+        on any stream: it is over at the end."""
         ...
 
     def close(self) -> None: ...

@@ -91,6 +91,7 @@ class Snapshotter:
         self._events = events
         self._trust = Trust(events, lazy)
         self._bound: dict[int, _Binding] = {}
+        self._newest: Walked | None = None  # of the walks that were to be bound
         self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
         self._pending: _Pending | None = None
         self._reading: _Reading | None = None  # was looked at, and a device may still read
@@ -112,12 +113,15 @@ class Snapshotter:
             moved = known is None or where(known) != where(data)
             if not moved and self.is_bound(slot, walk, staging):
                 return
+            with self._binding:
+                self._newest = walk
             binding = _Binding(walk, staging, cut(walk, staging, data))
-            with self._copier.aside(binding.devices):
-                binding.plan(self._trust, self._copier)  # now, and not while training stands still for a first snapshot
+            self._plan(binding)  # now, and not while training stands still for a first snapshot
             if moved:
                 self._pin(slot, data)
             with self._binding:
+                if self._newest is not walk:  # it took a while, and the state has moved: bound anew before a snapshot
+                    return
                 self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
                 self._trust.forget_all_but(binding.candidates.keys())
 
@@ -147,8 +151,8 @@ class Snapshotter:
             with self._settling, _plain():
                 self._copy(binding, snapshot, started_s)
         except Exception as exc:  # whatever torch raised: the save has failed, training has not, and both are said
-            self._pending = None
-            self._abandon(snapshot, f"it could not be copied: {exc}")
+            begun, self._pending = self._pending, None
+            self._give_up(snapshot, begun, exc)
         except BaseException:  # Ctrl-C: nobody may wait for it, whoever catches this
             begun, self._pending = self._pending, None
             self._interrupt(snapshot, begun)
@@ -309,7 +313,10 @@ class Snapshotter:
                 if judged is not None:
                     self._reading = _Reading(self._copier.barrier(), judged, pending.plan.storages)
             except Exception as exc:  # as in `take`
-                self._fail(pending, exc)
+                if pending.late is not None:
+                    self._give_up(pending.snapshot, pending, exc)
+                else:  # it ends without us
+                    self._trust.turn_off(f"the comparison failed: {exc}")
             except BaseException:  # Ctrl-C: as in `take`
                 self._interrupt(pending.snapshot, pending)
                 raise
@@ -398,11 +405,15 @@ class Snapshotter:
             self._finish(pending)
 
     def _plan_anew(self) -> None:
-        """What is copied late has changed: better here than while training stands still for the next snapshot. What
-        goes wrong comes again there."""
+        """What is copied late has changed: better here than while training stands still for the next snapshot."""
         for binding in list(self._bound.values()):
-            with suppress(Exception), self._copier.aside(binding.devices), _plain():
-                binding.plan(self._trust, self._copier)
+            with _plain():
+                self._plan(binding)
+
+    def _plan(self, binding: _Binding) -> None:
+        """Ahead of time. What goes wrong, as where a device has no memory left just now, comes again in `take`."""
+        with suppress(Exception):
+            binding.plan(self._trust, self._copier)
 
     def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
         """Runs it now, or on a thread of ours where the device is still at work."""
@@ -412,7 +423,7 @@ class Snapshotter:
                 with self._copier.aside(pending.plan.devices), _plain():
                     then()
             except Exception as exc:  # as in `take`
-                self._fail(pending, exc)
+                self._fail(pending.snapshot, exc)
 
         if not self._copier.blocking:
             return self._tasks.submit(guarded)
@@ -430,13 +441,20 @@ class Snapshotter:
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
-    def _fail(self, pending: _Pending, error: Exception) -> None:
-        if pending.snapshot.done.done():
+    def _fail(self, snapshot: Snapshot, error: Exception) -> None:
+        if snapshot.done.done():
             self._trust.turn_off(f"the comparison failed: {error}")
         else:
-            self._abandon(pending.snapshot, f"it could not be copied: {error}")
+            self._abandon(snapshot, f"it could not be copied: {error}")
 
-    def _interrupt(self, snapshot: Snapshot, begun: _Pending | None) -> None:
+    def _give_up(self, snapshot: Snapshot, begun: _Pending | None, error: Exception) -> None:
+        """As `_fail`, where a device may still write what was begun."""
+        if begun is None or self._copier.blocking or snapshot.done.done():
+            self._fail(snapshot, error)
+        else:
+            self._interrupt(snapshot, begun, f"it could not be copied: {error}")
+
+    def _interrupt(self, snapshot: Snapshot, begun: _Pending | None, why: str = "interrupted") -> None:
         """Abandons it once nothing writes any more; a thread of ours waits for that, which nothing interrupts."""
 
         def end() -> None:
@@ -448,7 +466,7 @@ class Snapshotter:
                                 ticket.wait()
             finally:
                 if not snapshot.done.done():
-                    self._abandon(snapshot, "interrupted")
+                    self._abandon(snapshot, why)
 
         self._tasks.submit(end)
 
@@ -525,10 +543,13 @@ class _Binding:
                 self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
 
     def plan(self, trust: Trust, copier: Copier) -> _Plan:
-        """Any thread; it may take a while where trust has changed."""
+        """Any thread; it may take a while where trust has changed. Whoever gets it may use its buffers at once, on any
+        stream: what was to be written there is."""
         with self._planning:
             if self._plan is None or self._plan.version != trust.version:
-                self._plan = self._make(trust, copier)
+                with copier.aside(self.devices):
+                    made = self._make(trust, copier)
+                self._plan = made
             return self._plan
 
     def _make(self, trust: Trust, copier: Copier) -> _Plan:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ckpt.errors import CkptError
 from ckpt.trainer import pinned
-from ckpt.trainer.copier import CpuCopier
+from ckpt.trainer.copier import CpuCopier, Ticket
 from ckpt.trainer.lazy import PROOFS
 from ckpt.trainer.pieces import Piece
-from ckpt.trainer.pinned import CudaCopier, make_copier
-from tests.trainer.snapshots import LARGE, Stamper, raw, rig
+from ckpt.trainer.pinned import CudaCopier, CudaJob, make_copier
+from tests.trainer.snapshots import LARGE, Stamper, raw, rig, walk_of
 from tests.trainer.test_snapshot import odd_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -396,6 +396,72 @@ def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() ->
     assert device.strays == []
 
 
+def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> None:
+    device = Device()
+    params, _ = large_state()
+    made, had_to_wait = copier(device), list[bool]()
+    with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
+        binding, trust = it.snapshotter._bound[0], it.snapshotter._trust
+
+        def meanwhile() -> None:
+            device.on_synchronize = lambda: None
+            other = threading.Thread(target=binding.plan, args=(trust, made))
+            other.start()
+            other.join(0.2)
+            had_to_wait.append(other.is_alive())
+
+        trust.version += 1
+        device.on_synchronize = meanwhile
+        it.snapshotter._tasks.submit(it.snapshotter._plan_anew).result()
+        assert had_to_wait == [True]
+
+
+class Full(CudaCopier):
+    """Of a device that may have no memory left."""
+
+    is_full = False
+
+    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().prepare(pieces)
+
+    def same(self, pieces: Sequence[Piece]) -> Callable[[], list[int]]:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().same(pieces)
+
+
+def test_a_device_that_is_full_while_a_plan_is_made_ahead_costs_no_snapshot() -> None:
+    params, _ = large_state()
+    made = Full(CpuCopier(1), cuda=Device(), device_type="cpu")
+    with rig(lambda: (params, set(params)), copier=made) as it:
+        made.is_full = True
+        it.walk_again()
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert snapshot.abandoned == "it could not be copied: CUDA out of memory"
+        made.is_full = False
+        snapshot = it.take()
+        snapshot.wait(60)
+        assert snapshot.abandoned is None
+        assert set().union(*it.stamps(snapshot.slot).values()) == {0.0}
+
+
+def test_a_comparison_that_fails_costs_no_snapshot_that_is_being_copied() -> None:
+    params, optimizer = large_state()
+    made, go = Full(CpuCopier(1), cuda=Device(), device_type="cpu"), threading.Event()
+    with rig(lambda: (params, set(params)), copier=made) as it:
+        it.snapshotter._tasks.submit(go.wait)
+        snapshot = it.take()
+        made.is_full = True
+        optimizer.step()
+        go.set()
+        snapshot.done.result(60)
+        assert snapshot.abandoned is None
+        assert it.names() == ["lazy.off"]
+
+
 class Mixed(CudaCopier):
     """What lies first lies in host memory."""
 
@@ -414,6 +480,36 @@ def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None
         assert device.log[-2:] == ["main waits for event 2 of side", "host waits for side"]
         assert snapshot.done.done()
         assert "shrank" in str(snapshot.abandoned)
+
+
+class NeverLate(CudaCopier):
+    def prepare(self, pieces: Sequence[Piece]) -> CudaJob:
+        job = super().prepare(pieces)
+
+        def late() -> Ticket:
+            raise RuntimeError("no event")
+
+        job.late = late  # type: ignore[method-assign]
+        return job
+
+
+def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed() -> None:
+    device = Device()
+    params, optimizer = large_state()
+    go = threading.Event()
+    with rig(lambda: (params, set(params)), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+        for _ in range(PROOFS):
+            it.take().wait(60)
+            optimizer.step()
+            it.snapshotter.boundary()
+            it.snapshotter._tasks.submit(lambda: None).result()
+        device.on_wait = go.wait
+        snapshot = it.take()
+        was_done = snapshot.done.done()
+        go.set()
+        snapshot.done.result(60)
+        assert not was_done
+        assert snapshot.abandoned == "it could not be copied: no event"
 
 
 def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
@@ -472,6 +568,20 @@ def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:
     assert made.host._tasks.stopping.is_set()
     made.pin(memoryview(arena))  # a thread that was about to
     assert not device.locked
+
+
+def test_a_bind_that_ends_after_that_of_a_newer_walk_leaves_it_bound() -> None:
+    device = Device()
+    with rig(lambda: ({"w": torch.zeros(1 << 16)}, ("w",)), copier=copier(device)) as it:
+        newer = walk_of(*it.state())
+
+        def meanwhile() -> None:
+            it.snapshotter.bind(1, newer, it.staging, memoryview(it.arenas[1]))
+
+        device.on_register = meanwhile
+        it.snapshotter.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
+        assert it.snapshotter.is_bound(1, newer, it.staging)
+        assert not it.snapshotter.is_bound(0, it.walk, it.staging)
 
 
 def test_without_cuda_the_host_copier_is_chosen() -> None:
