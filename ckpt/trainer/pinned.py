@@ -33,6 +33,7 @@ from ckpt.trainer.pieces import Piece, flat_bytes, is_cuda_used, keep, later, sp
 
 CLONED_BYTES = 1 << 20  # pieces up to this are cloned first
 LOCK_BYTES = 32 << 20
+ASK_S = 0.0005
 SCRATCH_BYTES = 64 << 20  # how much of an arena is brought back to a device at once for a comparison
 
 
@@ -127,7 +128,7 @@ class CudaCopier:
                 ends.enter_context(self.cuda.device(device))  # and not by the stream, whose end would start device 0
                 ends.enter_context(_beside_captures())
                 stream = self._of(self._aside, device)
-                ends.callback(stream.synchronize)
+                ends.callback(self._wait_for, stream)
                 ends.enter_context(self.cuda.stream(stream))
             yield
 
@@ -144,7 +145,15 @@ class CudaCopier:
     def settle(self, devices: Collection[torch.device]) -> None:
         """Returns when the side streams of these have come to their end."""
         for device in list(devices):
-            self.stream(device).synchronize()
+            self._wait_for(self.stream(device))
+
+    def _wait_for(self, stream: Any) -> None:
+        """Returns when it has come to its end. Asks for that again and again: so Ctrl-C is heard where a device hangs,
+        and torch.cuda.set_sync_debug_mode is for the user's own."""
+        event = self.cuda.Event()
+        event.record(stream)
+        while not event.query():
+            time.sleep(ASK_S)
 
     def _unlock_all(self) -> None:
         with self._locking:
@@ -400,10 +409,15 @@ def _beside_captures() -> Iterator[None]:
 @cache
 def _exchange() -> Any:
     """cudaThreadExchangeStreamCaptureMode of the library that torch has loaded; None where there is none."""
-    name = f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}"
     with contextlib.suppress(OSError, AttributeError):
-        return ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode
+        return ctypes.CDLL(_runtime(torch.version.cuda or "")).cudaThreadExchangeStreamCaptureMode
     return None
+
+
+def _runtime(version: str) -> str:
+    """What the file of that CUDA runtime is called: by its major version, but for the last one that was not."""
+    major = version.partition(".")[0]
+    return f"libcudart.so.{'11.0' if major == '11' else major}"
 
 
 def _check(cuda: Any, status: Any) -> None:

@@ -209,7 +209,7 @@ class Snapshotter:
     def _drop(self) -> None:
         self._reading = None
         with self._binding:
-            self._bound = {}
+            self._bound, self._newest = {}, None
         for slot in list(self._regions):
             self._unpin(slot)
 

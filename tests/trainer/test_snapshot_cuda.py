@@ -34,11 +34,12 @@ class Device:
     locked: dict[int, int] = field(default_factory=dict)
     status: int = 0
     is_lost: bool = False
+    is_hanging: bool = False
     events: int = 0
     strays: list[str] = field(default_factory=list)
     on_register: Callable[[], object] = lambda: None
-    on_synchronize: Callable[[], object] = lambda: None  # of a stream
-    on_wait: Callable[[], object] = lambda: None  # of an event
+    on_query: Callable[[], object] = lambda: None
+    on_wait: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.main = Stream(self, "main")
@@ -123,10 +124,6 @@ class Stream:
         assert event.stream is not None
         self.device.note(f"{self.name} waits for event {event.number} of {event.stream.name}")
 
-    def synchronize(self) -> None:
-        self.device.note(f"host waits for {self.name}")
-        self.device.on_synchronize()
-
 
 @dataclass
 class Event:
@@ -141,6 +138,13 @@ class Event:
         assert self.stream is not None
         self.device.asked("wait")
         self.device.on_wait()
+
+    def query(self) -> bool:
+        assert self.stream is not None
+        self.device.asked("query")
+        self.device.note(f"host waits for {self.stream.name}")
+        self.device.on_query()
+        return not self.device.is_hanging
 
     def elapsed_time(self, other: Event) -> float:
         if self.device.is_lost:
@@ -178,6 +182,7 @@ def test_an_eager_copy_makes_the_current_stream_wait_for_its_reads() -> None:
     params, _ = large_state()
     with rig(lambda: (params, ()), copier=copier(device)) as it:
         device.log.clear()
+        device.events = 0
         it.take().wait(60)
         assert [line for line in device.log if "waits" in line or line.startswith("on")] == [
             "main waits for side",
@@ -404,14 +409,14 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
         binding, trust = it.snapshotter._bound[0], it.snapshotter._trust
 
         def meanwhile() -> None:
-            device.on_synchronize = lambda: None
+            device.on_query = lambda: None
             other = threading.Thread(target=binding.plan, args=(trust, made))
             other.start()
             other.join(0.2)
             had_to_wait.append(other.is_alive())
 
         trust.version += 1
-        device.on_synchronize = meanwhile
+        device.on_query = meanwhile
         it.snapshotter._tasks.submit(it.snapshotter._plan_anew).result()
         assert had_to_wait == [True]
 
@@ -476,6 +481,7 @@ def test_what_fails_on_the_host_is_over_once_no_device_writes_any_more() -> None
     with rig(lambda: (state, ()), copier=Mixed(CpuCopier(1), cuda=device, device_type="cpu")) as it:
         state["a"].untyped_storage().resize_(0)
         device.log.clear()
+        device.events = 0
         snapshot = it.take()
         assert device.log[-2:] == ["main waits for event 2 of side", "host waits for side"]
         assert snapshot.done.done()
@@ -561,7 +567,7 @@ def test_closing_on_a_device_that_is_lost_ends_all_the_rest() -> None:
     arena = bytearray(1 << 16)
     made.pin(memoryview(arena))
     made.stream(torch.device("cpu"))
-    device.on_synchronize = lost
+    device.on_query = lost
     with pytest.raises(RuntimeError, match="device lost"):
         made.close()
     assert not device.locked
@@ -582,6 +588,31 @@ def test_a_bind_that_ends_after_that_of_a_newer_walk_leaves_it_bound() -> None:
         it.snapshotter.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
         assert it.snapshotter.is_bound(1, newer, it.staging)
         assert not it.snapshotter.is_bound(0, it.walk, it.staging)
+
+
+def test_ctrl_c_is_heard_while_a_device_hangs() -> None:
+    device = Device()
+    made = copier(device)
+    asked: list[None] = []
+
+    def hang() -> None:
+        asked.append(None)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    device.on_query, device.is_hanging = hang, True
+    with pytest.raises(KeyboardInterrupt), made.aside({torch.device("cpu")}):
+        pass
+    assert len(asked) == 3
+    made.close()
+
+
+def test_the_runtime_is_known_by_the_name_that_torch_loads_it_by() -> None:
+    assert [pinned._runtime(v) for v in ("11.8", "12.6", "13.0")] == [
+        "libcudart.so.11.0",
+        "libcudart.so.12",
+        "libcudart.so.13",
+    ]
 
 
 def test_without_cuda_the_host_copier_is_chosen() -> None:
