@@ -51,6 +51,7 @@ from ckpt.types import Tick
 
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
+LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
@@ -410,6 +411,9 @@ class Group(Verdicts):
         self._resumed = self._resumed and not all(steps)
         if hold or self.course is Course.PUSH:
             self._withdraw("the last snapshot before the machine goes away", now_s, lambda r: r.why is Why.STEP)
+            if self._all_poll(steps, polls) and self._is_long(now_s):
+                at_poll = "one at a poll: the end of this step may come too late"
+                self._withdraw(at_poll, now_s, lambda r: r.why is Why.HOLD and not r.tick.sub)
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
             at_once = "one at once: the machine may go away"
@@ -426,7 +430,7 @@ class Group(Verdicts):
         at = max(self._start_step, *steps)
         if not by_time:
             tick = self._next_named(now_s, at, steps, bool(before))
-        elif len(set(steps)) == 1 and polls and all(0 < n < SUB_MAX // 2 for n in polls):
+        elif self._all_poll(steps, polls):
             tick = self._next_poll(now_s, steps[0] - 1, max(polls))
         else:
             near = self._near_step(now_s, steps) if hold else None
@@ -440,6 +444,16 @@ class Group(Verdicts):
         self._out.append(SetWord(slot.number, Word(round_.number, slot.number, kind, tick.step, tick.sub)))
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
+
+    @staticmethod
+    def _all_poll(steps: Sequence[int], polls: Sequence[int]) -> bool:
+        """Whether all ranks poll within one step."""
+        return len(set(steps)) == 1 and bool(polls) and all(0 < n < SUB_MAX // 2 for n in polls)
+
+    def _is_long(self, now_s: float) -> bool:
+        """Whether the step that the ranks are in takes clearly longer than usual."""
+        entered = [s for s in self._since_s if s is not None]
+        return bool(entered) and now_s - max(entered) > LONG * self._usual_step_s + LATENCY_S
 
     def _next_named(self, now_s: float, at: int, steps: Sequence[int], others: bool) -> Tick | None:
         """The first of the steps that the policy names which can still be announced, and is behind all that are taken

@@ -285,6 +285,8 @@ class Leaving(Facts):
                 times += [near_s] if near_s > now_s and name not in self._due | self._near else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
+        if any(s.round is not None and s.round.unjudged and not s.round.tick.sub for s in self.slots):
+            times.append(now_s + PACE_S)  # the ranks may poll before they come to that step, and for long
         back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
         times += [at_s for at_s in back_s if at_s > now_s]
         if self._copy_by_s is not None and self._copy_by_s > now_s:

@@ -1242,3 +1242,89 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     driver.group.replicated(word.slot, "", driver.now_s)
     driver.decide()
     assert driver.outcomes()[-1]["level"] == "peer"
+
+
+class Polling(Warned):
+    """All ranks are in one step since `since_s`, and have polled so often in it."""
+
+    polls, since_s = 0, 0.0
+
+    def decide(self) -> list[do.Action]:
+        new = self.group.decide(self.now_s, self.steps, [self.polls] * self.world, [self.since_s] * self.world)
+        self.said += new
+        return new
+
+    def train(self, seconds: float) -> None:
+        self.polls, self.since_s = 0, self.now_s + seconds
+        super().train(seconds)
+
+    def evaluate(self, seconds: float, polls: int = 1) -> None:
+        self.now_s += seconds
+        self.polls += polls
+        self.decide()
+
+
+def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(1.0)
+    driver.warn(60.0, when=When.AT_ONCE)
+    word = driver.word()
+    assert (word.kind, word.sub, word.step >= driver.steps[0]) == (Kind.HOLD, 0, True)
+    driver.evaluate(0.1)
+    assert driver.word() == word, "it may be a step like others"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= driver.now_s + 1.0
+    driver.evaluate(4 * driver.group.step_s)
+    moved = driver.word()
+    assert (moved.kind, moved.step) == (Kind.HOLD, driver.steps[0] - 1)
+    assert driver.polls < moved.sub <= driver.polls + 4
+    for _ in range(20):
+        driver.evaluate(0.1, polls=0)
+    assert driver.word() == moved
+    tick = Tick(moved.step, moved.sub)
+    driver.stage(moved.round, tick, moved.slot)
+    assert driver.hold(moved) == {0: True, 1: True}
+
+
+def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(1.0)
+    driver.warn(60.0, when=When.AT_ONCE)
+    word = driver.word()
+    for _ in range(20):
+        driver.evaluate(0.5, polls=0)
+    assert driver.word() == word
+    driver.evaluate(0.5)
+    assert driver.word().sub > 0
+
+
+def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(1.0)
+    driver.warn(60.0, when=When.AT_ONCE)
+    driver.evaluate(4 * driver.group.step_s)
+    moved = driver.word()
+    assert moved.sub
+    driver.train(0.1)  # the evaluation is over
+    for rank in range(2):
+        driver.group.missed(rank, moved.round, "late")
+    driver.decide()
+    assert driver.is_hold()
+    assert (driver.word().sub, driver.word().step >= driver.steps[0]) == (0, True)
+
+
+def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(1.0)
+    driver.warn(60.0, when=When.AT_ONCE)
+    word = driver.word()
+    driver.steps = [word.step + 1] * 2
+    driver.since_s = driver.now_s
+    driver.stage(word.round, Tick(word.step), word.slot, range(1))
+    driver.evaluate(2.0)
+    assert driver.word() == word
