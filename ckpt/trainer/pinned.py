@@ -4,7 +4,7 @@
   driver lets nobody launch a kernel (83 ms for 2 GiB in one go on an H200). No transfer may cross such a seam.
 - The side stream of a device starts after what the current stream holds, so it reads the state as of the boundary.
 - Small pieces (buffers that change in forward among them) are cloned on the current stream into one device buffer
-  laid out like the arena, which then goes over in a few large transfers: they cost no waiting.
+  laid out like the arena, the same for all arenas, which then goes over in a few large transfers: they cost no waiting.
 - Large pieces are read by the side stream. An eager copy makes the current stream wait for that, on the device; a
   late one leaves the waiting to `fence`.
 - Other threads than the training thread work on streams of their own, and may while a CUDA graph is captured. They
@@ -31,10 +31,11 @@ from ckpt.errors import CkptError
 from ckpt.trainer.copier import Copier, CpuCopier, Job, Ticket
 from ckpt.trainer.pieces import Piece, flat_bytes, is_cuda_used, keep, later, split, where
 
-CLONED_BYTES = 1 << 20  # pieces up to this are cloned first
+CLONED_BYTES = 1 << 20  # pieces up to this are cloned first,
+CLONE_BYTES_MAX = 64 << 20  # the smallest of them, so many together: a device has no memory to spare
 LOCK_BYTES = 32 << 20
 ASK_S = 0.0005
-SCRATCH_BYTES = 64 << 20  # how much of an arena is brought back to a device at once for a comparison
+SCRATCH_BYTES = 16 << 20  # how much of an arena is brought back to a device at once for a comparison
 
 
 def make_copier() -> Copier:
@@ -55,8 +56,10 @@ class CudaCopier:
         self._device_type = device_type
         self._streams: dict[torch.device, Any] = {}
         self._aside: dict[torch.device, Any] = {}
+        self._clones: dict[torch.device, Tensor] = {}
         self._locked: dict[int, list[int]] = {}  # of a region: where it begins -> where each part does that was locked
         self._lock = threading.Lock()
+        self._cloning = threading.Lock()
         self._locking = threading.Lock()  # takes a while: the training thread has nothing to do with it
         self._is_closed = False
 
@@ -135,6 +138,14 @@ class CudaCopier:
     def stream(self, device: torch.device) -> Any:
         """The side stream."""
         return self._of(self._streams, device)
+
+    def clone(self, device: torch.device, nbytes: int) -> Tensor:
+        """Memory of that device for clones, the same for all jobs: each waits until the former's have been read."""
+        with self._cloning:
+            known = self._clones.get(device)
+            if known is None or known.nbytes < nbytes:
+                known = self._clones[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return known
 
     def close(self) -> None:
         with contextlib.ExitStack() as ends:  # each of it, also where the device is lost
@@ -230,19 +241,20 @@ class _Started:
 
 
 class _DevicePart:
-    """The pieces of one device: `large` ones with views for a direct transfer, the others behind a device clone."""
+    """The pieces of one device: most bytes with views for a direct transfer, and small pieces behind a clone."""
 
     def __init__(self, copier: CudaCopier, device: torch.device, pieces: Sequence[Piece]) -> None:
         self._copier = copier
         self.device = device
-        self._large = [
+        cloned = _cloned(pieces)
+        self._direct = [
             (piece.source, [(piece.source[a : a + n], piece.target[a : a + n]) for a, n in _cut(piece.target)])
-            for piece in pieces
-            if piece.nbytes > CLONED_BYTES
+            for n, piece in enumerate(pieces)
+            if n not in cloned
         ]
-        small = [piece for piece in pieces if piece.nbytes <= CLONED_BYTES]
-        self._clone = torch.empty(sum(_padded(p.nbytes) for p in small), dtype=torch.uint8, device=device)
-        self._mirror = _mirror(small, self._clone)
+        mirrored = [piece for n, piece in enumerate(pieces) if n in cloned]
+        self._clone = copier.clone(device, sum(_padded(piece.nbytes) for piece in mirrored))
+        self._mirror = _mirror(mirrored, self._clone)
 
     def start(self, waits: bool) -> _Started:
         """Enqueues everything. `waits`: whether the current stream waits until the sources were read."""
@@ -250,7 +262,7 @@ class _DevicePart:
         with cuda.device(self.device):
             current = cuda.current_stream(self.device)
             before, read, landed, after = (cuda.Event(enable_timing=True) for _ in range(4))
-            current.wait_stream(side)  # the clone may still be on its way from the last time
+            current.wait_stream(side)  # the clone may still be on its way, of another job
             before.record(current)
             keep(self._clone, current)
             for sources, clone in self._mirror.joined:
@@ -259,7 +271,7 @@ class _DevicePart:
                 torch._foreach_copy_(clones, sources)
             side.wait_stream(current)
             with cuda.stream(side):
-                for whole, parts in self._large:
+                for whole, parts in self._direct:
                     for source, target in parts:
                         target.copy_(source, non_blocking=True)
                     keep(whole, side)
@@ -268,7 +280,7 @@ class _DevicePart:
                     target.copy_(source, non_blocking=True)
                 keep(self._clone, side)
                 landed.record(side)
-            if waits and self._large:
+            if waits and self._direct:
                 current.wait_event(read)
             after.record(current)
         return _Started(self.device, read, landed, before, after)
@@ -306,6 +318,23 @@ class CudaTicket:
         return sum(float(before.elapsed_time(after)) for before, after in pairs) / 1e3
 
 
+def _cloned(pieces: Sequence[Piece]) -> set[int]:
+    """Which go by way of a clone: what is not plain bytes (its pieces are small), and the smallest of what is."""
+    plain = [n for n, piece in enumerate(pieces) if _is_plain(piece)]
+    found = set(range(len(pieces))).difference(plain)
+    total = 0
+    for n in sorted(plain, key=lambda n: pieces[n].nbytes):
+        total += pieces[n].nbytes
+        if pieces[n].nbytes > CLONED_BYTES or total > CLONE_BYTES_MAX:
+            break
+        found.add(n)
+    return found
+
+
+def _is_plain(piece: Piece) -> bool:
+    return piece.source.dtype is torch.uint8 and piece.source.dim() == 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Mirror:
     """How small pieces come into a clone, and it into the arena. `joined`: bytes that lie end to end there, gathered at
@@ -327,7 +356,7 @@ def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
         at = first = _padded(at)
         flats: list[Piece] = []
         for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
-            if is_flat := piece.source.dtype is torch.uint8 and piece.source.dim() == 1:
+            if is_flat := _is_plain(piece):
                 flats.append(piece)
             else:
                 sources, clones = others.setdefault(piece.source.dtype, ([], []))
