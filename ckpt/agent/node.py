@@ -310,7 +310,8 @@ class Node(Inheriting):
         if left_over is not None and left_over.group.newest_store is Store.FAILED:
             orphans.append(left_over)
         if not orphans or self._start is not None:
-            self._limit_s = math.inf
+            if self._start is not None or not any(j.group.all_gone and j.group.at_work for j in self._jobs()):
+                self._limit_s = math.inf  # else one of them is being tried just now
             return None
         again_s = min(RETRY_S, self._settings.linger_s / 4)
         if self._limit_s == math.inf:

@@ -32,7 +32,7 @@ from ckpt.backends.memory import MemoryBackend
 from ckpt.errors import CkptError
 from ckpt.notices.notice import Notice
 from ckpt.settings import Settings, read
-from ckpt.types import Tick
+from ckpt.types import Identity, Tick
 from tests.agent import fake
 from tests.agent.nodes.cluster import line
 from tests.sim.agents import Fabric, SimConnection
@@ -163,6 +163,10 @@ class Life:
     def pace(self, rank: SimRank) -> float:
         return self.rng.uniform(0.8, 1.2) * self.step_s + self.slow.pop(rank.rank, 0.0)
 
+    def heard(self, rank: SimRank) -> dict[str, Any]:
+        """Where its agent is to listen."""
+        return Sources("given", file=f"/nowhere/{rank.node}").fields()
+
     def listeners(self, *given: Any, **named: Any) -> list[SimListener]:
         return [SimListener(self.stands[int(named["file"].name)], named["first"])]
 
@@ -179,12 +183,15 @@ class Life:
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
         return seen
 
+    def check(self, committed: list[Identity], seen: Counter[str]) -> None:
+        """Once all is over. `committed`: what a restart would go on from."""
+
     def _start(self, seen: Counter[str]) -> SimJob:
         began_s = self.world.now_s
         job = self.job = SimJob(self.fabric, self.spread, self.key, self.options)
         for rank in job.ranks:
             rank.on_hold = self._holds
-            rank.notices = Sources("given", file=f"/nowhere/{rank.node}").fields()
+            rank.notices = self.heard(rank)
         self.held_s = 0.0
         job.start(round(self.trains_s / self.step_s), self.pace)
         self.world.run(lambda: job.is_over, LONG_S)
@@ -225,11 +232,15 @@ class Life:
 
 
 def live(seed: int) -> Counter[str]:
+    return lived(Life, seed)
+
+
+def lived(kind: type[Life], seed: int) -> Counter[str]:
     settings = replace(read(), notices="off")
     with living(seed) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "ROWS", 4)
         patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
-        life = Life(world, seed, settings)
+        life = kind(world, seed, settings)
         patch.setattr(ckpt.notices.cloud, "listeners", life.listeners)
         put = MemoryBackend.put
 
@@ -243,7 +254,7 @@ def live(seed: int) -> Counter[str]:
             seen = life.run()
         finally:
             life.fabric.close()
-    line(life.url)
+    life.check(line(life.url), seen)
     del memory._STORES[life.url]
     seen["happened"] = world.happened
     return seen
