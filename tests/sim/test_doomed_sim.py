@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class Doomed(Life):
         for node in going:
             at_s, lead_s = rng.uniform(2.0, 20.0), rng.choice(LEADS_S)
             notice = Notice(EPOCH_S + world.now_s - BEGIN_S + at_s + lead_s, "owner", True, f"n{node}", "it goes away")
-            world.at(at_s, lambda node=node, notice=notice: self.stands[node].__setitem__("it", notice))
-            world.at(at_s + lead_s, lambda node=node: self._goes(node))
+            world.at(at_s, partial(self.stands[node].__setitem__, "it", notice))
+            world.at(at_s + lead_s, partial(self._goes, node))
         if rng.random() < 0.3:
             world.at(rng.uniform(2.0, 60.0), lambda: self._break(self._kill))
 
