@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import ckpt
 from benchmarks.memcpy import Pieces, Whole
@@ -26,9 +27,8 @@ from benchmarks.stall import job, sizes
 from ckpt.trainer import restore
 
 
-def save(folder: str, total: int) -> None:
+def save(folder: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
     """Leaves a checkpoint in the agent's memory only: the process ends without leaving the block."""
-    model, optim = job(total)
     ck = ckpt.Checkpointer(folder, {"model": model, "optim": optim}, codec="raw")
     ck.__enter__()
     ck.step()
@@ -78,7 +78,7 @@ def main() -> int:
     ):
         for number in range(rounds):
             url = f"{folder}/{number}"
-            code = f"from benchmarks.restore import save; save({url!r}, {total})"
+            code = f"from benchmarks.restore import job, save; save({url!r}, *job({total}))"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
             spent, level = load(url, total)
             assert level == "local", level

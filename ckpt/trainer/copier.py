@@ -269,8 +269,7 @@ def _copy_units(pieces: Sequence[Piece]) -> list[tuple[int, Unit]]:
 
 def _is_flat(piece: Piece) -> bool:
     """Whether it is plain bytes in host memory."""
-    source = piece.source
-    return source.dtype is torch.uint8 and source.dim() == 1 and source.is_contiguous() and source.device.type == "cpu"
+    return piece.is_flat and piece.source.is_contiguous() and piece.source.device.type == "cpu"
 
 
 def _is_wide(piece: Piece) -> bool:

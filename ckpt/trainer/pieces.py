@@ -49,6 +49,11 @@ class Piece:
     def nbytes(self) -> int:
         return self.target.nbytes
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the source is given as flat bytes."""
+        return self.source.dtype is torch.uint8 and self.source.dim() == 1
+
 
 def cut(walk: Walked, staging: Staging, data: memoryview) -> tuple[Piece, ...]:
     """The pieces that fill `data` (a writable data region) as `staging` says, in order of target.
@@ -129,7 +134,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int, count_max: int) -> Ite
 
 def split(piece: Piece, nbytes_max: int) -> Iterator[Piece]:
     """The same bytes in pieces of at most `nbytes_max`; pieces that are not flat bytes are small already."""
-    if piece.nbytes <= nbytes_max or piece.source.dtype is not torch.uint8 or piece.source.dim() != 1:
+    if piece.nbytes <= nbytes_max or not piece.is_flat:
         yield piece
         return
     for at in range(0, piece.nbytes, nbytes_max):

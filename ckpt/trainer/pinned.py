@@ -320,7 +320,7 @@ class CudaTicket:
 
 def _cloned(pieces: Sequence[Piece]) -> set[int]:
     """Which go by way of a clone: what is not plain bytes (its pieces are small), and the smallest of what is."""
-    plain = [n for n, piece in enumerate(pieces) if _is_plain(piece)]
+    plain = [n for n, piece in enumerate(pieces) if piece.is_flat]
     found = set(range(len(pieces))).difference(plain)
     total = 0
     for n in sorted(plain, key=lambda n: pieces[n].nbytes):
@@ -329,10 +329,6 @@ def _cloned(pieces: Sequence[Piece]) -> set[int]:
             break
         found.add(n)
     return found
-
-
-def _is_plain(piece: Piece) -> bool:
-    return piece.source.dtype is torch.uint8 and piece.source.dim() == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +352,14 @@ def _mirror(pieces: Sequence[Piece], clone: Tensor) -> _Mirror:
         at = first = _padded(at)
         flats: list[Piece] = []
         for piece, is_last in zip(run, [False] * (len(run) - 1) + [True], strict=True):
-            if is_flat := _is_plain(piece):
+            if piece.is_flat:
                 flats.append(piece)
             else:
                 sources, clones = others.setdefault(piece.source.dtype, ([], []))
                 sources.append(piece.source)
                 clones.append(clone[at : at + piece.nbytes].view(piece.target.dtype).view(piece.target.shape))
-            if flats and (is_last or not is_flat):
-                end = at + piece.nbytes if is_flat else at
+            if flats and (is_last or not piece.is_flat):
+                end = at + piece.nbytes if piece.is_flat else at
                 joined.append(([each.source for each in flats], clone[end - sum(f.nbytes for f in flats) : end]))
                 flats = []
             at += piece.nbytes

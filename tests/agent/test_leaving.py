@@ -1264,11 +1264,17 @@ class Polling(Warned):
         self.decide()
 
 
-def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long() -> None:
+def about_to_hold() -> Polling:
+    """A hold is appointed at the end of a step, of which nothing has taken place yet."""
     driver = Polling()
     driver.save_once()
     driver.train(1.0)
     driver.warn(60.0, when=When.AT_ONCE)
+    return driver
+
+
+def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long() -> None:
+    driver = about_to_hold()
     word = driver.word()
     assert (word.kind, word.sub, word.step >= driver.steps[0]) == (Kind.HOLD, 0, True)
     driver.evaluate(0.1)
@@ -1289,10 +1295,7 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
 
 
 def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
-    driver = Polling()
-    driver.save_once()
-    driver.train(1.0)
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver = about_to_hold()
     word = driver.word()
     for _ in range(20):
         driver.evaluate(0.5, polls=0)
@@ -1302,10 +1305,7 @@ def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
 
 
 def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
-    driver = Polling()
-    driver.save_once()
-    driver.train(1.0)
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver = about_to_hold()
     driver.evaluate(4 * driver.group.step_s)
     moved = driver.word()
     assert moved.sub
@@ -1318,10 +1318,7 @@ def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> No
 
 
 def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
-    driver = Polling()
-    driver.save_once()
-    driver.train(1.0)
-    driver.warn(60.0, when=When.AT_ONCE)
+    driver = about_to_hold()
     word = driver.word()
     driver.steps = [word.step + 1] * 2
     driver.since_s = driver.now_s

@@ -79,7 +79,7 @@ class Doomed(Life):
             seen[f"{told['how']}, {told['level']}"] += 1
         return seen
 
-    def check(self, committed: list[Identity], seen: Counter[str]) -> None:
+    def check(self, committed: list[Identity]) -> None:
         newest = max((identity.tick.step for identity in committed), default=-1)
         for told in self.told:
             there = [told[name] for name in ("committed_step", "peer_step") if told[name] is not None]

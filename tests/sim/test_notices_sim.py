@@ -183,7 +183,7 @@ class Life:
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
         return seen
 
-    def check(self, committed: list[Identity], seen: Counter[str]) -> None:
+    def check(self, committed: list[Identity]) -> None:
         """Once all is over. `committed`: what a restart would go on from."""
 
     def _start(self, seen: Counter[str]) -> SimJob:
@@ -254,7 +254,7 @@ def lived(kind: type[Life], seed: int) -> Counter[str]:
             seen = life.run()
         finally:
             life.fabric.close()
-    life.check(line(life.url), seen)
+    life.check(line(life.url))
     del memory._STORES[life.url]
     seen["happened"] = world.happened
     return seen

@@ -13,6 +13,7 @@ from torch import Tensor
 from ckpt.errors import CkptError
 from ckpt.trainer.lazy import PROOFS
 from ckpt.trainer.pinned import LOCK_BYTES, CudaCopier, make_copier
+from ckpt.trainer.snapshot import Snapshot
 from tests.trainer.snapshots import LARGE, Rig, Stamper, raw, rig
 from tests.trainer.test_snapshot import odd_state
 
@@ -57,6 +58,20 @@ def prove(it: Rig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     assert it.snapshotter.proven()
 
 
+def step_on(stream: torch.cuda.Stream, optimizer: torch.optim.Optimizer) -> None:
+    """What comes next waits for it; it waits for nothing."""
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def comes_over(it: Rig, snapshot: Snapshot, expected: float) -> None:
+    it.snapshotter.boundary()
+    snapshot.done.result(60)
+    assert snapshot.abandoned is None
+    assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
+
+
 def test_every_kind_of_tensor_comes_over_bit_for_bit(seed: int) -> None:
     state = {name: tensor.cuda() for name, tensor in odd_state(seed).items()}
     state |= {f"host.{name}": tensor for name, tensor in odd_state(seed + 1).items()}
@@ -87,10 +102,7 @@ def test_what_is_enqueued_behind_a_snapshot_does_not_reach_it(lazy: bool) -> Non
             assert snapshot.lazy == lazy
             expected = float(optimizer.count)
             optimizer.step()  # the device has not read a byte yet
-            it.snapshotter.boundary()
-            snapshot.done.result(60)
-            assert snapshot.abandoned is None
-            assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
+            comes_over(it, snapshot, expected)
         assert it.names() == []
 
 
@@ -103,13 +115,8 @@ def test_an_optimizer_on_another_stream_waits_for_late_reads() -> None:
             stay_behind()
             snapshot = it.take()
             expected = float(optimizer.count)
-            with torch.cuda.stream(other):
-                optimizer.step()
-            torch.cuda.current_stream().wait_stream(other)
-            it.snapshotter.boundary()
-            snapshot.done.result(60)
-            assert snapshot.abandoned is None
-            assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
+            step_on(other, optimizer)
+            comes_over(it, snapshot, expected)
 
 
 def test_a_second_optimizer_on_another_stream_waits_for_late_reads_too() -> None:
@@ -123,13 +130,8 @@ def test_a_second_optimizer_on_another_stream_waits_for_late_reads_too() -> None
             snapshot = it.take()
             expected = float(one.count)
             one.step()
-            with torch.cuda.stream(other):
-                two.step()
-            torch.cuda.current_stream().wait_stream(other)
-            it.snapshotter.boundary()
-            snapshot.done.result(60)
-            assert snapshot.abandoned is None
-            assert set().union(*it.stamps(snapshot.slot).values()) == {expected}
+            step_on(other, two)
+            comes_over(it, snapshot, expected)
 
 
 def test_a_second_optimizer_on_another_stream_waits_until_the_comparison_has_read() -> None:
@@ -141,9 +143,7 @@ def test_a_second_optimizer_on_another_stream_waits_until_the_comparison_has_rea
             snapshot = it.take()
             stay_behind()
             one.step()
-            with torch.cuda.stream(other):
-                two.step()
-            torch.cuda.current_stream().wait_stream(other)
+            step_on(other, two)
             it.snapshotter.boundary()
             snapshot.done.result(60)
         it.snapshotter._tasks.submit(lambda: None).result()
