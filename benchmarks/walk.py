@@ -39,8 +39,9 @@ def rows_of(tensors: int, repeats: int) -> list[Row]:
     assert not walker.changed(walk)
 
     def encode() -> None:
-        for tree in walker.values(walk):
-            values.encode(tree)
+        shared, own = walker.values(walk)
+        values.encode(shared, constants=walk.scan.constants)
+        values.encode(own)
 
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [

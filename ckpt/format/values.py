@@ -65,12 +65,32 @@ _NUMPY_DTYPE = re.compile(r"\|[biu]1|[<>]([iuf][248]|c8|c16)")
 _TORCH = {"Size": Tag.TORCH_SIZE, "dtype": Tag.TORCH_DTYPE, "device": Tag.TORCH_DEVICE}
 
 
-def encode(tree: Any, root: str = "state") -> bytes:
-    """The bytes of a tree of plain values. `root`: what the tree is called in messages.
+class Constants:
+    """Parts of trees that nobody changes, as the lists of names that a save repeats: each is encoded once, and copied
+    where `encode` meets that very object again. They are kept alive, so that no other object takes their identity."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = {id(part): _Constant(part) for part in parts}
+
+
+class _Constant:
+    """`items`: as they are counted."""
+
+    __slots__ = "data", "items", "value"
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.data = b""  # of what was not met so far
+        self.items = 0
+
+
+def encode(tree: Any, root: str = "state", constants: Constants | None = None) -> bytes:
+    """The bytes of a tree of plain values. `root`: what the tree is called in messages. `constants`: what of it was
+    maybe encoded before.
 
     Errors: UsageError with the path of a value that cannot be stored, or that nests deeper than DEPTH_MAX (as a tree
     that contains itself does), or where the whole exceeds VALUES_BYTES_MAX."""
-    encoder = _Encoder(root)
+    encoder = _Encoder(root, constants.parts if constants is not None else {})
     encoder.value(tree)
     data = b"".join(encoder.out)
     if len(data) > VALUES_BYTES_MAX:
@@ -98,8 +118,9 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
 
 
 class _Encoder:
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, constants: dict[int, _Constant]) -> None:
         self.out: list[bytes] = []
+        self._constants = constants
         self._root = root
         self._packer = msgpack.Packer()
         self._path: list[Any] = []  # keys, put into words only where something is refused
@@ -113,7 +134,22 @@ class _Encoder:
             self._plain(value)
         elif kind is int:
             self._int(value)
-        elif kind is dict:
+        elif (constant := self._constants.get(id(value))) is not None:
+            self._copy(constant)
+        else:
+            self._container(kind, value)
+
+    def _copy(self, constant: _Constant) -> None:
+        if not constant.data:
+            at, left = len(self.out), self._left
+            self._container(type(constant.value), constant.value)
+            constant.data, constant.items = b"".join(self.out[at:]), left - self._left
+            return
+        self._count(constant.items)
+        self.out.append(constant.data)
+
+    def _container(self, kind: type, value: Any) -> None:
+        if kind is dict:
             self._enter()
             self._count(2 * len(value))
             self._check_hashes(value)

@@ -9,8 +9,10 @@ and if they were equal on all ranks, they are equal on all ranks again. The seed
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +39,7 @@ def streams(objects: Mapping[str, Any]) -> dict[str, Stream]:
     """The process's own generators (Python, NumPy, torch, every CUDA device) and those registered in the state, by
     path. Reading them waits for no device."""
     found = dict(_PROCESS)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found |= {f"cuda:{i}": _torch(g) for i, g in enumerate(torch.cuda.default_generators)}
     return found | registered(objects)
 
@@ -64,20 +66,20 @@ def _torch(generator: torch.Generator) -> Stream:
     def write(state: bytes) -> None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return Stream(
-        lambda: {"state": generator.get_state().numpy().tobytes(), "seed": generator.initial_seed()},
-        write,
-        generator.manual_seed,
-    )
+    def read() -> dict[str, Any]:
+        state = generator.get_state()  # in host memory, of a device's generator too
+        return {"state": ctypes.string_at(state.data_ptr(), state.nbytes), "seed": generator.initial_seed()}
+
+    return Stream(read, write, generator.manual_seed)
 
 
 def _python(source: Any) -> Stream:
     """Its words as an array: at each snapshot training stands still while they are encoded, which one by one takes a
-    quarter of a millisecond."""
+    quarter of a millisecond. NumPy takes them from an array.array three times as fast as from a list."""
 
     def read() -> dict[str, Any]:
         version, words, *rest = source.getstate()
-        return {"state": (version, np.array(words, np.uint32), *rest)}
+        return {"state": (version, np.frombuffer(array("I", words), np.uint32), *rest)}
 
     def write(state: Any) -> None:
         version, words, *rest = state

@@ -73,7 +73,7 @@ class Owners:
 
 @dataclass(slots=True)
 class OptimizerView:
-    """An optimizer as it is. `params`: by group.
+    """An optimizer as it is. `params`: by group; `param_names`: theirs.
 
     `skeletons`: the distinct shapes of per-parameter state, each {"value": the tree without its tensors, "tensors":
     their paths}; `state`: by parameter, in order, the number of its skeleton, -1 for none. `plain`: the state dicts
@@ -83,12 +83,17 @@ class OptimizerView:
     path: str
     optimizer: torch.optim.Optimizer
     params: list[list[Param]]
+    param_names: list[tuple[str, ...]]
     tensors: list[Named] = field(default_factory=list)
     skeletons: list[dict[str, Any]] = field(default_factory=list)
     state: list[int] = field(default_factory=list)
     plain: list[dict[Any, Any]] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=lambda: {"value": {}, "tensors": []})
     mixed: bool = False
+
+    def constants(self) -> list[Any]:
+        """Parts of its payload that nobody changes; where it is mixed, others come in their place."""
+        return [*self.param_names, self.skeletons, self.state, self.rest]
 
     def again(self) -> OptimizerView:
         return read(self.path, self.optimizer, self.params)
@@ -97,10 +102,10 @@ class OptimizerView:
         """Hyper-parameters are read afresh; so is what is mixed."""
         now = self.again() if self.mixed else self
         groups = []
-        for index, params in enumerate(self.params):
+        for index, param_names in enumerate(self.param_names):
             bare, found = trees.split(hyper(self.optimizer.param_groups[index]), self.path)
             tensors = [(path, name) for path, name, _ in trees.named(group_path(self.path, index), found)]
-            groups.append({"params": tuple(p.name for p in params), "value": bare, "tensors": tensors})
+            groups.append({"params": param_names, "value": bare, "tensors": tensors})
         return {
             "kind": "optimizer",
             "class": class_of(self.optimizer),
@@ -207,7 +212,7 @@ def _described(key: object) -> str:
 
 def read(path: str, optimizer: torch.optim.Optimizer, params: list[list[Param]]) -> OptimizerView:
     """The optimizer as it is now, of parameters that were named before."""
-    found = OptimizerView(path, optimizer, params)
+    found = OptimizerView(path, optimizer, params, [tuple(p.name for p in line) for line in params])
     for index, group in enumerate(optimizer.param_groups):
         tensors = trees.split(hyper(group), path)[1]
         found.tensors += [Named(name, tensor) for _, name, tensor in trees.named(group_path(path, index), tensors)]

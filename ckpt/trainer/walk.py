@@ -23,6 +23,7 @@ from torch import nn
 
 from ckpt.collector import no_collecting
 from ckpt.errors import UsageError
+from ckpt.format import values
 from ckpt.plan.layout import Entry, Layout
 from ckpt.tasks import Tasks
 from ckpt.trainer import generators, names, nodes, optimizers, trees
@@ -81,7 +82,7 @@ class Scan:
     """The structure of a state. `found`: by node, its tensors under all their names. `tensors`: by canonical name, each
     once. `aliases`: the other names of some, and the name that each is saved under. `fixed`: payloads that hold no
     value that could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
-    when asked what tensors they hold, and what they said."""
+    when asked what tensors they hold, and what they said. `constants`: of the values, what stays as it is."""
 
     nodes: list[Node]
     found: dict[str, list[Named]]
@@ -91,6 +92,7 @@ class Scan:
     volatile: list[tuple[Node, _Answer]]
     tensors: dict[str, tuple[Named, Pieces]]
     aliases: dict[str, str]
+    constants: values.Constants
 
     def ask(self, node: Node) -> _Answer:
         """What a volatile node says now."""
@@ -267,7 +269,9 @@ class StateWalker:
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
         _check_kept(all_nodes, found, views)
-        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases)
+        parts = [*fixed.values(), aliases, *(part for view in views.values() for part in view.constants())]
+        constants = values.Constants(parts)
+        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, constants)
 
 
 def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:

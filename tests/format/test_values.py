@@ -95,6 +95,36 @@ def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     assert same(there_and_back(tree), tree)
 
 
+def parts_of(tree: Any) -> list[Any]:
+    """A tree and every part of it that is one itself."""
+    items = [*tree.items()] if isinstance(tree, dict) else tree if isinstance(tree, list | tuple | deque) else ()
+    return [tree, *(part for item in items for part in parts_of(item))]
+
+
+@given(trees, st.randoms(use_true_random=False))
+def test_what_is_copied_from_an_earlier_tree_is_what_would_be_encoded(tree: Any, random: random.Random) -> None:
+    constants = values.Constants(part for part in parts_of(tree) if random.random() < 0.5)
+    for _ in range(2):
+        assert values.encode([tree, tree], constants=constants) == values.encode([tree, tree])
+
+
+def test_a_constant_is_not_looked_at_again_and_only_that_very_object_is_one() -> None:
+    names, other = ["a"], ["a"]
+    constants = values.Constants([names])
+    assert values.encode({1: names, 2: other}, constants=constants) == values.encode({1: ["a"], 2: ["a"]})
+    names.append("b")
+    other.append("b")
+    assert values.encode({1: names, 2: other}, constants=constants) == values.encode({1: ["a"], 2: ["a", "b"]})
+
+
+def test_what_is_copied_counts_as_what_is_encoded() -> None:
+    half = [None] * (values.ELEMENTS_MAX // 2 - 1)
+    constants = values.Constants([half])
+    assert values.encode([half, half], constants=constants) == values.encode([half, half])
+    with pytest.raises(UsageError, match="more than 4194304 plain values"):
+        values.encode([half, half, None], constants=constants)
+
+
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1) | st.just(1 << 63), min_size=31, max_size=40))
 def test_lists_of_ints_come_back_however_long(numbers: list[int]) -> None:
     assert same(there_and_back(numbers), numbers)

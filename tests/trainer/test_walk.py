@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Shard as Sharded
 
 import tests.trainer.roundtrip as rt
 from ckpt.errors import UsageError
+from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.trainer import generators, walk
 from ckpt.trainer.coords import Axis, Coordinate, coordinate
@@ -627,6 +628,33 @@ def test_values_among_the_state_of_an_optimizer_are_read_afresh_and_change_no_st
     now = step()
     payload = walker.values(walk)[0]["objects"]["optim"]
     assert payload["skeletons"][0]["value"]["n_iter"] == now == 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_the_parts_that_a_save_repeats_are_encoded_as_if_anew(kind: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.register_parameter("tied", model[0].weight)
+    optim = kind(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
+    walker = rt.walker_of({"model": model, "optim": optim, "scheduler": scheduler, "n": [0]})
+
+    def closure() -> torch.Tensor:
+        optim.zero_grad()
+        loss = model(torch.ones(3, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optim.step(closure)
+    walk = walker.walk()
+    told = set()
+    for n in range(3):
+        optim.step(closure)
+        scheduler.step()
+        walker.state["n"][0] = n
+        shared = walker.values(walk)[0]
+        told.add(values.encode(shared, constants=walk.scan.constants))
+        assert values.encode(shared) in told
+    assert len(told) == 3
 
 
 def test_a_loader_belongs_to_the_rank_and_is_asked_only_for_a_save() -> None:
