@@ -76,7 +76,7 @@ def worker(folder: str, mib: int, step_s: float) -> None:
     finally:
         stop.set()
         copy_s = ck._receipt.stalls_s[-1]
-        say_line({"rank": rank, "left": ck._step, "ended_s": ended_s, "copy_s": copy_s, "seen": seen})
+        say_line({"rank": rank, "left": ck.receipt["end_step"], "ended_s": ended_s, "copy_s": copy_s, "seen": seen})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the user asked for, checked before anything is begun."""
+"""What the user asked for, checked before anything is begun; and what to say of it on entry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import UsageError
+from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import Every, Keep, Limits
@@ -78,6 +79,16 @@ def make_options(
         "codec": codec,
         "peers": _peers(peers),
     }
+
+
+def advise_interval(policy: Every | Adaptive, limits: Limits, events: Events) -> None:
+    """A loud event where the interval that was given is one at which the job leaves before the next commit.
+    ckpt.Adaptive keeps to what it may."""
+    seconds = policy.seconds if isinstance(policy, Every) else None
+    if limits.unsaved_s is not None and seconds is not None and seconds >= limits.unsaved_s:
+        every = f"a commit every {seconds:g} s (ckpt.Every), and this job leaves after {limits.unsaved_s:g} s without "
+        text = f"ckpt: {every}one (ckpt.Limits(unsaved_s=)): give a shorter interval, or ckpt.Adaptive()"
+        events.emit("policy.seldom", text, loud=True)
 
 
 def _peers(peers: Replicas | Parity | None) -> dict[str, Any] | None:

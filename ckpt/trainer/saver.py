@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CkptError, SaveFailed, UsageError
+from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError
 from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.columns import STRING_BYTES_MAX
@@ -29,6 +29,7 @@ from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
 from ckpt.trainer import names
+from ckpt.trainer.levels import Level
 from ckpt.trainer.link import Link, Offer, Plan, Slot, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import Replicas
@@ -92,6 +93,7 @@ class Saver:
         self._open: set[Snapshot] = set()  # that the stager has not finished
         self._last: Tick | None = None
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
+        self._is_first_step = True
         self._doubted = False  # whether what the agent was told of replicas may not hold any more
         self._samples: Samples | None = None  # of the present walk and plan
         self._moves: Counter[str] = Counter()  # how often a tensor was found in other memory
@@ -135,6 +137,43 @@ class Saver:
             raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
         self._offered, self._doubted = True, False
         return True
+
+    def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> None:
+        """Asks for a slot together with all ranks, until then on the monotonic clock, and takes the snapshot.
+        `why`: "save" or "exit". Errors: CkptError."""
+        link = self.link
+        try:
+            # What was taken before is reported before: the agent may give its slot to this one.
+            self.quiet(max(1.0, until_s - time.monotonic()))
+            self.settle(tick)
+        except SaveFailed as exc:  # the others would wait for this rank
+            link.cannot_save(tick, str(exc))
+            raise
+        fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
+        link.levels.retry(tick)
+        try:
+            answer = link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
+        except Superseded:
+            raise
+        except CkptError as exc:
+            if why == "save":  # the others may come to it only now, and to another agent; at the end all ask again
+                link.cannot_save(tick, str(exc))
+            raise
+        link.levels.expect(tick)
+        if answer["saved"]:
+            return  # an appointment came first: all ranks have staged that very tick
+        if missed := self.take(int(answer["round"]), int(answer["slot"]), tick, metrics):
+            raise NotStaged(f"step {tick.step} was not staged: {missed}")
+
+    def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
+        """On any thread. Returns when that tick has reached `level`. Errors: SaveFailed; UsageError."""
+        began_s = time.monotonic()
+        if threading.current_thread() is self.thread:  # nobody else could end copies that run under the step
+            self.quiet(timeout_s)
+        if level == "store":
+            self.link.want(tick)
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
+        self.link.levels.wait(tick, level, left_s)
 
     def take(self, round_: int, number: int, tick: Tick, metrics: dict[str, float] | None = None) -> str:
         """Takes the snapshot of `tick` into slot `number`. Why it was not taken; "" when it was."""
@@ -222,9 +261,14 @@ class Saver:
         self.receipt.missed += 1
         self.link.report("missed", {"round": round_, "tick": str(tick), "why": why[:500]})
 
-    def boundary(self) -> None:
-        """A step has ended: copies that ran under it are looked at and done."""
+    def boundary(self, step: int) -> None:
+        """That step has ended: copies that ran under it are looked at and done."""
         self._snapshotter.boundary()
+        if self._is_first_step:  # an optimizer's state appears in it, and what began the same on all ranks differs
+            self.doubt()
+            self._is_first_step = False
+            with contextlib.suppress(SaveFailed):  # the next snapshot will say it
+                self.settle(Tick(step))
 
     def quiet(self, timeout_s: float | None = None) -> None:
         """Returns once no snapshot is on its way into an arena. On another thread it waits for the training thread to

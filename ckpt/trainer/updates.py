@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ckpt.events import Events
 from ckpt.trainer.lazy import owns_any
 from ckpt.trainer.shard import storages
 from ckpt.trainer.walk import Walk
@@ -30,7 +31,7 @@ class Updates:
     Its hooks are to come after those that wait for a copy, and after those of the user: an exception there has changed
     nothing."""
 
-    def __init__(self, state: dict[str, Any], walk: Callable[[], Walk]) -> None:
+    def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
         self.ended = 0
         self.fenced = False
         self.by_hand = True
@@ -38,6 +39,8 @@ class Updates:
         self.collected: Sequence[object] = ()
         self._state = state
         self._walk = walk
+        self._events = events
+        self._said_torn = False
         self._followed: Walk | None = None
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
@@ -80,6 +83,14 @@ class Updates:
                 "may fail belongs before step(), not into its closure"
             )
         return ""
+
+    def find_torn(self) -> str:
+        """`torn`, and an event says it, once."""
+        torn = self.torn
+        if torn and not self._said_torn:
+            self._said_torn = True
+            self._events.emit("step.torn", f"ckpt: {torn}", loud=True)
+        return torn
 
     def _announce(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The first hook of a step has the last one begin it."""

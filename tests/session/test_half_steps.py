@@ -143,9 +143,9 @@ def test_ctrl_c_that_is_caught_while_a_step_ends_makes_no_other_step(
         saver = ck._parts.saver
         boundary = saver.boundary
 
-        def interrupted() -> None:
-            boundary()
-            if ck._step == 4:
+        def interrupted(step: int) -> None:
+            boundary(step)
+            if step == 4:
                 interrupt()
 
         monkeypatch.setattr(saver, "boundary", interrupted)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
+from ckpt.events import Events
 from ckpt.trainer.coords import by_rank
 from ckpt.trainer.updates import Updates
 from ckpt.trainer.walk import StateWalker
@@ -19,7 +20,7 @@ from ckpt.trainer.walk import StateWalker
 @contextlib.contextmanager
 def counted(model: torch.nn.Module, *registered: Optimizer) -> Iterator[Updates]:
     walk = StateWalker({"model": model}, by_rank(0, 1)).walk()
-    updates = Updates({"model": model, "optim": list(registered)}, lambda: walk)
+    updates = Updates({"model": model, "optim": list(registered)}, lambda: walk, Events())
     updates.begin()
     try:
         yield updates
