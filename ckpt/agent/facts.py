@@ -161,9 +161,8 @@ class Facts:
         self._commit_failures = 0
         self._retry_copy_s = math.inf
         self._copy_failures = 0
-        self._copies_lost = False
-        self._copies_lost_of_it = False  # the same, of what is being copied
-        self._lost_with: set[str] = set()  # the nodes whose agents these went with, until there are copies again
+        self._lost_with: set[str] = set()  # the nodes whose agents copies went with, until there are copies again
+        self._lost_meanwhile = False  # whether such went since the copies that are under way were begun
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the earliest deadline then, or since
@@ -388,7 +387,7 @@ class Facts:
 
     def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
         """What that slot holds is on its way to other nodes from here on, until `replicated`."""
-        self._copies_lost = self._copies_lost_of_it = False
+        self._lost_meanwhile = False
         if round_.peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
             round_.peer = Store.RUNNING
         round_.copy_began_s, round_.kept = now_s, self.kept
@@ -399,7 +398,7 @@ class Facts:
         """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
         Returns why it is not safe in other nodes' memory; "": it is."""
         entry = self.slots[slot]
-        if not error and self._copies_lost_of_it:
+        if not error and self._lost_meanwhile:
             error = "an agent that had a part of it already was lost meanwhile"
         why_not = error or (UNKEPT if entry.round is not None and self.is_kept_in_part(entry.round) else "")
         self.replicating = None
@@ -408,9 +407,7 @@ class Facts:
             self._lost_with.clear()
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
-        if entry.round is not None and entry.round.peer is Store.DONE:  # what may have been lost of it was made again
-            self._copies_lost = self._copies_lost or bool(error)
-        elif entry.round is not None:
+        if entry.round is not None and entry.round.peer is not Store.DONE:  # else it was safe, and stays so
             entry.round.peer = Store.FAILED if error else Store.DONE
             self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error:
@@ -437,9 +434,13 @@ class Facts:
 
     def copies_lost(self, name: str) -> None:
         """The agent of that node is not connected any more: what it kept for others may have gone with it."""
-        self._copies_lost = True
         self._lost_with.add(name)
-        self._copies_lost_of_it = self.replicating is not None
+        self._lost_meanwhile = self.replicating is not None
+
+    @property
+    def _copies_lost(self) -> bool:
+        """Whether what is safe in other nodes' memory may have lost copies."""
+        return bool(self._lost_with)
 
     @property
     def copied_ticks(self) -> list[Tick]:

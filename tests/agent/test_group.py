@@ -795,6 +795,26 @@ def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_
     assert driver.levels("peer") == {str(tick): True}
 
 
+def test_what_went_with_an_agent_is_not_safe_again_since_copies_of_a_newer_one_were_begun() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    safe = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    assert driver.group.outlives_a_node
+    driver.group.copies_lost("b")
+    newer = driver.complete()
+    for tick in (safe, newer):
+        assert driver.group.copied_ticks == [safe, tick]
+        driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+        assert not driver.group.outlives_a_node
+        driver.decide()
+    driver.now_s += 10.0
+    driver.decide()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    assert driver.group.safe_tick == newer
+    assert driver.group.outlives_a_node
+
+
 def test_a_dead_rank_fails_the_waiting_saves_and_keeps_what_all_had_staged() -> None:
     driver = Driver()
     word = driver.word()
