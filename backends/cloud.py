@@ -39,7 +39,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from ckpt.backends.signed_http import SignedHttp
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, StorageError, UsageError
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import broken_off, from_reply, lost
+from ckpt.storage.failure import check_wanted, from_reply, lost
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
 
 SINGLE_BYTES_MAX = 128 << 20
@@ -296,11 +296,13 @@ class CloudBackend:
 
         async def put() -> BaseException | None:
             task = asyncio.ensure_future(obstore.put_async(store, key, views, **how))
-            while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
-                if cancel.is_set():
-                    task.cancel()  # by which the connection is closed
-                    await asyncio.wait({task})
-                    return broken_off(self.url, key)
+            try:
+                while not (await asyncio.wait({task}, timeout=CANCEL_S))[0]:
+                    check_wanted(cancel, self.url, key)
+            except StorageError as exc:
+                task.cancel()  # by which the connection is closed
+                await asyncio.wait({task})
+                return exc
             return task.exception()
 
         failed = asyncio.run(put())  # raised from in there it would be part of a cycle, which keeps the views

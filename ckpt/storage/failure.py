@@ -45,12 +45,7 @@ def _told(text: str) -> str:
     return f" ({': '.join(each for each in found if each) or line[:300]})" if text.strip() else ""
 
 
-def broken_off(url: str, key: str) -> StorageError:
-    """A put that was given up by whoever asked for it."""
-    return StorageError(f"{url}: put {key}: it was broken off")
-
-
 def check_wanted(cancel: threading.Event | None, url: str, key: str) -> None:
     """Errors: StorageError for a put that is to be broken off."""
     if cancel is not None and cancel.is_set():
-        raise broken_off(url, key)
+        raise StorageError(f"{url}: put {key}: it was broken off")
