@@ -311,10 +311,7 @@ class Restore:
         for frame in sorted(frames):
             rank = int(memory.ranks[frame])
             region = first_region + rank
-            if region not in asked.regions:
-                asked.regions.add(region)
-                arena = memory.arenas[rank]
-                asked.receiver.send({"t": "region", "region": region, "bytes": arena.bytes}, [arena.fd])
+            _show(asked, region, memory.arenas[rank])
             at.append([frame, region, int(memory.offsets[frame]), int(self._lengths[frame])])
         for first in range(0, len(at), AT_ONCE):
             asked.receiver.send({"t": "frames", "at": at[first : first + AT_ONCE]})
@@ -345,13 +342,7 @@ class Restore:
         """No peer gives them."""
         log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
         self._bad_from[From.PEER].update(frames)
-        for who in {who for frame in frames for who in self._coming.get(frame, ())}:
-            asked = self._asked.get(who)
-            if asked is not None:
-                mine = {frame for frame in frames if who in self._coming.get(frame, ())}
-                self._guard(functools.partial(self._from_store, asked, mine))
-        for frame in frames:
-            self._coming.pop(frame, None)
+        self._hand_on(frames, self._coming, self._from_store)
 
     def _from_window(self, asked: Asked, frames: set[int]) -> None:
         """They are there already, for ranks that asked before."""
@@ -377,13 +368,7 @@ class Restore:
         """This node has read them for all."""
         fan = self.fan
         assert fan is not None
-        for who in {who for frame in frames for who in self._shared.get(frame, ())}:
-            asked = self._asked.get(who)
-            if asked is not None:
-                mine = [frame for frame in frames if who in self._shared.get(frame, ())]
-                self._guard(functools.partial(self._name_home, asked, mine, fan))
-        for frame in frames:
-            self._shared.pop(frame, None)
+        self._hand_on(frames, self._shared, lambda asked, mine: self._name_home(asked, mine, fan))
 
     def _fanned(self, frames: list[int], offset: int) -> None:
         """Another node has read these bytes, which all of `frames` have, and they are in the window."""
@@ -393,13 +378,19 @@ class Restore:
         """This node reads them itself."""
         log.info("%d frames of %s are read by this node itself: %s", len(frames), self.identity, why)
         self._bad_from[From.HOME].update(frames)
-        for who in {who for frame in frames for who in self._shared.get(frame, ())}:
+        self._hand_on(frames, self._shared, self._from_store)
+
+    def _hand_on(
+        self, frames: list[int], waiting: dict[int, set[int]], give: Callable[[Asked, set[int]], None]
+    ) -> None:
+        """Gives them to the ranks that are `waiting` for them, who do so no longer."""
+        for who in {who for frame in frames for who in waiting.get(frame, ())}:
             asked = self._asked.get(who)
             if asked is not None:
-                mine = {frame for frame in frames if who in self._shared.get(frame, ())}
-                self._guard(functools.partial(self._from_store, asked, mine))
+                mine = {frame for frame in frames if who in waiting.get(frame, ())}
+                self._guard(functools.partial(give, asked, mine))
         for frame in frames:
-            self._shared.pop(frame, None)
+            waiting.pop(frame, None)
 
     def _opened(self, record: Record) -> None:
         self.record = record
@@ -483,9 +474,6 @@ class Restore:
         self.record = done.result()
         self._read()
 
-    def _who(self, frame: int) -> list[int]:
-        return [who for who in self._wanted.get(frame, ()) if who in self._asked]
-
     def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
         """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
         if self._window is None:
@@ -503,10 +491,7 @@ class Restore:
         key = frame, id(asked.receiver)
         self._given[key] = offset
         self._cells[offset].waiting.add(key)
-        arena = self._the_window().arena
-        if _WINDOW not in asked.regions:
-            asked.regions.add(_WINDOW)
-            asked.receiver.send({"t": "region", "region": _WINDOW, "bytes": arena.bytes}, [arena.fd])
+        _show(asked, _WINDOW, self._the_window().arena)
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
     def _release(self, frame: int, receiver: Receiver) -> From | None:
@@ -538,7 +523,7 @@ class Restore:
             del self._wanted[frame]
 
     def _lacking(self, frame: int, error: Exception) -> None:
-        for asked in [self._asked[who] for who in self._who(frame)]:
+        for asked in [self._asked[who] for who in self._wanted.get(frame, ()) if who in self._asked]:
             self._fail(asked, f"frame {frame} of {self.identity} cannot be had: {error}", {frame}, error)
 
     @property
@@ -565,6 +550,13 @@ class Restore:
         if not asked.left and self._asked.get(id(asked.receiver)) is asked:
             self.drop(asked.receiver)
             asked.receiver.send({"t": "fetched", "ok": True, "message": "", "sources": asked.sources})
+
+
+def _show(asked: Asked, region: int, arena: Arena) -> None:
+    """Before anything that lies there is named."""
+    if region not in asked.regions:
+        asked.regions.add(region)
+        asked.receiver.send({"t": "region", "region": region, "bytes": arena.bytes}, [arena.fd])
 
 
 def kind_of(error: object) -> str:

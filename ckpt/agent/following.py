@@ -151,10 +151,10 @@ class Following:
 
     def take_back(self, source: str) -> None:
         """What an operator asked for, on whichever node: the coordinator passes that on."""
-        self._tell({"t": "take-back", "source": source})
+        self.tell({"t": "take-back", "source": source})
 
     def _tell_notices(self) -> None:
-        self._tell({"t": "notices", "standing": self._standing.told()})
+        self.tell({"t": "notices", "standing": self._standing.told()})
 
     def drop(self) -> None:
         """Lets go of the memory, and of the ranks' processes."""
@@ -224,11 +224,11 @@ class Following:
         here.left = here.left or how == "died"
         if self._restore is not None:
             self._restore.drop(peer)
-        self._tell({"t": "gone", "rank": rank, "number": here.number, "how": how})
+        self.tell({"t": "gone", "rank": rank, "number": here.number, "how": how})
 
     def _forward(self, rank: int, here: Here, message: Message) -> None:
         head = {"t": "rank", "rank": rank, "number": here.number, "pid": here.peer.pid}
-        self._tell({**head, "m": message.fields}, message.blobs)
+        self.tell({**head, "m": message.fields}, message.blobs)
 
     def end_reading_unled(self) -> None:
         """Nobody goes on with the start under way, unless its coordinator is connected: then that says what follows.
@@ -250,8 +250,7 @@ class Following:
             case "to":
                 self._pass_on(fields, message.blobs)
             case "lose":
-                here = self._here.get(int(fields["rank"]))
-                if here is not None and here.number == fields["number"]:
+                if (here := self._meant(fields)) is not None:
                     here.peer.lose()
             case "word":
                 self.ranks.announce(int(fields["slot"]), Word.unpack(int(fields["word"])))
@@ -260,7 +259,7 @@ class Following:
             case "offer":
                 slot = int(fields["slot"])
                 if self.ranks.lacks(slot):  # it went with a former agent
-                    self._tell({"t": "lacks", "slot": slot})
+                    self.tell({"t": "lacks", "slot": slot})
                 else:
                     self.ranks.offer(slot, str(fields["division"]))
             case "close-arenas":
@@ -291,19 +290,17 @@ class Following:
     def declines(self, fields: dict[str, Any], why: str) -> bool:
         """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a
         miss, as of any other."""
-        rank, body = int(fields["rank"]), dict(fields["m"])
-        here = self._here.get(rank)
-        if here is None or here.number != fields["number"] or body.get("saved") is not False:
+        here, rank, body = self._meant(fields), int(fields["rank"]), dict(fields["m"])
+        if here is None or body.get("saved") is not False:
             return False
         here.peer.send({"t": "error", "id": int(body["id"]), "kind": "not-staged", "message": why})
         self._forward(rank, here, Message({"t": "missed", "round": int(body["round"]), "why": why}, [], []))
         return True
 
     def _pass_on(self, fields: dict[str, Any], blobs: list[bytes]) -> None:
-        rank, body = int(fields["rank"]), dict(fields["m"])
-        here = self._here.get(rank)
-        if here is None or here.number != fields["number"]:
-            return  # for a connection that is gone
+        here, rank, body = self._meant(fields), int(fields["rank"]), dict(fields["m"])
+        if here is None:
+            return
         fds: list[int] = []
         if body.get("t") in ("reply", "error") and body.get("id") == here.joining:
             here.joining = None
@@ -315,6 +312,11 @@ class Following:
         if body.get("by_s") is not None:  # as it travels: so long from now
             body["by_s"] = float(body["by_s"]) + time.monotonic()
         here.peer.send(body, fds, blobs)
+
+    def _meant(self, fields: dict[str, Any]) -> Here | None:
+        """The rank whose connection the coordinator speaks of; None where that is gone."""
+        here = self._here.get(int(fields["rank"]))
+        return here if here is not None and here.number == fields["number"] else None
 
     def _measure(self, channel: Channel, fields: dict[str, Any]) -> None:
         request_id = int(fields["id"])
@@ -466,18 +468,15 @@ class Following:
             self._restore.close()
             self._restore = None
 
-    def tell(self, fields: dict[str, Any]) -> None:
-        """The coordinator; lost where it is not connected."""
-        self._tell(fields)
-
     # -- small steps
 
     @property
     def _is_led(self) -> bool:
         return self._network.channel(self.leader.name) is not None
 
-    def _tell(self, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
-        self._network.tell(self.leader.name, {**fields, "epoch": str(self.epoch)}, blobs or ())
+    def tell(self, fields: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """The coordinator; lost where it is not connected."""
+        self._network.tell(self.leader.name, {**fields, "epoch": str(self.epoch)}, blobs)
 
     def _tell_steps(self) -> None:
         if self.over:
@@ -486,7 +485,7 @@ class Following:
         steps = [[rank, page.entered(rank), page.polled(rank)] for rank in sorted(self._here)]
         if steps != self._said:
             self._said = steps
-            self._tell({"t": "steps", "steps": steps})
+            self.tell({"t": "steps", "steps": steps})
         self._server.later(STEPS_S, self._tell_steps)
 
 

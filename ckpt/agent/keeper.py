@@ -96,6 +96,9 @@ class Keeper:
     def _jobs(self) -> list[Job]:
         return [*self.former, *([self.current] if self.current is not None else [])]
 
+    def _job_of(self, epoch: Epoch) -> Job | None:
+        return next((each for each in self._jobs() if each.epoch == epoch), None)
+
     def _remembered(self, start: Start) -> list[Remembered]:
         """Epochs that got beyond their start, here or on the nodes that take part in this one."""
         alone = [] if start.nodes else [job for job in self.former if not job.nodes]

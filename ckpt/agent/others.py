@@ -19,7 +19,6 @@ from ckpt.agent.authority import OF_AN_EPOCH, Who, epoch_of, who_says
 from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.choosing import When
 from ckpt.agent.copies import decode_described
-from ckpt.agent.fanout import FanOut
 from ckpt.agent.fence import UNHEARD_MAX
 from ckpt.agent.finding import Keeps
 from ckpt.agent.following import Following, answer
@@ -91,7 +90,7 @@ class Others(Leading):
         epoch, world = Epoch.parse(str(fields["epoch"])), int(fields["world"])
         if network is None:
             raise AgentError(f"this agent was not told to listen for the coordinator of {epoch}")
-        found = next((each for each in self.followings if each.epoch == epoch), None)
+        found = self._following_of(epoch)
         handed = self._given_back(message) if found is None else []
         if found is None:
             newer = [each.epoch for each in self.followings if each.epoch > epoch]
@@ -162,6 +161,9 @@ class Others(Leading):
                 return each, rank
         return None
 
+    def _following_of(self, epoch: Epoch) -> Following | None:
+        return next((each for each in self.followings if each.epoch == epoch), None)
+
     def _tend_followings(self) -> None:
         for each in list(self.followings):
             if each.over:
@@ -178,63 +180,53 @@ class Others(Leading):
         match message.kind:
             case "start":
                 self._start_elsewhere(channel, fields)
-                return
             case "look":
                 self._tell_inventory(channel, int(fields["id"]), bool(fields.get("left")))
-                return
             case "keeps":
                 keeps = Keeps.of(self._inventory(True), self.copies.told_safe, Epoch.parse(str(fields["epoch"])))
                 channel.reply(int(fields["id"]), keeps.fields(), keeps.blobs())
-                return
             case "outcome":
                 self._outcome(channel.peer, fields)
-                return
             case "parts":
                 self._give_parts(channel, fields)
-                return
             case "serve":
                 rank, identity = int(fields["rank"]), Identity.parse(str(fields["identity"]))
                 arena = self._arenas_of(identity).get(rank)
                 frames = Frames.decode(message.blobs[0], arena.bytes if arena is not None else 0)
                 self._serve(identity, rank, frames, channel.peer)
-                return
             case "write":
                 self._write(channel, message)
-                return
             case "unwrite":
                 told = channel.peer, Identity.parse(str(fields["identity"]))
                 for _, _, cancel in [each for each in self._writing if each[:2] == told]:
                     cancel.set()
-                return
             case "keep":
                 self._keep(channel, message)
-                return
             case "kept":
                 self.copies.before(Identity.parse(str(fields["identity"])))
-                return
             case "publish" | "stripe" | "lend" | "rebuild":
                 self._asked_of_parity(channel, message)
-                return
             case "withdraw":
                 self.parities.withdraw(Identity.parse(str(fields["identity"])), _reader(channel, fields))
-                return
             case "borrow":
                 raise AgentError("this agent lends no memory; it is that of a job's node")
             case "bring" | "brought":
                 self._share_reading(channel, message)
-                return
             case "unserve":
                 self._withdraw_served(channel.peer, Identity.parse(str(fields["identity"])))
-                return
             case "forget":
                 self._forget(Epoch.parse(str(fields["epoch"])))
-                return
             case "absent":
                 self._source_gone(str(fields["name"]))
-                return
+            case _:
+                self._of_an_epoch(channel, message)
+
+    def _of_an_epoch(self, channel: Channel, message: Message) -> None:
+        """What is of a job with ranks here and there."""
+        fields = message.fields
         epoch = Epoch.parse(str(fields["epoch"]))
         if who_says(fields) is Who.MEMBER:
-            job = next((each for each in self._jobs() if each.epoch == epoch), None)
+            job = self._job_of(epoch)
             if job is None:
                 raise AgentError(f"{epoch} is not coordinated here")
             self._from_node(job, channel, message)
@@ -242,20 +234,20 @@ class Others(Leading):
         if message.kind in ("failed", "pace"):
             self.foreseeing.told(message.kind, fields)
             return
-        following = next(each for each in self.followings if each.epoch == epoch)  # it was looked for before
+        following = self._following_of(epoch)
+        assert following is not None  # it was looked for before
         why = self.fence.refusal(channel.peer, epoch, time.monotonic())
         if why and message.kind == "to" and following.declines(fields, why):
             return
-        if message.kind == "acknowledge":
-            self._acknowledge(channel, fields, why)
-            return
-        if message.kind == "left-by":
-            self._listening.left_by(str(fields["source"]), str(fields["key"]))
-            return
-        if message.kind == "taken-back":
-            self._heard(Withdrawn(str(fields["source"])[:200], OPERATOR))
-            return
-        following.led(channel, message)
+        match message.kind:
+            case "acknowledge":
+                self._acknowledge(channel, fields, why)
+            case "left-by":
+                self._listening.left_by(str(fields["source"]), str(fields["key"]))
+            case "taken-back":
+                self._heard(Withdrawn(str(fields["source"])[:200], OPERATOR))
+            case _:
+                following.led(channel, message)
 
     def _acknowledge(self, channel: Channel, fields: dict[str, Any], why_not: str) -> None:
         """The job has left, and is safe: what is planned for this machine may begin."""
@@ -482,10 +474,9 @@ class Others(Leading):
         """A node wants of us what we read for all, or has read for all what we want."""
         epoch = Epoch.parse(str(message.fields["epoch"]))
         identity = Identity.parse(str(message.fields["identity"]))
-        fan: FanOut | None = None
-        for following in (each for each in self.followings if each.epoch == epoch):
-            fan = following.shared(identity, channel.peer)
-        for job in (each for each in self._jobs() if each.epoch == epoch):
+        following, job = self._following_of(epoch), self._job_of(epoch)
+        fan = following.shared(identity, channel.peer) if following is not None else None
+        if job is not None:
             job.share_of(channel.peer)
             fan = job.restore.fan if job.restore is not None and job.restore.identity == identity else None
         if message.kind == "brought":

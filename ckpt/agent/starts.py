@@ -453,7 +453,7 @@ class Starts(Keeper):
     def _join(self, peer: AnyPeer, message: Message) -> None:
         fields = message.fields
         epoch = Epoch.parse(str(fields["epoch"]))
-        job = next((each for each in self._jobs() if each.epoch == epoch), None)
+        job = self._job_of(epoch)
         if job is None:
             if not fields["resume"]:
                 raise AgentError(f"no start of {epoch} is under way here")
