@@ -213,7 +213,7 @@ class Checkpointer:
         self._end_step()
 
     def _end_step(self) -> None:
-        parts = self._parts
+        parts = self._entered or self._parts  # no call where it is entered: each step comes here
         link, step = parts.saver.link, parts.steps.end()
         parts.saver.boundary(step)
         link.enter(step + 1)
@@ -519,7 +519,7 @@ class Checkpointer:
         return self._entered
 
     def _check_use(self) -> None:
-        saver = self._parts.saver
+        saver = (self._entered or self._parts).saver  # as in `_end_step`
         if saver.forked:
             raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
         if threading.current_thread() is not saver.thread:

@@ -103,6 +103,7 @@ class Appointments:
     def __init__(self, steps: Steps, saver: Saver, updates: Updates, parting: Parting) -> None:
         self._steps = steps
         self._saver = saver
+        self._link = saver.link
         self._updates = updates
         self._parting = parting
         self._looked: list[int] = []  # words of the control page
@@ -112,7 +113,7 @@ class Appointments:
     def look(self) -> None:
         """The loop is at a boundary, or at a poll. Errors: Leave, where an appointment is to leave after."""
         steps = self._steps
-        words = self._saver.link.look(steps.ended, steps.sub)
+        words = self._link.look(steps.ended, steps.sub)
         if words != self._looked or steps.ended >= self._due_step:
             self._serve(words)
 
