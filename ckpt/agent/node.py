@@ -272,14 +272,17 @@ class Node(Inheriting):
 
     def _tend_notices(self) -> None:
         """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too.
-        SIGUSR1 is a notice only: who sends it to every process of a job means the machine."""
+        SIGUSR1 is a notice only: who sends it to every process of a job means the machine. To a job that wants no
+        notices neither is one."""
         job, now_s = self.current, time.monotonic()
+        heeds = self._listening.sources.mode != "off"
         if self._server.end_asked:
             self._ends_s = min(self._ends_s, now_s + self._settings.sigterm_s)
         if self._server.warned:
             self._server.warned = False
-            self._warn(now_s)
-        if self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
+            if heeds:
+                self._warn(now_s)
+        if heeds and self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
             left_s = self._settings.sigterm_s
             told = f"the agent was asked to end; {left_s:g} s are taken to be left"

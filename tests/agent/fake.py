@@ -22,6 +22,7 @@ from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.hosts import domains_here
+from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.errors import AgentError, from_kind
 from ckpt.format import values
@@ -424,6 +425,7 @@ class FakeRank:
 def run(given: dict[str, Any]) -> None:
     """One rank in a process of its own: trains until it is told to stop, saying each step; dies at `die_at`."""
     rank = FakeRank(given["url"], given["rank"], given["world"], given.get("launch", "test"))
+    rank.notices = Sources.of(rank.settings).fields()
     rank.connect()
     said = lambda **what: print(json.dumps(what), flush=True)  # noqa: E731
     if rank.rank == 0:

@@ -19,7 +19,8 @@ from tests.agent.test_foreseeing import status
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CKPT_NOTICES", "given")
     return canonical(str(tmp_path / "store"))
 
 

@@ -140,6 +140,23 @@ def test_a_signal_to_the_agent_is_a_notice_and_it_ends_with_its_job(tmp_path: Pa
     agent.wait(30)
 
 
+def test_with_notices_off_only_an_operator_is_heard_and_no_signal_to_the_agent_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm sends them to every process of a step, of a script that has handlers of its own."""
+    script = train(tmp_path / "log", tmp_path / "run", ENDLESS, "--every", "1000000", CKPT_NOTICES="off")
+    at_step(script)
+    agent = psutil.Process(agent_status(tmp_path / "run")["pid"])
+    agent.send_signal(signal.SIGUSR1)
+    agent.terminate()
+    at_step(script, max(line["step"] for line in script.lines() if "step" in line) + 50)
+    assert not said(script, "notice")
+    assert ckpt(monkeypatch, "preempt", tmp_path / "run", "--deadline-s", "60").code == 0
+    assert code_of(script) == CODE
+    assert (outcome(tmp_path)["notices"], outcome(tmp_path)["level"]) == (["operator preempt"], "store")
+    agent.wait(30)
+
+
 def test_a_spot_notice_of_aws_is_left_by(tmp_path: Path) -> None:
     with serving(Ec2()) as ec2:
         ec2.says, ec2.tokens = {}, 0
