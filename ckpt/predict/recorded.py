@@ -1,10 +1,12 @@
 """Recorded signals, as agents write them (CKPT_SIGNALS_LOG), read back: by node, when it read what, and when it failed.
 
-The lines of one agent (its `node`, `url` and `pid`) are one **run**. It has failed where it says so
-(`signals.failure`), and at its last reading where it never said that it ended (`signals.end`) while a later run of the
-same node began: then the node itself was lost. A run that neither ended nor was followed may still go on: it has not
-failed. Lines that are no JSON, or of something else, are passed over and counted: a file that was rotated or cut off
-begins in the middle. Of values those are left out that have no name, or are no number from -10^12 to 10^12.
+The lines of one agent (its `node`, `url` and `pid`) are one **run**, in the order of their times, in whatever order
+files are given; what begins where that has not ended is another: in a container that is started again processes are
+numbered anew. A run has failed where it says so (`signals.failure`), and at its last reading where it never said that
+it ended (`signals.end`) while a later run of the same node began: then the node itself was lost. A run that neither
+ended nor was followed may still go on: it has not failed. Lines that are no JSON, or of something else, are passed over
+and counted: a file that was rotated or cut off begins in the middle. Of values those are left out that have no name, or
+are no number from -10^12 to 10^12.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from ckpt.errors import UsageError
@@ -22,10 +25,13 @@ LINE_BYTES_MAX = 1 << 16
 READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
 SIGNALS_MAX = 64
 
+Said = tuple[float, str, dict[str, float]]  # when, the event, and the values of a reading
+
 
 @dataclass(slots=True)
 class Run:
-    """Of one agent. `times_s`: Unix time of each reading, `values`: what it was. `failures_s`: when it failed."""
+    """Of one agent. `times_s`: Unix time of each reading, `values`: what it was. `failures_s`: when it failed. `ended`:
+    nothing was read since it said so."""
 
     node: str
     times_s: list[float] = field(default_factory=list)
@@ -57,7 +63,7 @@ class Recorded:
 def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     """All of these files together; of a file that was renamed as it was full (PATH.1) each is given. Errors:
     UsageError where there are more readings than READINGS_MAX; OSError."""
-    runs: dict[tuple[str, str, int], Run] = {}
+    agents: dict[tuple[str, str, int], list[Said]] = {}
     skipped = count = 0
     for path in paths:
         with open(path, "rb") as file:
@@ -66,12 +72,12 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
                 if line is None:
                     skipped += 1
                     continue
-                run = runs.setdefault((line["node"], line["url"], line["pid"]), Run(line["node"]))
-                _add(run, line)
+                said = agents.setdefault((line["node"], line["url"], line["pid"]), [])
+                said.append((float(line["time"]), line["event"], _values(line)))
                 count += line["event"] == "signals"
                 if count > READINGS_MAX:
                     raise UsageError(f"more than {READINGS_MAX} readings: give fewer files")
-    found = [_sorted(run) for run in runs.values() if run.times_s]
+    found = [run for (node, _, _), said in agents.items() for run in _runs(node, said)]
     found.sort(key=lambda run: run.times_s[0])
     _add_losses(found)
     return Recorded(found, skipped)
@@ -103,29 +109,31 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
-def _add(run: Run, line: Mapping[str, Any]) -> None:
-    match line["event"]:
-        case "signals":
-            values = {
-                name[:100]: float(value)
-                for name, value in list(line["values"].items())[:SIGNALS_MAX]
-                if name and _is_number(value)
-            }
-            run.times_s.append(float(line["time"]))
-            run.values.append(values)
-        case "signals.failure":
-            run.failures_s.append(float(line["time"]))
-        case "signals.begin":
-            run.ended = False
-        case "signals.end":
-            run.ended = True
+def _values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Of a reading; of any other line there are none."""
+    read = line["values"].items() if line["event"] == "signals" else ()
+    return {name[:100]: float(value) for name, value in list(read)[:SIGNALS_MAX] if name and _is_number(value)}
 
 
-def _sorted(run: Run) -> Run:
-    order = sorted(range(len(run.times_s)), key=lambda i: run.times_s[i])
-    run.times_s, run.values = [run.times_s[i] for i in order], [run.values[i] for i in order]
-    run.failures_s.sort()
-    return run
+def _runs(node: str, said: list[Said]) -> list[Run]:
+    """Of one agent, or of several of one number."""
+    found = [Run(node)]
+    for time_s, event, values in sorted(said, key=itemgetter(0)):
+        run = found[-1]
+        match event:
+            case "signals":
+                run.times_s.append(time_s)
+                run.values.append(values)
+                run.ended = False
+            case "signals.failure":
+                run.failures_s.append(time_s)
+            case "signals.begin" if run.ended:
+                run.ended = False
+            case "signals.begin":
+                found.append(Run(node, ended=False))
+            case "signals.end":
+                run.ended = True
+    return [run for run in found if run.times_s]
 
 
 def _add_losses(runs: Sequence[Run]) -> None:

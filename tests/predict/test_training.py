@@ -116,6 +116,29 @@ def test_a_node_that_ended_was_not(tmp_path: Path) -> None:
     assert read([path]).failures == 0
 
 
+def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_follows_it(tmp_path: Path) -> None:
+    """As names are expanded: x.jsonl, x.jsonl.1. Nobody was lost."""
+    older = lines(tmp_path / "x.1", ("signals.begin", 0, 1), ("signals", 5, 1))
+    newer = lines(
+        tmp_path / "x", ("signals", 10, 1), ("signals.end", 11, 1), ("signals.begin", 50, 2), ("signals", 55, 2)
+    )
+    assert read([newer, older]).runs == read([older, newer]).runs
+    assert read([newer, older]).failures == 0
+
+
+def test_a_node_is_known_to_be_lost_though_what_its_beginning_was_in_is_gone(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x", ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2))
+    assert [run.failures_s for run in read([path]).runs] == [[5.0], []]
+
+
+def test_a_node_was_lost_also_where_the_next_agent_there_has_the_same_number(tmp_path: Path) -> None:
+    """As in a container that is started again: its processes are numbered anew."""
+    path = lines(
+        tmp_path / "x", ("signals.begin", 0, 7), ("signals", 5, 7), ("signals.begin", 50, 7), ("signals", 55, 7)
+    )
+    assert [run.failures_s for run in read([path]).runs] == [[5.0], []]
+
+
 def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
     path = lines(tmp_path / "x", ("signals", 1, 1), ("commit.done", 2, 1))
     right = {"event": "signals", "time": 3, "node": "n", "url": "u", "pid": 1, "values": {"a": 1, "b": "x", "c": True}}
