@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.agent.relaying import bare
-
 if TYPE_CHECKING:
     from ckpt.agent.leaving import Standing
 
@@ -34,6 +32,6 @@ def next_of(standing: Iterable[Standing], done: Collection[Planned], now_s: floa
     for each in standing:
         if each.source in SOURCES and each.certain and each.deadline_s > now_s:
             for node in each.nodes:
-                found.setdefault(Planned(each.source, bare(each.key, node)), set()).add(node)
+                found.setdefault(Planned(each.source, each.bare_key), set()).add(node)
     left = sorted((planned, min(nodes)) for planned, nodes in found.items() if planned not in done)
     return left[0] if left else None

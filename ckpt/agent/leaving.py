@@ -25,6 +25,8 @@ from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, Whe
 from ckpt.agent.facts import REJOIN_S, Facts, Round, Slot, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
+from ckpt.agent.relaying import bare
+from ckpt.notices.notice import MOVED_S
 from ckpt.policy.every import STEPS_APART
 from ckpt.types import Tick
 
@@ -64,6 +66,17 @@ class Standing:
     def sends_away(self) -> bool:
         """Whether the job leaves by it."""
         return self.certain and self.when is not When.NOT_AGAIN
+
+    @property
+    def bare_key(self) -> str:
+        """The key as its source gave it, on whichever of these nodes it was told first."""
+        return next((key for node in self.nodes if (key := bare(self.key, node)) != self.key), self.key)
+
+    def is_that_of(self, other: Standing) -> bool:
+        """Whether it is the same event, which each node hears of by itself: the end of an allocation, say."""
+        same = (self.source, self.bare_key, self.certain, self.when)
+        same_time = abs(self.deadline_s - other.deadline_s) <= MOVED_S
+        return same_time and same == (other.source, other.bare_key, other.certain, other.when)
 
 
 # The level of the newest one, its tick, the newest committed, the newest in other nodes' memory, an error.
@@ -126,7 +139,7 @@ class Leaving(Facts):
             told = replace(told, deadline_s=told.told_s + PAST_S)
         if before is not None:
             first_s = min(before.deadline_s, told.deadline_s) if told.source == SIGNAL else told.deadline_s
-            nodes = told.nodes | before.nodes if told.source == SIGNAL else told.nodes
+            nodes = told.nodes | before.nodes
             when = before.when if self._leave_round and before.sends_away and told.certain else told.when
             told = replace(told, when=when, told_s=before.told_s, deadline_s=first_s, nodes=nodes)
             if told.deadline_s > before.deadline_s or not told.certain:
@@ -136,8 +149,21 @@ class Leaving(Facts):
             self._extra_asked = True
         self.notices[name] = told
         if len(self.notices) > NOTICES_MAX:
-            self.withdrawn(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
+            self._make_room(name)
         return told
+
+    def _make_room(self, newest: tuple[str, str]) -> None:
+        """Of what many nodes hear alike one counts for all of them: none of those is taken for a node that stays. Else
+        the one that is farthest ahead is forgotten."""
+        told = self.notices[newest]
+        alike = [name for name, each in self.notices.items() if name != newest and each.is_that_of(told)]
+        if not alike:
+            self.withdrawn(*max(self.notices, key=lambda each: self.notices[each].deadline_s))
+            return
+        kept = self.notices[alike[0]]
+        until_s = min(kept.deadline_s, told.deadline_s)
+        self.notices[alike[0]] = replace(kept, deadline_s=until_s, nodes=kept.nodes | told.nodes)
+        self.withdrawn(*newest)
 
     def withdrawn(self, source: str, key: str) -> None:
         """It stands no longer. Once the ranks were told to leave they leave."""

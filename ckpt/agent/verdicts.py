@@ -21,7 +21,6 @@ from ckpt.agent.control import Kind, Word
 from ckpt.agent.facts import REJOIN_S, Round, Why
 from ckpt.agent.leaving import END_S, SIGNAL, Leaving, Report, Standing
 from ckpt.agent.members import Presence
-from ckpt.agent.relaying import bare
 from ckpt.types import Tick
 
 ATTEMPT_STEPS = 3  # how long signalled ranks have for their next boundary: so many steps ...
@@ -128,7 +127,7 @@ class Verdicts(Leaving):
     def _left_by(self) -> list[LeftBy]:
         """The notices of machines by which the ranks go."""
         due = [self.notices[name] for name in sorted(self._due) if self.notices[name].when is When.IN_TIME]
-        return [LeftBy(each.source, bare(each.key, node), node) for each in due for node in sorted(each.nodes)]
+        return [LeftBy(each.source, each.bare_key, node) for each in due for node in sorted(each.nodes)]
 
     def _judge_unknown(self, now_s: float) -> None:
         """Holds at rounds of a former agent, which may have told the ranks of its own node to leave, and nobody else:

@@ -928,6 +928,27 @@ def test_so_many_notices_are_remembered_and_no_more() -> None:
     assert ("cloud", "0") in driver.group.notices
 
 
+def test_what_all_of_many_nodes_hear_counts_for_all_of_them() -> None:
+    """The end of an allocation, which each of them tells of: none of them stays, and none leaves by it again."""
+    driver = Warned()
+    driver.save_once()
+    nodes = [f"n{number}" for number in range(3 * NOTICES_MAX)]
+
+    def tell(lead_s: float) -> None:
+        driver.warn(lead_s, "7", source="slurm")
+        for number, node in enumerate(nodes):
+            driver.warn(lead_s + 0.001 * number, f"7 on node {node}", source="slurm", nodes=frozenset({node}))
+
+    tell(2 * DAY_S)
+    tell(14.0)  # it was cut short
+    driver.warn(14.0, "7", source="slurm")  # once more, as its listener begins anew
+    assert len(driver.group.notices) == NOTICES_MAX
+    assert driver.group.doomed == {"", *nodes}
+    word = driver.take()
+    driver.hold(word)
+    assert sorted(left_by(driver)) == sorted(("slurm", "7", node) for node in ("", *nodes))
+
+
 def test_the_verdict_on_the_control_page_touches_neither_the_word_nor_a_rank() -> None:
     page = ControlPage.create(2)
     page.announce(1, Word(9, 1, Kind.HOLD, 40))
