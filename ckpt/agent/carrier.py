@@ -302,7 +302,8 @@ class Carrier(Committing):
         try:
             outcome.write(self.outcome_path, self.epoch, self.launch, body)
         except OSError as exc:
-            self.emit("outcome.failed", f"what was saved could not be written to {self.outcome_path}: {exc}", True)
+            text = f"what was saved could not be written to {self.outcome_path}: {exc}"
+            self.emit("outcome.failed", text, True, body)
 
     def _left_by(self, source: str, key: str, node: str) -> None:
         if node and isinstance(self.ranks, Nodes):

@@ -437,7 +437,8 @@ class Job(TakenOver):
         if isinstance(word, Withdrawn):
             self.group.withdrawn(*name)
             if known:
-                self.emit("notice.withdrawn", f"{word.source} {word.key}: this machine stays after all", True)
+                text = f"{word.source} {word.key}: this machine stays after all"
+                self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
         now_s = time.monotonic()
         left_s = word.deadline_s - time.time()

@@ -181,8 +181,9 @@ class Listening:
 
         cloud = which_cloud() if sources.mode == "auto" else None
 
-        def refused(exc: CkptError) -> None:
-            self._events.emit("notices.failed", f"notices of one kind are not listened to: {exc}", loud=True)
+        def refused(source: str, exc: CkptError) -> None:
+            text = f"notices of one kind are not listened to: {exc}"
+            self._events.emit("notices.failed", text, loud=True, source=source)
 
         found = listeners(
             cloud,

@@ -299,7 +299,8 @@ class Starts(Keeper):
         }
         self._tell_of_lost_parts(start, chosen)
         for identity, why in damaged.items():
-            job.emit("restore.struck", f"step {identity.tick.step} cannot be read and is passed over: {why}", True)
+            text = f"step {identity.tick.step} cannot be read and is passed over: {why}"
+            job.emit("restore.struck", text, True, {"identity": str(identity)})
         if chosen is None:
             self._answer(start, body, [])
             return

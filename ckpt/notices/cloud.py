@@ -103,35 +103,37 @@ def listeners(
     slurm_end_s: float | None = None,
     file: Path | None = None,
     events: Events | None = None,
-    refused: Callable[[UsageError], None] | None = None,
+    refused: Callable[[str, UsageError], None] | None = None,
     first: First | None = None,
 ) -> list[Listener]:
     """Those that fit; signals are not among them (see ckpt.notices.signals). Starts nothing.
 
     `slurm_job`, `slurm_end_s`: SLURM_JOB_ID and SLURM_JOB_END_TIME, "" and None where they are not set.
-    `refused`: told of an address or a job id that cannot be one; the others are made all the same. Errors: that
-    UsageError, where nobody is to be told. `first`: what listeners before these have seen, and these go on with.
+    `refused`: told of an address or a job id that cannot be one, and which listener it was for; the others are made all
+    the same. Errors: that UsageError, where nobody is to be told. `first`: what listeners before these have seen, and
+    these go on with.
     """
     found: list[Listener] = []
 
-    def made(make: Callable[[], Listener]) -> None:
+    def made(name: str, make: Callable[[], Listener]) -> None:
         try:
             found.append(make())
         except UsageError as exc:
             if refused is None:
                 raise
-            refused(exc)
+            refused(name, exc)
 
     if not endpoints.aws_is_disabled and (endpoints.aws or cloud is Cloud.AWS):
         usual = AWS_ADDRESS_IPV6 if endpoints.aws_is_ipv6 else AWS_ADDRESS
-        made(lambda: AwsListener(endpoints.aws or usual, events=events, first=first))
+        made(AwsListener.name, lambda: AwsListener(endpoints.aws or usual, events=events, first=first))
     if endpoints.gcp or cloud is Cloud.GCP:
-        made(lambda: GcpListener(PREEMPTED, endpoints.gcp or GCP_ADDRESS, events=events, first=first))
-        made(lambda: GcpListener(MAINTENANCE, endpoints.gcp or GCP_ADDRESS, events=events, first=first))
+        address = endpoints.gcp or GCP_ADDRESS
+        made(PREEMPTED.source, lambda: GcpListener(PREEMPTED, address, events=events, first=first))
+        made(MAINTENANCE.source, lambda: GcpListener(MAINTENANCE, address, events=events, first=first))
     if endpoints.azure or cloud is Cloud.AZURE:
-        made(lambda: AzureListener(endpoints.azure or AZURE_ADDRESS, events=events, first=first))
+        made(AzureListener.name, lambda: AzureListener(endpoints.azure or AZURE_ADDRESS, events=events, first=first))
     if slurm_job:
-        made(lambda: SlurmListener(slurm_job, slurm_end_s, events=events))
+        made(SlurmListener.name, lambda: SlurmListener(slurm_job, slurm_end_s, events=events))
     if file is not None:
-        made(lambda: FileListener(Path(os.path.abspath(file)), events=events, first=first))
+        made(FileListener.name, lambda: FileListener(Path(os.path.abspath(file)), events=events, first=first))
     return found

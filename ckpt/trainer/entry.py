@@ -364,6 +364,7 @@ def _restore(
             f"ckpt: the checkpoint of step {identity.tick.step} cannot be restored ({bad}); "
             "falling back to the one before it",
             loud=True,
+            identity=str(identity),
         )
         decision = _ask(group, saver, "next", {"epoch": decision.epoch, "identity": str(identity), "why": bad[:2000]})
     if failures:

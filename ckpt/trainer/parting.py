@@ -169,7 +169,7 @@ class Parting:
             path = path or places(self._link.url, self._settings).socket.with_suffix(".outcome.json")
             outcome.write(path, terms.epoch, terms.launch, body)
         except (OSError, CkptError) as exc:
-            self._events.emit("outcome.failed", f"ckpt: what was saved could not be written: {exc}", loud=True)
+            self._events.emit("outcome.failed", f"ckpt: what was saved could not be written: {exc}", loud=True, **body)
         self._events.emit("notice.outcome", outcome.text_of(body), loud=True, **body)
 
     def end_threads(self) -> None:

@@ -216,6 +216,7 @@ def test_an_address_that_is_none_is_told_and_nothing_else_fails(tmp_path: Path) 
     while not loop.told:
         loop.run()
     assert [event.name for event in loop.events] == ["notices.failed"] * 2
+    assert [event.data for event in loop.events] == [{"source": "aws"}, {"source": "slurm"}]
     assert all(event.loud for event in loop.events)
     assert list(loop.listening.standing) == [("file", str(word))]
     loop.listening.close()
