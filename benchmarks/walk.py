@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import Row, median_s, parser, report
-from ckpt.format import values
+from ckpt.trainer import nodes
 from ckpt.trainer.coords import coordinate
 from ckpt.trainer.walk import StateWalker, hash_walk
 
@@ -39,9 +39,7 @@ def rows_of(tensors: int, repeats: int) -> list[Row]:
     assert not walker.changed(walk)
 
     def encode() -> None:
-        shared, own = walker.values(walk)
-        values.encode(shared, constants=walk.scan.constants)
-        values.encode(own)
+        nodes.encode(*walker.values(walk), walk.scan.constants)
 
     pass_ms = 1e3 * median_s(lambda: [t.data_ptr() for t in every], repeats)
     questions: list[tuple[str, str, Callable[[], object]]] = [

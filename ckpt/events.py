@@ -15,6 +15,7 @@ import math
 import os
 import queue
 import stat
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +81,10 @@ class Events:
         for sink in list(self._sinks):
             try:
                 sink(event)
-            except Exception:
+            except BaseException as exc:
+                # Ctrl-C and sys.exit() are the user's where they end the process; elsewhere a thread of ours would end.
+                if not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread():
+                    raise
                 log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
                 self.remove(sink)
 

@@ -9,7 +9,7 @@ Nothing here steps, copies or changes an object. Loaders and generators are read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,31 @@ def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, A
     tensors = trees.named(path, found)
     payload = {"kind": kind, "value": bare, "tensors": [(p, name) for p, name, _ in tensors]}
     return [Named(name, tensor) for _, name, tensor in tensors], payload
+
+
+def encode(
+    shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants | None = None
+) -> tuple[bytes, bytes]:
+    """The two trees of values of a state (StateWalker.values), as they are kept. `constants`: those of its scan.
+    Errors: UsageError names what cannot be stored by its place in the state, where users have put it."""
+    try:
+        return values.encode(shared, constants=constants), values.encode(own)
+    except UsageError:
+        for path, tree in _trees(shared, own):
+            values.encode(tree, f"state[{path!r}]")
+        raise
+
+
+def _trees(shared: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What objects gave for themselves, and what users put into the state, by name."""
+    for path, payload in shared["objects"].items():
+        if "value" in payload:
+            yield path, payload["value"]
+        for name, body in payload.get("extra", {}).items():
+            yield join(path, name), body["value"]
+        for index, group in enumerate(payload.get("groups", ())):
+            yield join(path, "param_groups", index), group["value"]
+    yield from own["loaders"].items()
 
 
 # ---------------------------------------------------------------------------------------------------- finding nodes

@@ -28,7 +28,7 @@ from ckpt.format.record import METRICS_MAX
 from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Tasks
-from ckpt.trainer import names
+from ckpt.trainer import names, nodes
 from ckpt.trainer.levels import Level
 from ckpt.trainer.link import Link, Offer, Plan, Slot, Terms, hashes_blob
 from ckpt.trainer.receipt import Receipt
@@ -110,7 +110,7 @@ class Saver:
         """The present walk, as the agent is told of it. Hashes only where other ranks may hold the same.
         positions: whether loaders are asked for theirs, which must not be before they were restored."""
         shared, own = self.walker.values(self.walk, positions)
-        size = len(self._encoded(shared)) + len(values.encode(own))
+        size = sum(map(len, nodes.encode(shared, own, self.walk.scan.constants)))
         hashes = hashes_blob(hash_walk(self.walk)) if self._replicated else b""
         return Offer(self.walk.layout, hashes, tick, size)
 
@@ -233,7 +233,7 @@ class Saver:
                 f"{names.some(strays)} came into the state while it was read: between two steps an object has to give "
                 "the same each time it is asked"
             )
-        shared, own = self._encoded(trees[0]), values.encode(trees[1])
+        shared, own = nodes.encode(*trees, self.walk.scan.constants)
         about = values.encode({"metrics": metrics, "ancestors": self.link.terms.ancestors})
         room = slot.arena.values_room(slot.declared, len(plan.staging.frames))
         if len(shared) + len(own) + len(about) + 256 > room:
@@ -247,10 +247,6 @@ class Saver:
         stalls_s.append(time.perf_counter() - started_s)  # as far as it is known by now
         nth = len(stalls_s) - 1
         return _Filling(round_, number, slot, plan, tick, nth, stood_s, snapshot, shared, own, about, samples)
-
-    def _encoded(self, shared: Any) -> bytes:
-        """Shared values of the present walk."""
-        return values.encode(shared, constants=self.walk.scan.constants)
 
     def late(self, round_: int, step: int) -> None:
         """Answers an appointment whose tick has passed."""

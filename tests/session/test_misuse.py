@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 
 import ckpt
 from tests.session.loops import losses, make, wait_agent_gone
-from tests.session.runs import kill_agent
+from tests.session.runs import Seen, kill_agent
 from tests.session.test_one_process import agent_pid, wait_gone
 
 EVERY = ckpt.Every(steps=1)
@@ -59,6 +60,35 @@ class Trouble:
         pass
 
 
+class Unstorable:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, object]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.held = state["held"]
+
+
+class Extra(torch.nn.Module):
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.held = held
+
+    def get_extra_state(self) -> object:
+        return self.held
+
+    def set_extra_state(self, state: object) -> None:
+        self.held = state
+
+
+def group_of(note: object) -> dict[str, object]:
+    """A model and an optimizer, in a group of which is a note."""
+    model = torch.nn.Linear(1, 1)
+    return {"model": model, "optim": torch.optim.SGD([{"params": model.parameters(), "note": note}])}
+
+
 # ------------------------------------------------------------------------------------------------- wrong arguments
 
 
@@ -72,7 +102,12 @@ class Trouble:
         ({"url": None}, "url=None: a folder"),
         ({"url": b"run"}, "url=b'run': a folder"),
         ({"url": "memory://run"}, "forgotten with the process"),
-        ({"state": {"a": object()}}, "a"),
+        ({"state": {"a": object()}}, r"^state\['a'\]: objects of type object cannot be stored"),
+        ({"state": {"a": {"b": [Path("x")]}}}, r"^state\['a'\]\['b'\]\[0\]: objects of type pathlib"),
+        ({"state": {"a": {"b": torch.nn.Linear(1, 1), "c": {1: Path()}}}}, r"^state\['a\.c'\]\[1\]: objects"),
+        ({"state": {"mine": Unstorable(Path())}}, r"^state\['mine'\]\['held'\]: objects of type pathlib"),
+        ({"state": {"net": Extra(Path())}}, r"^state\['net\._extra_state'\]: objects of type pathlib"),
+        ({"state": group_of(Path())}, r"^state\['optim\.param_groups\.0'\]\['note'\]: objects of type pathlib"),
         ({"mesh": "dp"}, "mesh='dp': give a torch DeviceMesh"),
         ({"state": {"x": [Pair(torch.ones(2), 1)]}}, r"x\.0 is a Pair with tensors in it"),
         ({"state": {"x": Named(a=torch.ones(2))}}, "x is a Named with tensors in it"),
@@ -259,6 +294,25 @@ def test_a_sink_that_fails_is_not_called_again_and_harms_nothing(tmp_path: Path)
         for step in ck.steps(3):
             job.train(step)
     assert len(called) == 1
+    assert ck.receipt["committed_step"] == 3
+
+
+def test_a_sink_that_exits_on_a_thread_of_ours_costs_itself_alone(tmp_path: Path) -> None:
+    """sys.exit() ends nothing there but that thread: the one that hears the agent, or that ends snapshots."""
+    job, called, seen = make(), [], Seen()
+
+    def sink(event: ckpt.Event) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            called.append(event.name)
+            sys.exit(f"{event.name} was not to happen")
+
+    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY, sinks=(seen, sink)) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+            ck.step()
+            ck.save().wait(timeout_s=60)
+    assert len(called) == 1
+    assert not seen.named("agent.lost")
     assert ck.receipt["committed_step"] == 3
 
 
