@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import ckpt
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,3 +37,16 @@ def test_every_decision_is_in_the_index() -> None:
     folder = ROOT / "docs/decisions"
     index = (folder / "README.md").read_text()
     assert [page.name for page in sorted(folder.glob("0*.md")) if f"({page.name})" not in index] == []
+
+
+def test_every_option_of_a_checkpointer_is_in_the_table() -> None:
+    table = (ROOT / "docs/start.md").read_text().split("## Options", 1)[1].split("##", 1)[0]
+    named = re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE)
+    given = set(inspect.signature(ckpt.Checkpointer).parameters) - {"url", "state"}
+    assert set(named) == given
+
+
+def test_every_variable_that_is_read_is_told_of_where_users_begin() -> None:
+    read = set(re.findall(r"CKPT_[A-Z0-9_]+", (ROOT / "ckpt/settings.py").read_text()))
+    start = (ROOT / "docs/start.md").read_text()
+    assert sorted(each for each in read if each not in start) == []

@@ -24,7 +24,7 @@ def check(snapshot, assembled, state, wants):
 
 
 @settings(max_examples=150)
-@given(SEEDS, st.integers(1, 6), st.integers(1, 6), st.sampled_from((64, 256, 1024)), st.booleans())
+@given(SEEDS, st.integers(1, 8), st.integers(1, 8), st.sampled_from((64, 256, 1024)), st.booleans())
 def test_what_n_ranks_staged_comes_back_on_m_ranks_bit_for_bit(seed, world, other_world, frame_bytes, divided):
     rng = random.Random(seed)
     state = random_state(rng, 12)
