@@ -79,7 +79,7 @@ def main() -> None:
             if saved is not None and step in (args.die_at, args.stuck_at) and not attempt:
                 saved.wait("local", timeout_s=60)  # however slowly it is copied and hashed
             if step == args.die_at and rank == 1 and not attempt:
-                say(dies=time.time())
+                say(dies=step)
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == args.evaluate_at:
                 ck.step()
