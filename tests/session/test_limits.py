@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.proxy import HELD, Proxy, answer
 from tests.session.runs import RUN, URL, Seen, agent_status, kill_agent, run
 
-BRIEF = ckpt.Limits(exit_s=0.5)
-ENDED_S = 20.0  # far above any exit_s here, below the 30 s for which a request is waited for
+BRIEF = ckpt.Limits(exit_s=3.0)  # a busy machine's agent answers in that time
 
 
 def plan_of(seen: Seen) -> dict[str, Any]:
     """The last memory plan that was told."""
     return seen.named("memory.plan")[-1].data
+
+
+def waited_s(text: str) -> float:
+    """How long it says that something was waited for in vain."""
+    (seconds,) = re.findall(r" within ([0-9.e-]+) s$", text)
+    return float(seconds)
 
 
 def committed_steps(seen: Seen) -> set[int]:
@@ -143,12 +149,14 @@ def test_small_commits_keep_to_the_bandwidth_together(tmp_path: Path) -> None:
 
 def test_the_exit_waits_no_longer_than_it_may_and_the_agent_commits_all_the_same(store: Proxy) -> None:
     job, found = make(), []
-    with pytest.raises(ckpt.CommitFailed, match="step 3"), ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(ckpt.CommitFailed, match="step 3") as raised,
+        ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck,
+    ):
         store.fail(HELD, "PUT", f"{RUN}/data/*")
         for step in ck.steps(3):
             found.append(job.train(step))
-        began_s = time.monotonic()
-    assert time.monotonic() - began_s < ENDED_S
+    assert waited_s(str(raised.value)) <= BRIEF.exit_s
     store.heal()
     wait_agent_gone(URL)
     again = run(URL, 5)
@@ -158,16 +166,16 @@ def test_the_exit_waits_no_longer_than_it_may_and_the_agent_commits_all_the_same
 
 def test_an_exception_passes_the_exit_unchanged_and_in_time(store: Proxy) -> None:
     job = make()
-    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError) as raised, ckpt.Checkpointer(URL, job.state, limits=BRIEF) as ck:  # noqa: PT012
         store.fail(HELD, "PUT", f"{RUN}/data/*")
         for step in ck.steps(3):
             job.train(step)
             if step == 2:
                 ck.step()
                 ck.save()
-        began_s = time.monotonic()
         raise ZeroDivisionError
-    assert time.monotonic() - began_s < ENDED_S
+    (note,) = raised.value.__notes__
+    assert waited_s(note) <= BRIEF.exit_s
     store.heal()
     wait_agent_gone(URL)
     assert run(URL, 3).from_step == 2

@@ -17,7 +17,7 @@ from ckpt.notices.notice import Notice
 from ckpt.settings import read
 from ckpt.tasks import Tasks
 from ckpt.trainer.link import End, Link
-from ckpt.trainer.parting import NOTICE_CODE, RESERVE_S, Parting
+from ckpt.trainer.parting import LEAST_S, NOTICE_CODE, RESERVE_S, Parting
 
 SAID = Message({"t": "reply", "id": 1, "committed": None, "error": None}, [], [])
 
@@ -70,6 +70,29 @@ def test_a_rank_that_leaves_already_is_not_ended_where_it_is(monkeypatch: pytest
         first.result(30), second.result(30)
     assert not ended
     assert len(link.asked) == 1
+
+
+class Silent:
+    """A link to an agent that never answers. `waits`: how long it was waited for, each time."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def leave(self, outcome: str, timeout_s: float) -> Message:
+        self.waits.append(timeout_s)
+        raise AgentError("no answer")
+
+
+@pytest.mark.parametrize(("exit_s", "least_s"), [(0.0, LEAST_S), (0.5, LEAST_S), (3600.0, 1800.0)])
+def test_the_answer_to_a_leave_is_waited_for_until_the_exit_is_over_or_for_a_second(
+    exit_s: float, least_s: float
+) -> None:
+    link = Silent()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        assert parting.leave("normal", parting.exits(exit_s)) is None
+    (wait_s,) = link.waits
+    assert least_s <= wait_s <= max(exit_s, LEAST_S)
 
 
 class Gone:
