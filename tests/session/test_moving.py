@@ -304,12 +304,14 @@ def test_the_stall_that_is_reported_is_all_that_training_stood_still_for(
         monkeypatch.setattr(saver.walker, "walk", slow)
         ck.state["y"] = ck.state["y"] + 1
         number, _, _ = ready(saver.link)
+        began_s = time.perf_counter()
         assert saver.take(10**6, number, Tick(2)) == ""
         saver.quiet()
+        took_s = time.perf_counter() - began_s
         monkeypatch.undo()
     ((kind, fields),) = told
     assert kind == "staged"
-    assert 0.3 <= fields["stall_s"] <= 60.0
+    assert 0.3 <= fields["stall_s"] <= took_s
 
 
 def _last(lines: list[Line], key: str, rank: int) -> Line:
