@@ -11,6 +11,8 @@ from ckpt.store.run import Run
 from tests.cli.stores import opened
 from tests.session import raising
 from tests.session.loops import losses
+from tests.session.proxy import HELD, Proxy
+from tests.session.runs import URL
 from tests.session.scripts import losses_of, torchrun, train
 
 LINGER = {"CKPT_LINGER_S": "60"}
@@ -75,18 +77,23 @@ def test_a_torchrun_killed_alone_leaves_no_second_writer(tmp_path: Path) -> None
 
 
 @pytest.mark.torchrun
-def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_started_again_without_waiting_for_a_save(tmp_path: Path, store: Proxy) -> None:
     """Where torchrun will start the job again, leaving is quick: what is in memory comes back, and the agent goes on
     with what is on its way."""
     # Else the workers that torchrun starts again find the addresses of the former ones in its store (torch 2.13).
     env = {**LINGER, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    lines = torchrun(tmp_path / "log", 2, "tests.session.raising", str(tmp_path / "run"), restarts=1, **env).end()
+    store.fail(HELD, "PUT", "*.pack")
+    script = torchrun(tmp_path / "log", 2, "tests.session.raising", URL, restarts=1, **env)
+    script.wait_for(lambda line: "raised" in line)
+    store.wait_met("*.pack")  # it is on its way, and comes no further
+    store.heal()
+    lines = script.end()
     assert "restore.struck" not in str(lines)
     for rank in (0, 1):
         came = [(line["restored"], line["level"]) for line in lines if "restored" in line and line["rank"] == rank]
         assert came == [(0, "none"), (raising.SAVED, "local")]
-    (left_in_s,) = [line["left_in_s"] for line in lines if "left_in_s" in line]
-    assert left_in_s < raising.SAVE_S / 2
+    (raised,) = [at for at, line in enumerate(lines) if "raised" in line]
+    assert "exit.waiting" not in {line.get("event") for line in lines[:raised]}
     for rank in (0, 1):
         found = losses_of(lines, rank)
         assert [found[step] for step in range(1, raising.STEPS + 1)] == losses(raising.STEPS)
