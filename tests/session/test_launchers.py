@@ -26,7 +26,17 @@ from tests.servers import Server
 from tests.session.proxy import HELD, Proxy
 from tests.session.runs import URL, agent_status, kill_agent
 from tests.session.scripts import ROOT, Line, Script, torchrun, train
-from tests.session.test_notices import CODE, ENDLESS, MODULE, at_step, code_of, goes_on_from, outcome, said
+from tests.session.test_notices import (
+    CODE,
+    ENDLESS,
+    MODULE,
+    at_step,
+    code_of,
+    goes_on_from,
+    outcome,
+    said,
+    why_it_ended,
+)
 from tests.session.test_notices import given as given  # a fixture, for every test here
 
 SELDOM = ("--every", "1000000")
@@ -161,7 +171,8 @@ def test_after_a_failure_the_ranks_that_live_are_gone_at_once_and_go_on_from_mem
     script.wait_for(lambda line: line.get("attempt") == 1)
     script.wait_for(lambda line: line.get("step") == 26)
     assert restored(script.lines())[2:] == [(1, 20)] * 2
-    assert "rank 1 is gone" in script.log.read_text()
+    (why,) = why_it_ended(script)
+    assert why.startswith("rank 1 is gone")
     script.process.terminate()
     assert code_of(script) not in (0, -signal.SIGKILL)
     left_in_the_store(tmp_path)
