@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from tests.session.scripts import say_line
 EXIT_S = 60.0
 
 
-def lose_the_word(trainer: int, agent: int) -> None:
-    """The first one of the store, with the agent that says it, once that trainer has ended."""
+def lose_the_word(trainer: int, agent: int, found_by: list[str]) -> None:
+    """The first one of the store, with the agent that says it, once that trainer has ended. `found_by`: the threads
+    that know it later."""
     put = Levels.put
     killed: list[int] = []
 
@@ -38,6 +40,8 @@ def lose_the_word(trainer: int, agent: int) -> None:
             killed.append(agent)
             os.kill(agent, signal.SIGKILL)
         else:
+            if level == "store" and ok:
+                found_by.append(threading.current_thread().name)
             put(levels, tick, level, ok, message)
 
     Levels.put = heard  # type: ignore[method-assign]
@@ -51,15 +55,15 @@ def main() -> None:
         os.environ["CKPT_RUNTIME_DIR"] = str(folder / f"n{rank}")
     state = {"weights": torch.full((1000,), 1.0)}
     limits, policy = ckpt.Limits(exit_s=EXIT_S), ckpt.Every(steps=10**6)
+    found_by = list[str]()
     with ckpt.Checkpointer(folder / "run", state, policy=policy, limits=limits) as ck:
         pids = [(0, 0)] * 2
         dist.all_gather_object(pids, (os.getpid(), ck._parts.saver.link.connection.agent_pid))
         if rank == 1:
-            lose_the_word(*pids[0])
+            lose_the_word(*pids[0], found_by)
         for _ in ck.steps(2):
             pass
-        ended_s = time.monotonic()
-    said = {"rank": rank, "committed": ck.receipt["committed_step"], "seconds": time.monotonic() - ended_s}
+    said = {"rank": rank, "committed": ck.receipt["committed_step"], "found_by": found_by}
     say_line({**said, "restarts": ck.receipt["agent_restarts"]})
 
 
