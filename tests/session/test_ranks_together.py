@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.agent.client import START_TIMEOUT_S
 from tests.session import together
 from tests.session.scripts import lines_of, torchrun
 from tests.session.together import SAMPLES
@@ -140,8 +141,10 @@ def test_ranks_that_find_different_meshes_are_told_apart_by_number_at_each_start
 
 def test_no_step_of_any_rank_waits_for_an_agent_that_is_gone(saw: Saw) -> None:
     for rank, each in enumerate(saw(together.agent_that_dies)):
-        assert each.pop("slowest_s") < 20.0, "a step waited for another agent, which nobody could start"
+        assert each.pop("saving"), "what waits is seen to"
+        assert each.pop("slowest_s") < START_TIMEOUT_S * 2 / 3, "it waited at a lock until that start was given up"
         assert each == {
+            "waits": [],
             "early": False,
             "restarts": 1,
             "committed": 30,
@@ -154,5 +157,5 @@ def test_no_step_of_any_rank_waits_for_an_agent_that_is_gone(saw: Saw) -> None:
 def test_what_was_refused_to_some_ranks_is_refused_to_the_others_by_the_next_agent_too(saw: Saw) -> None:
     for rank, each in enumerate(saw(together.refused_before_the_agent_died)):
         assert each["said"], f"rank {rank} saved what others were refused"
-        assert each["waited_s"] < 50.0, "it waited for ranks that had gone on"
+        assert "did not answer" not in each["said"], "it waited for ranks that had gone on, as long as an exit may take"
         assert each["committed"] == 2

@@ -32,6 +32,7 @@ from ckpt.storage import canonical
 from tests.session.loops import wait_agent_gone
 from tests.session.runs import Seen, kill_agent
 from tests.session.scripts import say_line
+from tests.session.watched import WAITS, calls_watched
 
 LATER = ckpt.Every(steps=10**6)  # nothing is appointed
 SAMPLES = 40
@@ -256,29 +257,32 @@ def another_world(job: Job) -> dict[str, Any]:
 
 
 def agent_that_dies(job: Job) -> dict[str, Any]:
-    """As long as no other agent can be started, training goes on without one; then what is saved lands."""
+    """As long as no other agent can be started, training goes on without one; then what is saved lands. `waits`: what
+    its steps have waited in; `saving`: the same of saving, which does wait."""
     url, r = job.folder / "agent", job.rank
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
     optim, own, seen = torch.optim.Adam(model.parameters()), torch.full((5000,), float(r)), Seen()
-    slowest_s = 0.0
     start_lock = client.places(canonical(os.fspath(url)), read()).start_lock
     state = {"model": model, "optim": optim, "own": own}
     with ckpt.Checkpointer(url, state, policy=ckpt.Every(steps=2), sinks=(seen,)) as ck:
 
-        def train(steps: int) -> float:
-            slowest_s = 0.0
+        def train(steps: int) -> tuple[float, set[str]]:
+            slowest_s, waits = 0.0, set[str]()
             for _ in range(steps):
                 optim.zero_grad()
                 model(torch.ones(2, 300)).square().mean().backward()
                 optim.step()
                 began_s = time.perf_counter()
-                ck.step()
+                with calls_watched() as calls:
+                    ck.step()
                 slowest_s = max(slowest_s, time.perf_counter() - began_s)
-            return slowest_s
+                waits |= WAITS & set(calls)
+            return slowest_s, waits
 
         train(6)
-        ck.save().wait("store", timeout_s=60)
+        with calls_watched() as saving:
+            ck.save().wait("store", timeout_s=60)
         dist.barrier()
         with open(start_lock, "ab") as lock:
             if r == 0:
@@ -286,7 +290,7 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
                 kill_agent(url)
             dist.barrier()
             seen.wait("agent.lost")
-            slowest_s = train(20)
+            slowest_s, waits = train(20)
             early = bool(seen.named("agent.restarted"))
             dist.barrier()
         seen.wait("agent.restarted")
@@ -302,6 +306,8 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
     job.ended(url)
     return {
         "slowest_s": slowest_s,
+        "waits": sorted(waits),
+        "saving": sorted(WAITS & set(saving)),
         "early": early,
         "restarts": receipt["agent_restarts"],
         "committed": receipt["committed_step"],
@@ -362,14 +368,12 @@ def refused_before_the_agent_died(job: Job) -> dict[str, Any]:
             kill_agent(url)
         seen.wait("agent.restarted")
         dist.barrier()
-        began_s = time.monotonic()
         if r >= 2:
             said = _refused(ck)
-        waited_s = time.monotonic() - began_s
         dist.barrier()
         ck.step()
     job.ended(url)
-    return {"said": said, "waited_s": waited_s, "committed": ck.receipt["committed_step"]}
+    return {"said": said, "committed": ck.receipt["committed_step"]}
 
 
 def _refused(ck: ckpt.Checkpointer) -> str:
