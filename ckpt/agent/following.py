@@ -22,7 +22,7 @@ from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.choosing import When
-from ckpt.agent.control import SLOTS_MAX, Word
+from ckpt.agent.control import SLOTS_MAX, Kind, Word
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Near, Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
@@ -120,6 +120,12 @@ class Following:
     def has_ranks(self) -> bool:
         """Whether some rank of it is there."""
         return any(each.peer.open and not each.left for each in self._here.values())
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its ranks are to leave at a step that is appointed, or were told to."""
+        page = self.ranks.page
+        return bool(page.leaves()) or any(word.kind is Kind.HOLD for word in page.appointed())
 
     @property
     def lowest(self) -> int:

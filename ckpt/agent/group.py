@@ -236,7 +236,7 @@ class Group(Verdicts):
             return True
         if self._would_delay_the_last(now_s):
             return False
-        if not self._commit_every_s or self._is_due(now_s):
+        if not self._commit_every_s or self.is_due(now_s):
             return True
         if any(tick is not None and round_.tick >= tick for tick in (self._away, self._early)):
             return True

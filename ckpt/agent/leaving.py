@@ -247,7 +247,7 @@ class Leaving(Facts):
         near = any(each.when is When.AT_ONCE or now_s >= self._near_from_s(each) for each in certain.values())
         return near or any(name in self._due for name in certain)
 
-    def _is_due(self, now_s: float) -> bool:
+    def is_due(self, now_s: float) -> bool:
         """Whether it is time to leave, or for one checkpoint more, by a notice whose deadline is ahead."""
         return any(self.notices[name].deadline_s > now_s for name in self._due)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt.agent.priority import Priority
 from ckpt.agent.server import ENDS, Server
 from ckpt.errors import AgentError, UsageError
 from ckpt.settings import Settings, read
@@ -27,8 +28,6 @@ from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
     from ckpt.agent.lending import Lend
-
-SESSION_NICE = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def _serve(given: argparse.Namespace) -> None:
     server = Server(given.socket)
     node = Node(given.url, read(), server)
     _say(given.ready_fd, "ok")
-    _step_back()  # only now: until then the trainers wait for us, and for so long
+    node.priority = Priority()  # only now: until then the trainers wait for us, and for so long
     try:
         server.run(node)
     finally:
@@ -148,13 +147,6 @@ def _use_all_cores() -> None:
     """A launcher may have bound the trainer, and us with it, to a few cores."""
     with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-
-
-def _step_back() -> None:
-    """Where the scheduler shares the processor between sessions, the niceness of threads counts only within ours, so
-    the session is made nicer too; less so, since the thread that appoints is in it."""
-    with contextlib.suppress(OSError):  # no such sharing in this kernel
-        Path("/proc/self/autogroup").write_text(str(SESSION_NICE))
 
 
 def _have_room() -> None:

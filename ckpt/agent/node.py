@@ -17,6 +17,7 @@ from ckpt.agent.client import VERSION
 from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
 from ckpt.agent.jobs import Job, finite
+from ckpt.agent.priority import Priority
 from ckpt.agent.recovery import which_committed
 from ckpt.agent.relaying import OPERATOR, Standing
 from ckpt.agent.remote import AnyPeer
@@ -42,10 +43,12 @@ END_RESERVE = 1 / 6  # of the time that it has from the signal on, at its end, w
 
 
 class Node(Inheriting):
-    """Handles the messages. Everything runs on the agent's main thread."""
+    """Handles the messages. Everything runs on the agent's main thread. `priority`: of its process, where that has
+    been given one."""
 
     def __init__(self, url: str, settings: Settings, server: Server) -> None:
         super().__init__(url, settings, server)
+        self.priority: Priority | None = None
         self._idle_since_s = time.monotonic()
         self._served = False  # whether a trainer ever came
         self._retry_s = 0.0  # when an orphan's commit is tried again
@@ -139,6 +142,8 @@ class Node(Inheriting):
         self._tend_protection()
         self._drop_former()
         times += [self._tend_memory(now_s), self._end_s(now_s)]
+        if self.priority is not None:
+            times.append(self.priority.tend(self._hurries(now_s), now_s))
         return min((each for each in times if each is not None), default=None)
 
     def finished(self) -> bool:
@@ -297,6 +302,11 @@ class Node(Inheriting):
             self._warned_until_s = now_s + left_s
             told = f"the agent got SIGUSR1; {left_s:g} s are taken to be left"
             self._heard(Notice(time.time() + left_s, "agent", True, "SIGUSR1", told), When.AT_ONCE)
+
+    def _hurries(self, now_s: float) -> bool:
+        """Whether something is to be saved here before a deadline: what training is left then goes for that."""
+        led = any(job.needed and job.group.is_due(now_s) for job in self._jobs())
+        return led or any(each.needed and each.leaves for each in self.followings) or self._ends_s < math.inf
 
     # -- the end
 

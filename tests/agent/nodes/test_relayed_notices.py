@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent import client
+from ckpt.agent.bulk import NICE
 from ckpt.agent.control import Kind
 from ckpt.agent.listening import Sources
 from ckpt.errors import AgentError
@@ -292,3 +294,41 @@ def test_ranks_that_wait_for_the_last_commit_come_back_when_their_nodes_agent_di
 def test_a_request_to_go_on_any_node_is_one_to_the_whole_job(job: Cluster) -> None:
     preempt(job, 1)
     leave(job)
+
+
+def give_way(cluster: Cluster) -> list[bool]:
+    """By node: whether all that its agent does at length gives way to training on the machine; false: none of it."""
+    found: list[bool] = []
+    for _, pid in sorted(cluster.pids.items()):
+        own = os.getpriority(os.PRIO_PROCESS, pid)
+        threads = [os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir(f"/proc/{pid}/task")]
+        session = Path(f"/proc/{pid}/autogroup")
+        shared = session.read_text().rpartition(" nice ")[2] if session.exists() else None  # between sessions
+        if NICE in threads and shared in (None, "10\n"):
+            found.append(True)
+        elif set(threads) == {own} and shared in (None, "0\n"):
+            found.append(False)
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a thread less nice")
+@pytest.mark.parametrize("asked", [0, 1])
+def test_agents_give_way_to_training_but_for_what_is_to_be_saved_before_a_deadline(
+    cluster: Cluster, asked: int
+) -> None:
+    """Where the processors are busy that leaves them a hundredth of one, and a commit takes minutes."""
+    cluster.options = {**cluster.options, "policy": {"steps": 100_000, "seconds": None}}
+    cluster.start(0, 1)
+    cluster.save("peer", "store")
+    until(lambda: give_way(cluster) == [True, True])
+    preempt(cluster, asked)
+    until(lambda: give_way(cluster) == [False, False])
+    step = cluster.job[0].await_word(Kind.HOLD)
+    preempt(cluster, asked, cancel=True)
+    await_standing(cluster, [])
+    train(cluster.job, step + 3)
+    until(lambda: give_way(cluster) == [True, True])
+    preempt(cluster, asked)
+    leave(cluster)
+    until(lambda: give_way(cluster) == [False, False])
+    together(cluster.job, lambda rank: rank.leave("notice"))
