@@ -19,6 +19,7 @@ from ckpt.policy.typical import LONG, Typical
 
 COMMIT_S = 60.0  # priors of what a commit takes, and of what it slows training by
 SLOWDOWN = 0.05
+FIRST_STALL_S = 1.0  # a run's first snapshot, which writes to memory that is cold, may take a hundred times as long
 STALL_MIN_S = 1e-3  # nothing is free: below these a measurement cannot be told from none, and an interval that follows
 SLOWDOWN_MIN = 0.01  # from nothing would commit without a pause, whatever the store may charge for it
 RARE = 1 / (90 * DAY_S)  # failures per second: no level is taken to be needed more seldom, however long it was not
@@ -53,8 +54,12 @@ class Known:
     # -- observations
 
     def stalled(self, seconds: float) -> Known:
-        """A snapshot kept training from going on for so long, the slowest rank's."""
-        return replace(self, stall=self.stall.observed(seconds))
+        """A snapshot kept training from going on for so long, the slowest rank's. The first of a run says little of
+        those that follow: it counts as FIRST_STALL_S at most, and only until there is a second."""
+        if not self.stall.seen:
+            return replace(self, stall=self.stall.observed(min(seconds, FIRST_STALL_S)))
+        before = replace(self.stall, values=()) if self.stall.seen == 1 else self.stall
+        return replace(self, stall=before.observed(seconds))
 
     def committed(self, seconds: float, count_bytes: float) -> Known:
         """A commit took so long and put so many bytes into the store."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -274,6 +275,31 @@ def test_until_a_commit_is_measured_each_snapshot_may_be_one():
     assert decide(known.stalled(0.26), Adaptive(), current=found).local_s == found.local_s
     assert decide(Known().stalled(1e4), Adaptive(at_risk_s=100)).local_s == 50
     assert decide(known.committed(40, 1e9), Adaptive(), current=found).store_by == "rates"
+
+
+def after_a_first_stall_of(first_s: float, others_s: float, limits: Adaptive) -> Iterator[tuple[float, Decision]]:
+    """When each snapshot is taken, and what is decided then."""
+    known, now_s = Known(), 0.0
+    found = decide(known, limits)
+    for seconds in (first_s, *[others_s] * 100):
+        now_s += found.local_s
+        known = known.ran(found.local_s).stalled(seconds)
+        found = decide(known, limits, current=found)
+        yield now_s, found
+
+
+@pytest.mark.parametrize("first_s", [5.0, 100.0, 1e4])
+def test_a_first_stall_that_is_no_measure_of_the_others_puts_the_second_snapshot_off_by_minutes_and_no_more(first_s):
+    best_s = Job(stall_s=0.01, commit_s=0).decide(Adaptive()).local_s
+    by_s = next(at_s for at_s, found in after_a_first_stall_of(first_s, 0.01, Adaptive()) if found.local_s < 3 * best_s)
+    assert by_s < 600
+
+
+def test_what_a_snapshot_stalls_is_believed_with_the_second():
+    """However long that is: the limit of what saving may cost is kept from then on."""
+    _, (_, found), *_ = after_a_first_stall_of(100.0, 100.0, Adaptive())
+    assert found.saving <= 0.05
+    assert found.measured.snapshot_stall_s == 100
 
 
 # -- when to change
