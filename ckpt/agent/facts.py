@@ -597,6 +597,13 @@ class Facts:
         """A rank is gone: no new round can become complete."""
         return self.members.seen.any_gone
 
+    @property
+    def _at_end(self) -> bool:
+        """Whether all ranks have come to the end of their blocks and staged what they end with: none comes to another
+        boundary."""
+        staged = [slot.round for slot in self.slots if slot.state in (State.STAGED, State.COMPLETE)]
+        return any(round_ is not None and round_.why is Why.EXIT for round_ in staged)
+
     def _plan_is_current(self) -> bool:
         return bool(self.division) and self._planned_version == self._layouts_version
 
@@ -604,7 +611,7 @@ class Facts:
         """Whether a round may be announced, were one due and a slot free, and did no other stand in its way."""
         if self._start_step is None or self._resumed or self._broken() or self.superseded_by or self._leave_round:
             return False
-        if self._ended:
+        if self._ended or self._at_end:
             return False
         if self.members.seen.lost:
             return False  # it could not answer

@@ -409,6 +409,8 @@ class Group(Verdicts):
     def _appoint(self, now_s: float, steps: Sequence[int], polls: Sequence[int]) -> None:
         hold, extra = self.course in (Course.HOLD, Course.COPY), self._wants_extra()
         self._resumed = self._resumed and not all(steps)
+        if self._at_end:
+            self._withdraw("what all ranks have ended with", now_s, lambda _: True)
         if hold or self.course is Course.PUSH:
             self._withdraw("the last snapshot before the machine goes away", now_s, lambda r: r.why is Why.STEP)
             if self._all_poll(steps, polls) and self._is_long(now_s):

@@ -332,6 +332,7 @@ class Leaving(Facts):
         self._tend_extra(steps)
         self.course = self._choose(now_s)
         self._tend_push(now_s)
+        self._tend_end(now_s)
         passed = [n for n, each in self.notices.items() if each.sends_away and each.deadline_s <= now_s]
         new = [name for name in passed if name not in self._over]
         self._over.update(new)
@@ -350,6 +351,15 @@ class Leaving(Facts):
             self._report = Report("pushed", "", deadline_s, self._certain())
         elif pushed and self.course in (Course.HOLD, Course.COPY, Course.STAY):
             self._report = None
+
+    def _tend_end(self, now_s: float) -> None:
+        """All ranks had come to their end before it was time to leave, and wait for the last commit: they leave at one
+        step and in order, whatever is heard of meanwhile."""
+        if not self._at_end or self._leave_round or self._ended or self.all_gone or self.superseded_by:
+            return
+        due = [each for each in self._live(now_s) if (each.source, each.key) in self._due]
+        if due and (self._report is None or self._report.how == "pushed"):
+            self._report = Report("left", "", min(each.deadline_s for each in due), self._certain())
 
     def _measure(self, now_s: float, steps: Sequence[int]) -> None:
         at = max(steps, default=0)

@@ -174,8 +174,8 @@ class Verdicts(Leaving):
         boundary_s, last_s = self._attempt_ends_s(now_s)
         if gone is not None:
             self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
-        elif self.members.seen.any_left:
-            return  # it has come to its end in order: the others do, too
+        elif self.members.seen.any_left or self._at_end:
+            return  # it has come to its end in order: the others do, too; or all have, and wait for the commit
         elif now_s >= last_s or (now_s >= boundary_s and not self._somebody_holds()):
             self._end("no boundary came in time", True, signals)
 

@@ -892,6 +892,65 @@ def test_one_rank_alone_has_all_the_time_there_is() -> None:
     assert driver.ends()
 
 
+def at_their_end(driver: Warned) -> Tick:
+    """All ranks have staged what they end with, and wait for its commit, which is under way."""
+    tick = Tick(driver.steps[0] - 1, 1)
+    driver.save(tick, Why.EXIT)
+    answer = driver.answers("save")[0]
+    driver.stage(answer["round"], tick, answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.decide()
+    assert driver.group.committing == answer["slot"]
+    return tick
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("saved", [True, False])
+def test_ranks_that_are_signalled_in_the_last_commit_of_a_normal_end_leave_in_order(world: int, saved: bool) -> None:
+    """None comes to a boundary any more, and none is missing one."""
+    driver = Warned(world)
+    driver.train(2.0)
+    tick = at_their_end(driver)
+    signalled(driver)
+    driver.now_s += 30.0 - OUTCOME_S - 0.1
+    driver.decide()
+    assert (driver.ends(), driver.outcomes(), driver.word()) == ([], [], None)
+    if saved:
+        driver.commit()
+    else:
+        driver.now_s += 0.1
+        driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"]) == ("left", "store" if saved else "local", tick.step)
+    assert body["committed_step"] == (tick.step if saved else None)
+    assert (body["notices"], body["error"]) == ([f"{SIGNAL} SIGTERM"], "")
+
+
+def test_so_they_do_where_a_last_appointment_was_made_already() -> None:
+    driver = Warned()
+    driver.train(2.0)
+    signalled(driver)
+    assert driver.is_hold()
+    at_their_end(driver)
+    assert driver.word() is None
+    driver.commit()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["error"]) == ("left", "store", "")
+
+
+@pytest.mark.parametrize(("lead_s", "said"), [(10.0, ["left"]), (3600.0, [])])
+def test_of_a_machine_that_goes_once_the_ranks_are_at_their_end_it_is_said_that_they_left_where_it_goes_soon(
+    lead_s: float, said: list[str]
+) -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.train(2.0)
+    at_their_end(driver)
+    driver.warn(lead_s)
+    driver.commit()
+    assert [body["how"] for body in driver.outcomes()] == said
+
+
 def test_a_rank_that_comes_back_is_told_again_to_end() -> None:
     driver = Warned()
     signalled(driver)
