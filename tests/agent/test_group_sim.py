@@ -692,6 +692,7 @@ def run(seed: int) -> Sim:
     return sim
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 10_000))
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
     first = seed

@@ -314,6 +314,7 @@ def run(seed: int) -> Noticed:
     return sim
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 1000))
 @pytest.mark.parametrize("part", range(2))
 def test_no_notice_splits_the_ranks_or_keeps_one_past_its_bound(part: int, seed: int) -> None:
     first = seed

@@ -91,6 +91,7 @@ def live(seed: int) -> Counter[str]:
     return lived(Doomed, seed)
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 250))
 @pytest.mark.parametrize("part", range(10))
 def test_what_is_said_to_be_saved_outlives_the_machines_that_go(part: int) -> None:
     each_life(live, SCHEDULES // 2, part)

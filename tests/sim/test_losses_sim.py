@@ -319,6 +319,7 @@ def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_trai
         del memory._STORES[life.url]
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
     each_life(live, SCHEDULES, part)

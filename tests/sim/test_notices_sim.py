@@ -260,6 +260,7 @@ def lived(kind: type[Life], seed: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 250))
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
     each_life(live, SCHEDULES, part)

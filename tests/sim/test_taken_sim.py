@@ -84,6 +84,7 @@ class Taken(Life):
         self.safe = max(self.stored, self.told(job, "peer"), self.safe if self._is_again(job) else 0)
 
 
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:
     each_life(lambda seed: live(seed, Taken), SCHEDULES, part)

@@ -569,7 +569,7 @@ def run(seed: int) -> Sim:
     return sim
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900 * max(1, SCHEDULES // 10_000))
 def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
     losses = kept = failed = refused = restarts = again = unsafe = 0
     for seed in range(SCHEDULES):
