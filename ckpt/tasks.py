@@ -51,21 +51,58 @@ class Tasks:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}", begin) if pool_size else None
+        self._has_pooled = False
+        self._queued: list[Future[Any]] = []  # for which there was no thread
 
     def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
+        """Errors: CkptError once it is closed, and where no more threads are to be had."""
         with self._lock:
             if self.stopping.is_set():
                 raise CkptError(f"{self.name} is closed")
             thread = threading.Thread(target=target, name=f"ckpt-{self.name}-{label}", daemon=True)
             self._threads = [t for t in self._threads if t.is_alive()]
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                raise CkptError(self._no_thread(exc)) from exc
         return thread
 
     def submit(self, fn: Callable[..., T], *args: Any) -> Future[T]:
+        """Where the pool gets no further thread, those that it has do it. Errors: as `start`, where it has none; then
+        `fn` is not called."""
         if self._pool is None or self.stopping.is_set():
             raise CkptError(f"{self.name} is closed, or has no pool")
-        return self._pool.submit(fn, *args)
+        job: Future[T] = Future()
+
+        def run() -> T:
+            if not job.set_running_or_notify_cancel():
+                raise CkptError(f"{self.name} was to do it when it got no thread for it")
+            try:
+                result = fn(*args)
+            except BaseException as exc:
+                job.set_exception(exc)
+                raise
+            job.set_result(result)
+            return result
+
+        try:
+            taken = self._pool.submit(run)
+        except RuntimeError as exc:  # it is in the pool's queue all the same
+            if self.stopping.is_set() or not self._has_pooled:
+                job.cancel()
+                raise CkptError(self._no_thread(exc)) from exc
+            with self._lock:
+                self._queued = [each for each in self._queued if not each.done()] + [job]
+            return job
+        self._has_pooled = True  # a thread, until the end
+        return taken
+
+    def _no_thread(self, error: RuntimeError) -> str:
+        if self.stopping.is_set():
+            return f"{self.name} is closed"
+        why = "memory is used up, or as many run as the control group allows (pids.max)"
+        return f"{self.name} got no further thread ({error}): {why}"
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Sets `stopping`, drops jobs that have not begun, and waits. Raises if a thread is still alive then."""
@@ -73,6 +110,8 @@ class Tasks:
         deadline = time.monotonic() + timeout_s
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        for job in self._queued:
+            job.cancel()
         with self._lock:  # one that is not alive has ended, or Ctrl-C came before it was started
             threads = [t for t in self._threads if t.is_alive() and t is not threading.current_thread()]
         for thread in threads:

@@ -54,8 +54,13 @@ class Bulk:
         self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
 
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
-        """Runs `work` in that lane, and `then` with its settled future on the main thread."""
-        future = self._lanes[lane].submit(self._nicely, lane, work)
+        """Runs `work` in that lane, and `then` with its settled future on the main thread, also where there is no
+        thread for it."""
+        try:
+            future = self._lanes[lane].submit(self._nicely, lane, work)
+        except CkptError as exc:
+            future = Future()
+            future.set_exception(exc)
         future.add_done_callback(lambda done: self._post(lambda: then(done)))
 
     def close(self) -> None:

@@ -188,7 +188,13 @@ class Parities:
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
-        buffers = {name: self._copies.begin_chunk(name) for name in new}
+        buffers: dict[ChunkName, bytearray] = {}
+        try:
+            for name in new:
+                buffers[name] = self._copies.begin_chunk(name)
+        except MemoryError as exc:
+            chunks.end(buffers, [])
+            raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
         folding = self._folding()
 
         def make() -> list[Chunk]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckpt.errors import UsageError
+from ckpt.errors import CkptError, UsageError
 from ckpt.plan.layout import Array
 from ckpt.tasks import Tasks
 
@@ -71,7 +71,12 @@ def hash_frames(data: memoryview, frames: Array, threads: int = 1) -> npt.NDArra
 
     bounds = _equal_runs(lengths, threads)
     with Tasks("hash", pool_size=len(bounds) - 2) as tasks:
-        others = [tasks.submit(hash_run, a, b) for a, b in itertools.pairwise(bounds[1:])]
+        others = []
+        for a, b in itertools.pairwise(bounds[1:]):
+            try:
+                others.append(tasks.submit(hash_run, a, b))
+            except CkptError:  # no thread is to be had
+                hash_run(a, b)
         hash_run(bounds[0], bounds[1])
         for other in others:
             other.result()

@@ -11,6 +11,7 @@ import xxhash
 from ckpt.errors import UsageError
 from ckpt.format.frames import frame_hash, hash_bytes, hash_frames
 from ckpt.plan.layout import STAGED_FRAME
+from tests.threads import without_threads
 
 
 def test_a_frame_hash_is_xxh3_128_high_half_first() -> None:
@@ -30,7 +31,7 @@ def test_any_buffer_of_the_same_bytes_has_the_same_hash() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_frames_are_hashed_alike_by_any_number_of_threads(threads: int, seed: int) -> None:
+def test_frames_are_hashed_alike_by_any_number_of_threads_and_where_none_is_to_be_had(threads: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, 24 << 20, np.uint8)
     lengths = rng.integers(1, 1 << 20, 60)
@@ -40,6 +41,8 @@ def test_frames_are_hashed_alike_by_any_number_of_threads(threads: int, seed: in
     frames["offset"] = rng.integers(0, len(data) - lengths)
     expected = [frame_hash(data[o : o + n].data) for o, n, _ in frames.tolist()]
     assert [tuple(row) for row in hash_frames(data.data, frames, threads).tolist()] == expected
+    with without_threads():
+        assert [tuple(row) for row in hash_frames(data.data, frames, threads).tolist()] == expected
 
 
 def test_no_frames_have_no_hashes() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt.agent.bulk import NICE
 from ckpt.agent.copies import decode_described
-from ckpt.agent.folding import SCRATCH_BYTES, Chunk, chunk_frames
+from ckpt.agent.folding import SCRATCH_BYTES, Chunk, ChunkName, chunk_frames
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.parities import Where
 from ckpt.agent.rebuilding import UNWANTED
@@ -199,6 +199,30 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
     for copies in fleet.copies.values():
         copies.forget(lambda each: True)
         assert copies.bytes == 0
+
+
+def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_got_and_keeps_the_next(
+    make: Make,
+) -> None:
+    """Whatever the system has said before of what is left."""
+    fleet = make(UNEVEN, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    copies = max(fleet.copies.values(), key=lambda each: len(each.chunks.kept))
+    assert len(copies.chunks.kept) > 1
+    begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ChunkName]()
+
+    def full(name: ChunkName) -> bytearray:
+        if got:
+            raise MemoryError
+        got.append(name)
+        return begin(name)
+
+    copies.begin_chunk = full  # type: ignore[method-assign]
+    assert "no memory for" in fleet.protect(NEXT, STEP)
+    assert got
+    assert copies.chunks.used_bytes == used_bytes
+    copies.begin_chunk = begin  # type: ignore[method-assign]
+    assert fleet.protect(NEXT, STEP) == ""
 
 
 def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(make: Make) -> None:

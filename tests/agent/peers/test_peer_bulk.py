@@ -29,6 +29,7 @@ from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.peers.loop import BOUND_S, RUN, SECRET, Node, TurnedLoop
 from tests.agent.peers.proxy import Fault, Proxy
+from tests.threads import without_threads
 
 STEP = Identity(Epoch(7, "0123456789abcdef"), Tick(12))
 NAME = "00000007-0123456789abcdef-000000000012.0000/rank0"
@@ -486,6 +487,39 @@ def test_close_ends_what_is_under_way(node: Made, loop: TurnedLoop) -> None:
         with pytest.raises(AgentError, match="cancelled"):
             transfer.fetch.done.result(0)
         sender.close()
+
+
+def test_a_sender_that_gets_no_thread_turns_its_callers_away_and_serves_them_later(
+    node: Made, loop: TurnedLoop
+) -> None:
+    sender, receiver = node("a"), node("b")
+    accepted: list[str] = []
+    accept = sender.transport.accept
+
+    def counted(sock: socket.socket, session: Session) -> None:
+        accepted.append(session.about)
+        accept(sock, session)
+
+    sender.transport.accept = counted  # type: ignore[method-assign]
+    with without_threads("ckpt-peers-serve"):
+        transfer = Transfer(sender, receiver)
+        loop.until(lambda: len(accepted) >= 2)
+        finished(loop, sender.transport.withdraw(NAME))
+        sender.transport.offer(NAME, memoryview(transfer.source), transfer.frames)
+    transfer.result()
+    assert transfer.is_right()
+
+
+def test_a_receiver_that_gets_no_thread_is_told_so_and_its_memory_is_free(node: Made, loop: TurnedLoop) -> None:
+    sender, receiver = node("a"), node("b", connections=2)
+    with without_threads("ckpt-peers-fetch-1"):
+        transfer = Transfer(sender, receiver)
+        with pytest.raises(CkptError, match="no further thread"):
+            transfer.result()
+    sender.transport.withdraw(NAME)
+    again = Transfer(sender, receiver)
+    again.result()
+    assert again.is_right()
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

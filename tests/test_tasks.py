@@ -1,0 +1,72 @@
+"""Who owns threads and is given none says so, at once, and does later what it can."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckpt.errors import CkptError
+from ckpt.tasks import Tasks
+from tests.threads import without_threads
+
+
+@pytest.fixture
+def tasks() -> Iterator[Tasks]:
+    with Tasks("some", pool_size=2) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def held(tasks: Tasks) -> Iterator[Callable[[], None]]:
+    """One thread of the pool is there, and busy until that is called."""
+    began, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        over.wait(60)
+
+    tasks.submit(hold)
+    assert began.wait(60)
+    yield over.set
+
+
+def test_a_thread_that_is_not_to_be_had_is_an_error_and_the_next_one_may_be(tasks: Tasks) -> None:
+    ran = threading.Event()
+    with without_threads(), pytest.raises(CkptError, match=r"no further thread .*pids\.max"):
+        tasks.start("one", ran.set)
+    assert not ran.is_set()
+    tasks.start("one", ran.set)
+    assert ran.wait(60)
+
+
+def test_a_job_that_gets_no_thread_is_never_done_and_the_next_one_is(tasks: Tasks) -> None:
+    done: list[str] = []
+    with without_threads(), pytest.raises(CkptError, match="no further thread"):
+        tasks.submit(done.append, "lost")
+    tasks.submit(done.append, "next").result(60)
+    assert done == ["next"]
+
+
+def test_what_gets_no_thread_of_its_own_is_done_by_those_there_are(tasks: Tasks) -> None:
+    done: list[str] = []
+    with held(tasks) as go_on:
+        with without_threads():
+            waits = tasks.submit(done.append, "late")
+        assert not waits.done()
+        go_on()
+        waits.result(60)
+    assert done == ["late"]
+
+
+def test_what_has_got_no_thread_by_the_end_is_called_off() -> None:
+    done: list[str] = []
+    with Tasks("some", pool_size=2) as tasks, held(tasks) as go_on:
+        with without_threads():
+            waits = tasks.submit(done.append, "never")
+        threading.Timer(0.1, go_on).start()
+        tasks.close()
+        assert waits.cancelled()
+    assert done == []
