@@ -137,6 +137,49 @@ class Carrier(Committing):
             }
             self.ranks.send(rank, fields, division.plans[rank])
 
+    @property
+    def is_cramped(self) -> bool:
+        """Whether it has fewer slots, or copies, than it is to have, where earlier starts' checkpoints were in the way
+        when that was planned."""
+        plan, protection = self.plan, self.protection
+        if plan is None or self._division is None or self.group.superseded_by or self.group.all_gone:
+            return False
+        unkept = protection is not None and protection.is_wanted and not self.group.is_kept_whole
+        less = plan.slots < memory.slots_for(self.group.policy) or unkept
+        return less and any(self._in_the_way())
+
+    def _in_the_way(self) -> list[int]:
+        """Bytes of earlier starts' checkpoints on the nodes, sorted, when they were asked last."""
+        plans = self.ranks.plans_by_name().values() if isinstance(self.ranks, Nodes) else [self.plan]
+        return sorted(each.kept_bytes for each in plans if each is not None)
+
+    def plan_again(self) -> None:
+        """Earlier starts' checkpoints have gone since it was planned, or some of their memory: the same division may
+        have more of it now, and never less."""
+        division, version, before = self._division, self.group.layouts_version, self._in_the_way()
+
+        def measured(plan: memory.MemoryPlan | None, error: str) -> None:
+            if plan is None or division is None or self._division is not division:
+                return
+            if version != self.group.layouts_version:
+                return  # it is planned anew, by that
+            if not isinstance(self.ranks, Nodes):
+                self.plan = replace(plan, slots=self.group.slots_in_use)
+            if self._in_the_way() == before:
+                return
+            slots = self._place(division, max(plan.slots, self.group.slots_in_use))
+            if slots < self.group.slots_in_use:  # what they hold is not given away for copies
+                slots = self._place(division, self.group.slots_in_use, self.group.slots_in_use)
+            slots = max(slots, self.group.slots_in_use)
+            changed = slots > self.group.slots_in_use
+            self.plan = replace(plan, slots=slots)
+            self.group.more_slots(slots)
+            self._tell_memory(changed)
+
+        if division is not None:
+            sizes, slots = dict(enumerate(division.arena_bytes)), memory.slots_for(self.group.policy)
+            self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
+
     def _place(self, division: Division, slots: int, fixed: int | None = None) -> int:
         """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `fixed`: as many
         are in use already."""
@@ -146,6 +189,7 @@ class Carrier(Committing):
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
         slots = protection.place(sizes, nodes.plans_by_name(), fixed)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
+        self.group.wants_copies = protection.is_wanted
         self.group.unsure = self.group.unsure and (protection.protects or self._services.awaits_lenders())
         is_whole = self.group.is_kept_whole
         if self.learning is not None and self.learning.peers != is_whole:

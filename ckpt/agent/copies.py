@@ -218,6 +218,9 @@ class Copies:
         self._transport = transport
         self._offered.setdefault(name, set()).add(reader)
 
+    def is_offered(self, identity: Identity) -> bool:
+        return any(name.split("/")[1] == str(identity) for name in self._offered)
+
     def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
         """That reader has done with what there is of it."""
         offered = f"copy/{identity}/", f"parity/{identity}/"

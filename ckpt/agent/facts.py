@@ -126,6 +126,7 @@ class Facts:
         self.superseded_by = ""
         self.committing: int | None = None  # the slot
         self.replicates = False  # whether other nodes keep copies
+        self.wants_copies = False  # whether they are to, be there room for them or not
         self.kept: tuple[Kept, ...] = ()  # who keeps those of which node; "" is this one
         self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
         self.replicating: int | None = None  # the slot
@@ -268,6 +269,11 @@ class Facts:
         self.slots_in_use = min(self.slots_in_use, slots)
         if not self.slots_in_use:
             self.refusal = message
+
+    def more_slots(self, slots: int) -> None:
+        """Memory that was not to be had when they were planned is free now."""
+        if slots > self.slots_in_use:
+            self.slots_in_use, self.refusal = slots, ""
 
     def warm(self, rank: int, slot: int, division: str) -> None:
         """Rank has mapped and bound its arena of this slot for this division."""
@@ -528,7 +534,9 @@ class Facts:
         """Whether what it has made complete is as safe as what former epochs left in memory may be."""
         if self.newest is None:
             return False
-        alone = not (self.replicates or self.unsure)  # after a restart of the agent, who keeps what is not decided yet
+        # After a restart of the agent who keeps what is not decided yet; and where nobody has room for copies what lies
+        # here alone is not as safe as what was elsewhere, too.
+        alone = not (self.replicates or self.unsure or self.wants_copies)
         return alone or self._safe_whole is not None or self.committed_tick is not None
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -494,6 +494,14 @@ class Job(TakenOver):
             for action in actions:
                 self._act(action)
             found = bool(actions)
+
+    def give_back(self, outdated: Callable[[Identity], bool]) -> None:
+        """Nobody trains in it any more: the memory of its slots on this node that hold nothing of use."""
+        used = {slot.round.tick for slot in self.group.slots if slot.state is not State.FREE and slot.round is not None}
+        if self.is_idle:
+            self.own.give_back(
+                lambda identity: outdated(identity) and not (identity.epoch == self.epoch and identity.tick in used)
+            )
 
     def drop(self, leave_others: bool = False) -> None:
         """Lets go of the memory. The caller has made sure that nothing is at work and nobody holds a lease.

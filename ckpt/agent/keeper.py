@@ -54,7 +54,7 @@ class Keeper:
         self.incarnation = secrets.token_hex(8)
         self.current: Job | None = None
         self.former: list[Job] = []
-        self._relieved_s = -math.inf
+        self._relieved_s = self._replanned_s = -math.inf
         self.followings: list[Following] = []
         self.network: Network | None = None  # in a job of several nodes
         self.newest_elsewhere = Epoch(0, "0" * 16)  # of which another node knows that a checkpoint of it is complete
@@ -226,6 +226,30 @@ class Keeper:
             text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
             self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
         return now_s + relief.PERIOD_S
+
+    def _tend_room(self, now_s: float) -> float | None:
+        """What a job is planned around goes as far as nobody goes on from it, and once some of it has, the job is
+        planned anew. When to look again."""
+        job, begun = self.current, self._begun()
+        newest = max(self.followings, key=lambda each: each.epoch, default=None)
+        cramped = (job is not None and job.is_cramped) or (newest is not None and newest.ranks.is_cramped)
+        if begun is None or not cramped:
+            return None
+        if now_s < self._replanned_s + relief.PERIOD_S:
+            return self._replanned_s + relief.PERIOD_S
+        self._replanned_s = now_s
+        for former in self.former:
+            former.give_back(begun.outdates)
+        for each in self.followings:
+            if each.epoch < begun.epoch and not each.has_ranks:
+                each.ranks.give_back(lambda identity: begun.outdates(identity) and not self._is_read(identity))
+        if job is not None and job.is_cramped:
+            job.plan_again()
+        return now_s + relief.PERIOD_S
+
+    def _is_read(self, identity: Identity) -> bool:
+        """Whether somebody reads what lies here of it, or may."""
+        return self.copies.is_offered(identity)
 
     def _give_back_copies(self, missing: int) -> tuple[int, int]:
         """Copies and parity that nobody goes on from: how many bytes, and of how many checkpoints."""

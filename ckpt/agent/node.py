@@ -141,7 +141,7 @@ class Node(Inheriting):
         self._see()
         self._tend_protection()
         self._drop_former()
-        times += [self._tend_memory(now_s), self._end_s(now_s)]
+        times += [self._tend_memory(now_s), self._tend_room(now_s), self._end_s(now_s)]
         if self.priority is not None:
             times.append(self.priority.tend(self._hurries(now_s), now_s))
         return min((each for each in times if each is not None), default=None)

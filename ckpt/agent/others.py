@@ -328,6 +328,9 @@ class Others(Leading):
         again = bool(fields.get("again"))
         return "" if again else self.fence.refusal(name, epoch_of(fields), time.monotonic())
 
+    def _is_read(self, identity: Identity) -> bool:
+        return super()._is_read(identity) or any(each == identity for _, each, _ in self._writing)
+
     def _held(self, identity: Identity, ranks: Sequence[int], hashed: bool = True) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""
         found = self._arenas_of(identity, hashed)

@@ -64,6 +64,11 @@ class Protection:
         """Whether there is nobody who could keep anything."""
         return len(self._nodes) == 1 and not self._lenders()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others are to keep something, be there room for it or not."""
+        return self.option is not None and not self.is_alone
+
     def foresees(self, risks: Mapping[str, float]) -> bool:
         """By node: the probability that it fails soon; {}: nothing is predicted. Whether that is news: then the nodes
         are put together anew at the next `place`, the riskiest with the safest; and those that are likelier to fail

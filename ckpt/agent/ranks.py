@@ -17,9 +17,11 @@ from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
 from ckpt.agent.control import SLOTS_MAX, ControlPage, Word
+from ckpt.agent.holdings import whose
 from ckpt.agent.moving import Progress
 from ckpt.agent.server import Peer
 from ckpt.errors import AgentError
+from ckpt.plan.placement import GENERATIONS
 from ckpt.types import Identity
 
 
@@ -42,6 +44,7 @@ class Ranks:
         self._bulk = bulk
         self._taken = taken
         self.limited: memory.MemoryPlan | None = None  # the newest plan, where it is the user's limit that bounds it
+        self.is_cramped = False  # whether earlier starts' checkpoints were in the way when that was made
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
 
     @property
@@ -116,6 +119,7 @@ class Ranks:
         held_bytes = self.arena_bytes + taken.lent_bytes
         plan = memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
+        self.is_cramped = bool(plan.kept_bytes) and plan.left_bytes(slots) < GENERATIONS * plan.slot_bytes
         then(plan, "")
 
     def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
@@ -205,6 +209,12 @@ class Ranks:
     def close_arenas(self, slot: int) -> None:
         _close(self.arenas.pop(slot, {}).values())
         self._handed = {each for each in self._handed if each[0] != slot}
+
+    def give_back(self, outdated: Callable[[Identity], bool]) -> None:
+        """The memory of slots that hold nothing, or what is outdated. The caller has made sure that nobody fills it."""
+        for slot, by_rank in list(self.arenas.items()):
+            if all(found is None or outdated(found[0][0]) for found in map(whose, by_rank.values())):
+                self.close_arenas(slot)
 
     def drop(self) -> None:
         """Lets go of the memory. The caller has made sure that nobody holds a lease on it."""

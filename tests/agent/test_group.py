@@ -670,6 +670,27 @@ def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_ha
     assert driver.group.outdoes_former
 
 
+def test_where_nobody_has_room_for_the_copies_asked_for_only_what_is_in_the_store_outdoes_what_former_epochs_left() -> (
+    None
+):
+    """That lies on several nodes, and the newest on one each."""
+    driver = Driver()
+    driver.group.wants_copies = True
+    driver.complete()
+    assert not driver.group.outdoes_former
+    driver.commit()
+    assert driver.group.outdoes_former
+
+
+def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
+    driver = Driver(slots=0)
+    assert driver.group.refusal
+    driver.group.more_slots(2)
+    assert (driver.group.slots_in_use, driver.group.refusal) == (2, "")
+    driver.group.more_slots(1)
+    assert driver.group.slots_in_use == 2, "what they hold stays"
+
+
 def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
     driver = Driver()
     driver.group.replicates = True

@@ -1,0 +1,82 @@
+"""A start that goes on from memory finds that memory taken, by what it goes on from among others. What the job has room
+for is planned around that, and anew once it has gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.agent.nodes.cluster import Cluster
+
+
+def slots_of(status: dict[str, Any]) -> int:
+    return int(status["job"]["memory"]["slots"])
+
+
+def all_kept(peers: dict[str, Any]) -> bool:
+    return bool(peers["nodes"]) and all(row["kept_by"] for row in peers["nodes"])
+
+
+def limit(cluster: Cluster, slots: float) -> None:
+    """From the next start on: what a job takes of each node with so many slots, copies for others among them. Now it
+    has all its slots."""
+    cluster.await_status(0, lambda status: len(status["job"]["slots"]) == 3)
+    memory = cluster.status(0)["job"]["memory"]
+    allowed = int(slots * memory["slot_bytes"]) + memory["commit_bytes"]
+    cluster.options = {**cluster.options, "limits": {"memory": allowed, "bandwidth": None}}
+
+
+@pytest.mark.parametrize("slots", [4.5, 3.5])
+@pytest.mark.parametrize("spread", [(0,), (0, 1)])
+def test_a_job_that_is_started_again_has_all_its_slots_again_once_it_has_saved(
+    spread: tuple[int, ...], slots: float, cluster: Cluster
+) -> None:
+    """With the least memory there is not one at first: what the three slots of the start before it take that hold
+    nothing of use is given back."""
+    cluster.options = {**cluster.options, "peers": None}
+    cluster.start(*spread)
+    cluster.checkpoint("store")
+    limit(cluster, slots)
+    for _ in range(2):
+        cluster.hang_up()
+        step = cluster.job[0].step
+        assert cluster.start(*spread).fields["candidate"]["step"] == step
+        assert cluster.await_event("memory.plan")["slots"] == (1 if slots > 4 else 0), "it was planned around it"
+        cluster.await_status(0, lambda status: slots_of(status) > 0)
+        cluster.checkpoint("local", "store")
+        cluster.await_status(0, lambda status: slots_of(status) == 3)
+        cluster.checkpoint("local", "store")
+
+
+def test_where_there_is_no_room_for_copies_what_was_safe_before_stays_until_the_store_has_something_newer(
+    cluster: Cluster,
+) -> None:
+    """What is newer lies on one node each."""
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    limit(cluster, 4.5)
+    cluster.hang_up()
+    assert cluster.start(0, 1).fields["candidate"]["step"] == step
+    assert not all_kept(cluster.await_event("peers.placed"))
+    assert cluster.checkpoint("local") > step
+    cluster.await_event("commit.failed")
+    cluster.kill(1)
+    cluster.hang_up()
+    assert cluster.start(0, 2).fields["candidate"]["step"] == step
+
+
+def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_was_in_the_way_has_gone(
+    cluster: Cluster,
+) -> None:
+    cluster.start(0, 1)
+    cluster.checkpoint("peer", "store")
+    limit(cluster, 4.5)
+    for _ in range(2):
+        cluster.hang_up()
+        cluster.start(0, 1)
+        assert not all_kept(cluster.await_event("peers.placed"))
+        cluster.checkpoint("local", "store")
+        cluster.await_status(0, lambda status: all_kept(status["job"]["peers"]))
+        cluster.checkpoint("peer")
