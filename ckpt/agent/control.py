@@ -26,6 +26,7 @@ ROUND_MAX = (1 << 20) - 1
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
+AMID = "in the middle of a step"  # why what is appointed at a poll is missed, and would be at the next one
 _LEAVE = 7  # the word of the page that says by which round
 _POLL = 8  # in the kind
 _STEP_LOW = (1 << 16) - 1  # so much of its step is told with a poll: all ranks are known to be at it

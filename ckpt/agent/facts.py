@@ -9,12 +9,12 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckpt.agent.actions import Action, Request, Tell
-from ckpt.agent.control import SLOTS_MAX
+from ckpt.agent.control import AMID, SLOTS_MAX
 from ckpt.agent.members import AGAIN, Members, Presence
+from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Tick
@@ -120,6 +120,7 @@ class Facts:
         self.world = world
         self.policy = policy
         self.members = Members(world)
+        self.pace = Pace()
         self.slots = [Slot(n) for n in range(SLOTS_MAX)]
         self.slots_in_use = 0  # how many of them memory allows; 0 until the first division
         self.division = ""
@@ -153,10 +154,9 @@ class Facts:
         self._committed_from_s = -math.inf  # when the newest round that was to be committed was appointed
         self._retries = 0
         self._latency_s = LATENCY_S
-        self._pace: tuple[float, int] = (0.0, 0)
+        self._steps_from: tuple[float, int] = (0.0, 0)  # what follows is counted from there on
         self._steps_per_s = 0.0
-        self._since_s: Sequence[float | None] = ()  # when each rank entered the step it is in, as far as that is known
-        self._poll_pace: tuple[float, int, int] = (0.0, -1, 0)  # (when, the ended step, its polls)
+        self._polls_from: tuple[float, int, int] = (0.0, -1, 0)  # (when, the ended step, its polls)
         self._polls_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
@@ -284,7 +284,7 @@ class Facts:
         """The restore is over; training goes on after `step`. From here on snapshots are appointed."""
         if self._start_step is None:
             self._start_step = step
-            self._pace = (now_s, step)
+            self._steps_from = (now_s, step)
             self._due_s = now_s + (self.policy.seconds or 0.0)
 
     def follow(self, policy: Every, now_s: float) -> None:
@@ -342,6 +342,8 @@ class Facts:
             return
         if why == "late":
             self._latency_s = min(2 * self._latency_s, LATENCY_S_MAX)
+        elif why == AMID:
+            self.pace.amid_step = round_.tick.step + 1
         round_.missed = round_.missed or f"rank {rank} missed it ({why})"
 
     def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:

@@ -42,7 +42,7 @@ from ckpt.agent.actions import (
     Unprotect,
 )
 from ckpt.agent.choosing import Course
-from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
+from ckpt.agent.control import ROUND_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, UNKEPT, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.verdicts import Verdicts
@@ -51,7 +51,6 @@ from ckpt.types import Tick
 
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
-LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
@@ -69,7 +68,8 @@ class Group(Verdicts):
         """All that follows from what is known. `steps`: the step each rank published as entered, 0: none yet. `polls`:
         how often it polled or saved since the last ended one; empty: never. `since_s`: when it entered that step;
         None, or empty: that is not known."""
-        self._since_s = since_s
+        saved = self._settled.tick if self._settled is not None else None
+        self.pace.see(now_s, steps, polls, since_s, saved)
         self._tend_notices(now_s, steps)
         self._end_attempts(now_s)
         self._bring_forward(now_s)
@@ -87,7 +87,7 @@ class Group(Verdicts):
         if not self.frozen:
             self._divide_and_make(now_s)
             self._grant_saves(now_s, steps)
-            self._appoint(now_s, steps, polls)
+            self._appoint(now_s, steps)
         self._tell_outcome(now_s)
         self._let_go(now_s)
         self._acknowledge(now_s)
@@ -252,7 +252,7 @@ class Group(Verdicts):
                 self._out.append(Divide(self._layouts_version))
             return
         # What is appointed is appointed again, under that one.
-        self._withdraw("the ranks' new division", now_s, lambda r: r.why is Why.STEP and r.division != self.division)
+        self._withdraw(now_s, lambda r: r.division != self.division)
         making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
         if self.division:
             for slot in self.slots[: self.slots_in_use]:
@@ -389,7 +389,7 @@ class Group(Verdicts):
         if queued or not self._plan_is_current():
             return
         free = self._grantable()
-        if (free is None or appointed is not None) and self._withdraw("an explicit save", now_s, lambda _: True):
+        if (free is None or appointed is not None) and self._withdraw(now_s, lambda _: True):
             free = self._grantable()  # all ranks wait here: none has acted on that appointment, or will
         if free is None:
             return
@@ -406,36 +406,33 @@ class Group(Verdicts):
         round_.metrics.update(self._metrics())
         self._answer_saves(self._is_saved(round_))
 
-    def _appoint(self, now_s: float, steps: Sequence[int], polls: Sequence[int]) -> None:
+    def _appoint(self, now_s: float, steps: Sequence[int]) -> None:
         hold, extra = self.course in (Course.HOLD, Course.COPY), self._wants_extra()
         self._resumed = self._resumed and not all(steps)
         if self._at_end:
-            self._withdraw("what all ranks have ended with", now_s, lambda _: True)
+            self._withdraw(now_s, lambda _: True)
         if hold or self.course is Course.PUSH:
-            self._withdraw("the last snapshot before the machine goes away", now_s, lambda r: r.why is Why.STEP)
-            if self._all_poll(steps, polls) and self._is_long(now_s):
-                at_poll = "one at a poll: the end of this step may come too late"
-                self._withdraw(at_poll, now_s, lambda r: r.why is Why.HOLD and not r.tick.sub)
+            self._withdraw(now_s, lambda r: not r.unjudged)  # all else makes way for the last one
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
-            at_once = "one at once: the machine may go away"
-            self._withdraw(at_once, now_s, lambda r: r.why is Why.STEP and r.tick.step > far)
+            self._withdraw(now_s, lambda r: r.tick.step > far)
+        if self._by_time and self.pace.all_poll and self.pace.is_long:
+            self._withdraw(now_s, lambda r: not r.tick.sub)  # nobody knows when this step ends
         if self.course is Course.PUSH or not self._may_appoint() or self._saves:
             return
-        by_time = hold or extra or self.policy.seconds is not None
         before = [round_ for _, round_ in self._open()]
-        if before and (by_time or not all(round_.announced for round_ in before)):
+        if before and (self._by_time or not all(round_.announced for round_ in before)):
             return
         slot = self._grantable() if hold or extra or now_s >= self._due_s else None
         if slot is None or self._start_step is None or not (hold or extra or self._can_spare(slot)):
             return
         at = max(self._start_step, *steps)
-        if not by_time:
-            tick = self._next_named(now_s, at, steps, bool(before))
-        elif self._all_poll(steps, polls):
-            tick = self._next_poll(now_s, steps[0] - 1, max(polls))
+        if not self._by_time:
+            tick = self._next_named(now_s, at, bool(before))
+        elif self.pace.all_poll:
+            tick = self._next_poll(now_s)
         else:
-            near = self._near_step(now_s, steps) if hold else None
+            near = self._near_step(now_s) if hold else None
             tick = near or self._next_step(now_s, at)
         if tick is None:
             return
@@ -447,23 +444,13 @@ class Group(Verdicts):
         if self.policy.seconds is not None:
             self._due_s = now_s + self.policy.seconds
 
-    @staticmethod
-    def _all_poll(steps: Sequence[int], polls: Sequence[int]) -> bool:
-        """Whether all ranks poll within one step."""
-        return len(set(steps)) == 1 and bool(polls) and all(0 < n < SUB_MAX // 2 for n in polls)
-
-    def _is_long(self, now_s: float) -> bool:
-        """Whether the step that the ranks are in takes clearly longer than usual."""
-        entered = [s for s in self._since_s if s is not None]
-        return bool(entered) and now_s - max(entered) > LONG * self._usual_step_s + LATENCY_S
-
-    def _next_named(self, now_s: float, at: int, steps: Sequence[int], others: bool) -> Tick | None:
+    def _next_named(self, now_s: float, at: int, others: bool) -> Tick | None:
         """The first of the steps that the policy names which can still be announced, and is behind all that are taken
         or announced. None: it will be time for it later, and until then its slot may serve another. `others`: whether
         some are announced."""
         every = self.policy.steps or 1
         far = self._next_step(now_s, at)
-        near = self._near_step(now_s, steps) or far
+        near = self._near_step(now_s) or far
         newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
         step = -(-max(near.step, newest + 1) // every) * every
         return Tick(step) if not others or step <= far.step else None
@@ -471,34 +458,33 @@ class Group(Verdicts):
     def _next_step(self, now_s: float, at: int) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
         late, at the pace seen since the last one."""
-        since_s, since = self._pace
+        since_s, since = self._steps_from
         if now_s - since_s >= LATENCY_S:
             self._steps_per_s = (at - since) / (now_s - since_s)
-            self._pace = (now_s, at)
+            self._steps_from = (now_s, at)
         return Tick(at + self._lead(self._steps_per_s))
 
-    def _near_step(self, now_s: float, steps: Sequence[int]) -> Tick | None:
+    def _near_step(self, now_s: float) -> Tick | None:
         """Sooner than that: the end of the step that the foremost rank is in, or of the next one, if that is as far
         away as an announcement needs; by when it entered that step, and the pace. A step may take a minute, and so may
         what is left before a deadline. None where that is not known, or announcements were late of late."""
-        at = max(steps)
-        entered = [s for step, s in zip(steps, self._since_s, strict=False) if step == at and s is not None]
-        step_s = self._step_s
-        if not at or not entered or step_s is None or self._latency_s > LATENCY_S:
+        at, step_s = self.pace.step, self.pace.measured_s
+        if not at or not self.pace.is_shown or step_s is None or self._latency_s > LATENCY_S:
             return None
-        left_s = min(entered) + step_s - now_s
+        left_s = self.pace.entered_s + step_s - now_s
         margin_s = max(LATENCY_S, NEAR_MARGIN * step_s)
         if not margin_s - step_s <= left_s <= step_s + margin_s:  # this step is another than they usually are
             return None
         return Tick(at if left_s >= margin_s else at + 1)
 
-    def _next_poll(self, now_s: float, step: int, at: int) -> Tick:
+    def _next_poll(self, now_s: float) -> Tick:
         """The same where all ranks poll within one step: an evaluation may take longer than waiting for its end is
         good for. If it ends sooner the ranks say that they are late."""
-        since_s, of, since = self._poll_pace
+        step, at = self.pace.step - 1, self.pace.poll
+        since_s, of, since = self._polls_from
         if of != step or now_s - since_s >= LATENCY_S:
             self._polls_per_s = (at - since) / (now_s - since_s) if of == step else 0.0
-            self._poll_pace = (now_s, step, at)
+            self._polls_from = (now_s, step, at)
         return Tick(step, at + self._lead(self._polls_per_s))
 
     def _lead(self, per_s: float) -> int:
@@ -589,23 +575,26 @@ class Group(Verdicts):
         slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
         return slot.round
 
-    def _withdraw(self, what_for: str, now_s: float, which: Callable[[Round], bool]) -> bool:
-        """Takes those appointments back that no rank has acted on. False where there is none."""
+    def _withdraw(self, now_s: float, which: Callable[[Round], bool]) -> bool:
+        """Takes those appointments back that no rank has acted on: nothing is lost by it. False where there is none."""
         found = [(slot, r) for slot, r in self._open() if r.announced and not r.staged and which(r)]
         for slot, round_ in found:
-            self._abandon(slot, round_, f"withdrawn for {what_for}", now_s)
+            self._drop(slot, round_, now_s)
         return bool(found)
 
     def _abandon(self, slot: Slot, round_: Round, why: str, now_s: float) -> None:
         message = f"the snapshot at {round_.tick} was given up: {why}"
-        self._clear_word(round_)
         if round_.staged or round_.missed or round_.explicit:  # else nobody had come so far: nothing is lost
             self._out.append(Emit("round.abandoned", message, round_.explicit))
-        self._abandoned.append(round_.number)
         if round_.staged or round_.explicit:  # else nobody waits for it, unless he is just staging it
             self._tell_level(round_.tick, "local", False, why)
         if round_.explicit:
             self.last_error = message
+        self._drop(slot, round_, now_s)
+
+    def _drop(self, slot: Slot, round_: Round, now_s: float) -> None:
+        self._clear_word(round_)
+        self._abandoned.append(round_.number)
         if round_.unjudged:
             self._judge(round_, self.is_lost_cause or self._ended, now_s)
         if round_.why is Why.STEP and self.policy.seconds is not None:

@@ -474,7 +474,7 @@ class Job(TakenOver):
             ],
             "course": group.course.value,
             "needs_s": round(group.need_s, 1),
-            "step_s": round(group.step_s, 4),
+            "step_s": round(group.pace.step_s, 4),
         }
 
     def settle(self) -> float | None:

@@ -25,6 +25,7 @@ from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, Whe
 from ckpt.agent.facts import REJOIN_S, Facts, Round, Slot, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
+from ckpt.agent.pace import PACE_S
 from ckpt.agent.relaying import bare
 from ckpt.notices.notice import MOVED_S
 from ckpt.policy.every import STEPS_APART
@@ -32,9 +33,7 @@ from ckpt.types import Tick
 
 RESERVE_S = 10.0  # kept free before a deadline: clocks differ, stores have slow moments, machines go early
 SAVING_S = 60.0  # hashing and commit, before one was measured: leave early rather than late
-STEP_S = 1.0  # a step, before one was measured
 STEPS_TO_HOLD = 3  # the two that an appointment is made ahead, and the one under way
-PACE_S = 1.0  # the pace is measured over at least so long
 END_S = 2.0  # before a signal's deadline, whatever is still waited for: to leave in order
 # Before a deadline, whatever is still under way: ranks wait until a second before it, and in a container the agent ends
 # with them.
@@ -105,10 +104,6 @@ class Leaving(Facts):
         self.course = Course.STAY
         self._due: set[tuple[str, str]] = set()  # once it is time to leave by one it stays so, unless it proves false
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
-        self._paced: tuple[float, int] | None = None
-        self._step_s: float | None = None  # as measured
-        self._moved = (-math.inf, 0)  # when a rank was last seen in another step than the foremost before, and that
-        self._slow_s = 0.0  # how long the present step takes already
         self._saved: Measured | None = None  # from all staged to committed
         self._committed_in: Measured | None = None  # of that, the commit alone
         self._copied: Measured | None = None  # from all staged to copied
@@ -212,14 +207,9 @@ class Leaving(Facts):
 
     # -- what others ask
 
-    @property
-    def step_s(self) -> float:
-        """A step takes about so long; the present one counts where it takes longer."""
-        return max(self._usual_step_s, self._slow_s)
-
     def _late_commit_s(self) -> float:
         """One that is appointed when a commit is due is announced so many steps ahead, and waits for the end of one."""
-        return super()._late_commit_s() + (STEPS_APART + 1) * self._usual_step_s
+        return super()._late_commit_s() + (STEPS_APART + 1) * self.pace.usual_s
 
     @property
     def _saving_s(self) -> float | None:
@@ -230,10 +220,6 @@ class Leaving(Facts):
     def _copying_s(self) -> float | None:
         """From all staged to copied, as well."""
         return self._copied.seconds_of(sum(self._need)) if self._copied is not None else None
-
-    @property
-    def _usual_step_s(self) -> float:
-        return STEP_S if self._step_s is None else self._step_s
 
     @property
     def need_s(self) -> float:
@@ -294,7 +280,7 @@ class Leaving(Facts):
         """From making an appointment to its commit, by what was measured, and nothing in reserve."""
         if saving_s is None:
             saving_s = SAVING_S if self._saving_s is None else self._saving_s
-        return STEPS_TO_HOLD * self.step_s + 2 * self._latency_s + self._stall_s + saving_s
+        return STEPS_TO_HOLD * self.pace.step_s + 2 * self._latency_s + self._stall_s + saving_s
 
     def deadline_s(self, now_s: float) -> float | None:
         """The earliest that is certain and still ahead."""
@@ -311,7 +297,7 @@ class Leaving(Facts):
                 times += [near_s] if near_s > now_s and name not in self._due | self._near else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
-        if any(s.round is not None and s.round.unjudged and not s.round.tick.sub for s in self.slots):
+        if self._by_time and any(not round_.tick.sub for _, round_ in self._open()):
             times.append(now_s + PACE_S)  # the ranks may poll before they come to that step, and for long
         back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
         times += [at_s for at_s in back_s if at_s > now_s]
@@ -326,7 +312,7 @@ class Leaving(Facts):
 
     def _tend_notices(self, now_s: float, steps: Sequence[int]) -> None:
         """Measures, and settles which course holds for this round of decisions."""
-        self._measure(now_s, steps)
+        self._measure(now_s)
         self._find_due(now_s)
         self._find_near(now_s)
         self._tend_extra(steps)
@@ -361,16 +347,7 @@ class Leaving(Facts):
         if due and (self._report is None or self._report.how == "pushed"):
             self._report = Report("left", "", min(each.deadline_s for each in due), self._certain())
 
-    def _measure(self, now_s: float, steps: Sequence[int]) -> None:
-        at = max(steps, default=0)
-        if at != self._moved[1]:
-            self._moved = (now_s, at)
-        if self._paced is None or at < self._paced[1]:
-            self._paced = (now_s, at) if at else None
-        elif at > self._paced[1] and now_s - self._paced[0] >= PACE_S:
-            self._step_s = (now_s - self._paced[0]) / (at - self._paced[1])
-            self._paced = (now_s, at)
-        self._slow_s = now_s - self._paced[0] if self._paced is not None and self._paced[1] == at else 0.0
+    def _measure(self, now_s: float) -> None:
         for slot in self.slots:
             round_ = slot.round
             if round_ is None or not round_.staged:
@@ -445,6 +422,11 @@ class Leaving(Facts):
         if extra is None or self._extra_tries <= 0:
             return False
         return not any(s.state is State.STAGED and s.round is not None and s.round.tick >= extra for s in self.slots)
+
+    @property
+    def _by_time(self) -> bool:
+        """Whether what is appointed is to come soon, or by the clock, and not at steps that the policy names."""
+        return self.course in (Course.HOLD, Course.COPY) or self._wants_extra() or self.policy.seconds is not None
 
     def _choose(self, now_s: float) -> Course:
         live = self._live(now_s)

@@ -196,7 +196,7 @@ class Showing:
 def job_facts(job: Job) -> dict[str, Any]:
     """Of one job: what is on its way to which level, how often it saves and why."""
     now_s, group = time.monotonic(), job.group
-    facts: dict[str, Any] = {"step_s": group.step_s, "under_way": [], "rates": {}}
+    facts: dict[str, Any] = {"step_s": group.pace.step_s, "under_way": [], "rates": {}}
     for slot in group.slots:
         round_ = slot.round
         if round_ is None:

@@ -213,11 +213,11 @@ class Verdicts(Leaving):
     def _attempt_ends_s(self, now_s: float) -> tuple[float, float]:
         """Until when a first rank has to hold, and until when the verdict has to be there. One rank alone waits for
         nobody who might be dead: it has all the time there is, and so have all where no restart is behind it. Ranks
-        that come from one step to the next do not hang: they wait for a slot."""
+        that come from one boundary to the next do not hang: they wait for a slot."""
         signals = self._attempts(now_s)
         last_s = min(each.deadline_s for each in signals) - END_S
         told_s = min((each.told_s for each in signals if each.key == RESTARTS), default=math.inf)
-        few_s = max(told_s, self._moved[0]) + ATTEMPT_STEPS * self._usual_step_s + ATTEMPT_S
+        few_s = max(told_s, self.pace.moved_s) + ATTEMPT_STEPS * self.pace.usual_s + ATTEMPT_S
         return last_s if self.world == 1 else min(few_s, last_s), last_s
 
     def _somebody_holds(self) -> bool:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import SupportsIndex
 
-from ckpt.agent.control import Kind, Place, Word
+from ckpt.agent.control import AMID, Kind, Place, Word
 from ckpt.errors import Leave, UsageError
 from ckpt.events import Events
 from ckpt.trainer.parting import NOTICE_CODE, Parting
@@ -140,7 +140,7 @@ class Appointments:
         if place is Place.LATE:
             saver.late(told.round, tick.step)
         elif torn or (tick.sub and (self._updates.pending or self._steps.may_have_drawn)):
-            saver.missed(told.round, tick, torn or "in the middle of a step")
+            saver.missed(told.round, tick, torn or AMID)
         elif not saver.take(told.round, told.slot, tick) and told.kind is Kind.HOLD:
             saver.quiet()
             if self._parting.held(told.round):

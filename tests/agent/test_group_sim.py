@@ -18,7 +18,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
-from ckpt.agent.control import Kind, Place, Word
+from ckpt.agent.control import AMID, Kind, Place, Word
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import Standing
@@ -81,6 +81,7 @@ class Sim:
         self.last_step = rng.randint(8, 20)
         self.save_steps = {s for s in range(1, self.last_step) if rng.random() < 0.08}
         self.evaluations = {s: rng.randint(1, 40) for s in range(1, self.last_step) if rng.random() < 0.1}
+        self.amid = {s for s in self.evaluations if rng.random() < 0.3}  # behind an update that no boundary has ended
         self.polled = 0  # snapshots appointed at polls
         self.content: dict[tuple[int, int], Content] = {}
         self.readers: dict[int, list[tuple[Content, ...]]] = {}
@@ -558,6 +559,8 @@ class Sim:
         rank.seen.add(word.round)
         if word.place(ended, rank.sub) is Place.LATE:
             self.send(rank, self.group.missed, rank.number, word.round, "late")
+        elif rank.sub and ended in self.amid:
+            self.send(rank, self.group.missed, rank.number, word.round, AMID)
         elif rank.layout != rank.division_layout or rank.warm.get(word.slot) != rank.division or self.fault(0.3):
             self.send(rank, self.group.missed, rank.number, word.round, "layout")
         else:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
-from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.control import AMID, ControlPage, Kind, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
@@ -1362,9 +1362,11 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     wake_s = driver.group.next_wake_s(driver.now_s)
     assert wake_s is not None
     assert wake_s <= driver.now_s + 1.0
-    driver.evaluate(4 * driver.group.step_s)
+    driver.evaluate(4 * driver.group.pace.step_s)
     moved = driver.word()
     assert (moved.kind, moved.step) == (Kind.HOLD, driver.steps[0] - 1)
+    assert driver.group.last_error == "", "nothing is lost"
+    assert not [action for action in driver.said if isinstance(action, do.Emit)]
     assert driver.polls < moved.sub <= driver.polls + 4
     for _ in range(20):
         driver.evaluate(0.1, polls=0)
@@ -1386,7 +1388,7 @@ def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:
 
 def test_a_hold_at_a_poll_that_never_comes_is_at_the_end_of_a_step_again() -> None:
     driver = about_to_hold()
-    driver.evaluate(4 * driver.group.step_s)
+    driver.evaluate(4 * driver.group.pace.step_s)
     moved = driver.word()
     assert moved.sub
     driver.train(0.1)  # the evaluation is over
@@ -1405,3 +1407,191 @@ def test_a_hold_at_which_one_rank_has_staged_already_is_not_moved() -> None:
     driver.stage(word.round, Tick(word.step), word.slot, range(1))
     driver.evaluate(2.0)
     assert driver.word() == word
+
+
+def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(1.0)
+    tick, driver.polls = Tick(driver.steps[0] - 1, 1), 1
+    driver.save(tick)
+    driver.stage(driver.answers("save")[0]["round"], tick, driver.answers("save")[0]["slot"])
+    driver.warn(60.0, when=When.AT_ONCE)
+    word = driver.word()
+    assert (word.kind, word.sub) == (Kind.HOLD, 0)
+    driver.evaluate(4 * driver.group.pace.step_s, polls=0)
+    assert driver.word() == word
+    driver.evaluate(0.5)
+    assert driver.word().sub > 0, "and this is one"
+
+
+def taking() -> Polling:
+    """By the clock; one is appointed at the end of a step, which a long evaluation precedes."""
+    driver = Polling(start_step=None)
+    driver.group.follow(Every(seconds=60.0), 0.0)
+    driver.group.started(0, 0.0)
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(58.0)
+    assert (driver.word().kind, driver.word().sub) == (Kind.TAKE, 0)
+    assert driver.word().step <= driver.steps[0] + 2
+    return driver
+
+
+def test_what_is_to_be_taken_by_the_clock_comes_at_a_poll_once_a_step_takes_long() -> None:
+    driver = taking()
+    word = driver.word()
+    for _ in range(2):
+        driver.evaluate(0.1)
+    assert driver.word() == word, "it may be a step like others"
+    wake_s = driver.group.next_wake_s(driver.now_s)
+    assert wake_s is not None
+    assert wake_s <= driver.now_s + 1.0
+    driver.evaluate(1.0)
+    driver.evaluate(1.0)
+    assert (driver.word().kind, driver.word().step) == (Kind.TAKE, driver.steps[0] - 1)
+    assert driver.polls < driver.word().sub + 2
+
+
+def test_what_is_to_be_taken_at_a_named_step_is_taken_there_however_long_that_step_takes() -> None:
+    driver = Polling(every=10)
+    word = driver.word()
+    driver.train(1.0)
+    assert (word.kind, word.step) == (Kind.TAKE, driver.steps[0])
+    for _ in range(20):
+        driver.evaluate(1.0)
+    assert driver.word() == word
+
+
+@pytest.mark.parametrize("asked_by", ["an alarm", "an uncertain notice", "a notice that was left by"])
+def test_one_checkpoint_more_that_is_asked_for_does_not_wait_for_the_end_of_an_evaluation(asked_by: str) -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(2.0)
+    if asked_by == "an alarm":
+        driver.group.ask_extra()
+        driver.decide()
+    elif asked_by == "an uncertain notice":
+        driver.warn(20.0, certain=False)
+    else:
+        driver.warn(10.0, when=When.NOT_AGAIN)
+    assert (driver.word().sub, driver.word().step <= driver.steps[0] + 2) == (0, True)
+    for _ in range(4):
+        driver.evaluate(1.0)
+    assert driver.word().sub > 0
+
+
+def test_nothing_is_appointed_at_polls_of_a_step_once_it_was_said_that_they_are_in_the_middle_of_it() -> None:
+    driver = about_to_hold()
+    for _ in range(3):
+        driver.evaluate(1.0)
+    moved = driver.word()
+    assert moved.sub
+    for rank in range(2):
+        driver.group.missed(rank, moved.round, AMID)
+    for _ in range(3):
+        driver.evaluate(1.0)
+        assert (driver.is_hold(), driver.word().sub) == (True, 0)
+    driver.train(0.1)
+    driver.evaluate(25.0)
+    driver.evaluate(1.0)
+    assert driver.word().sub > 0, "another step is asked anew"
+
+
+def test_who_polls_in_a_long_evaluation_leaves_no_earlier_than_he_has_to() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(2.0)
+    driver.warn(3600.0)
+    need_s = driver.group.need_s
+    for _ in range(600):
+        driver.evaluate(1.0)
+    assert driver.group.need_s < need_s + 3 * SLACK * 1.1, "three polls, and not three such evaluations"
+    for _ in range(60):
+        driver.evaluate(1.0, polls=0)
+    assert driver.group.need_s > need_s + 0.1, "a silent one may take any time"
+
+
+def in_an_evaluation(polls: int) -> Polling:
+    """One has been complete for some while, and its commit, which takes 20 s, has begun just now."""
+    driver = Polling()
+    driver.train(2.0)
+    for step in (1, 2):
+        driver.save(Tick(driver.steps[0] - 1, step))
+        granted = driver.answers("save")[0]
+        driver.stage(granted["round"], Tick(driver.steps[0] - 1, step), granted["slot"])
+        driver.group.assembled(granted["slot"], granted["round"], "")
+        driver.decide()
+        if step == 1:
+            driver.now_s += 20.0
+            driver.commit()
+            driver.train(5.0)
+            driver.train(5.0)
+    driver.train(5.0)
+    for number in range(60):
+        driver.evaluate(1.0, polls=number < polls)
+    driver.decide()
+    assert driver.group.newest_store is Store.RUNNING
+    return driver
+
+
+def test_in_an_evaluation_with_polls_a_last_one_is_taken_where_it_fits_whatever_the_step_takes() -> None:
+    driver = in_an_evaluation(polls=60)
+    driver.warn(30.0)
+    assert driver.group.course is Course.HOLD
+    assert driver.is_hold()
+    assert driver.polls < driver.word().sub <= driver.polls + 4
+
+
+@pytest.mark.parametrize("polls", [0, 1])
+def test_in_a_silent_one_what_is_complete_is_pushed(polls: int) -> None:
+    driver = in_an_evaluation(polls)
+    driver.warn(30.0)
+    assert driver.group.course is Course.PUSH
+
+
+def test_signalled_ranks_that_come_from_one_poll_to_the_next_do_not_hang() -> None:
+    driver = Polling()
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(2.0)
+    for _ in range(4):
+        driver.evaluate(1.0)
+    driver.warn(30.0, source=SIGNAL, key="SIGTERM", when=When.AT_ONCE)
+    while driver.polls < driver.word().sub:
+        driver.evaluate(0.9, polls=0)
+        driver.evaluate(0.1)
+    assert not driver.ends()
+    driver.evaluate(ATTEMPT_S + 1.0, polls=0)
+    assert driver.ends(), "and now they do"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_hold_whose_notice_was_taken_back_does_not_stand_in_the_way_of_the_next_one(again: bool) -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(60.0, when=When.AT_ONCE)
+    before = driver.word()
+    driver.group.withdrawn("cloud", "1")
+    driver.decide()
+    assert driver.word() == before, "ranks may be on their way to it"
+    if not again:
+        return
+    driver.warn(60.0, "2", when=When.AT_ONCE)
+    word = driver.word()
+    assert (word.round != before.round, word.step <= before.step) == (True, True)
+    driver.take()
+    assert driver.hold(word) == {0: True, 1: True}
+
+
+def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
+    driver = about_to_hold()
+    before = driver.word()
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.planned(driver.world + 1, "e", (100, 100), 3)
+    driver.make_ready()
+    assert driver.is_hold()
+    assert driver.word().round != before.round
