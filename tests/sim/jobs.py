@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt.agent import wire
-from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.control import ControlPage, Kind, Place, Word
 from ckpt.errors import AgentError, CkptError, NotStaged
 from ckpt.notices.notice import First, Known, Notice
 from ckpt.notices.notice import Word as Told
@@ -32,6 +32,7 @@ class SimRank(FakeRank):
         self.inbox = queue.Queue()
         self.node, self.fabric, self.pid = node, fabric, fabric.pid()
         self.reconnecting = False
+        self.sub = 0  # polls since the last step
         self.over = self.gone = False  # gone: no agent is to be had any more
         self.on_hold: Callable[[str], None] = lambda what: None  # told when it holds, hears the verdict, asks to leave
         self._left_by = 0  # the round by which an agent that has died told the ranks to leave
@@ -127,28 +128,45 @@ class SimRank(FakeRank):
     def on_message(self, message: wire.Message) -> None:
         if message.kind == "awaited":
             word = Word.unpack(int(message.fields["word"]))
-            if word is not None and word.round not in self.answered and self.step > word.step:
-                self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+            if word and word.round not in self.answered and word.place(self.step, self.sub) is not Place.EARLY:
+                self._is_late(word)  # it was not announced yet when this rank was there
         super().on_message(message)
 
     # -- what a step ends with
 
     def boundary(self) -> bool:
         """Whether to leave."""
+        self.sub = 0
+        return self._serve()
+
+    def poll(self) -> bool:
+        """The same between two steps."""
+        page = self.page
+        assert page is not None
+        self.sub += 1
+        page.enter(self.rank, self.step + 1, self.sub)
+        return self._serve()
+
+    def _serve(self) -> bool:
         page = self.page
         assert page is not None
         words = page.appointed() if self.is_back else []
-        new = [word for word in words if word.round not in self.answered and word.step <= self.step]
-        self.answered = {word.round for word in words if word.step <= self.step}
+        here = [word for word in words if word.place(self.step, self.sub) is not Place.EARLY]
+        new = [word for word in here if word.round not in self.answered]
+        self.answered = {word.round for word in here}
         held = [self.keep(word) for word in new]
         return any(held)
 
     def keep(self, word: Word) -> bool:
-        if word.step < self.step:
-            self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
+        if word.place(self.step, self.sub) is Place.LATE:
+            self._is_late(word)
             return False
-        self.take(word.round, word.slot, Tick(self.step))
-        return word.kind is Kind.HOLD and self.taken[-1:] == [self.step] and self.hold(word.round)
+        before = len(self.taken)
+        self.take(word.round, word.slot, Tick(self.step, self.sub))
+        return word.kind is Kind.HOLD and len(self.taken) > before and self.hold(word.round)
+
+    def _is_late(self, word: Word) -> None:
+        self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def hold(self, round_: int) -> bool:
         """The verdict: as ckpt.trainer.parting asks for it."""
@@ -253,12 +271,15 @@ class SimJob:
     def is_over(self) -> bool:
         return len(self.answers) == len(self.ranks)
 
-    def start(self, steps: int, pace: Callable[[SimRank], float]) -> None:
-        """Trains so many steps. `pace`: the seconds of a rank's next one."""
+    def start(
+        self, steps: int, pace: Callable[[SimRank], float], polls_s: Callable[[int], Sequence[float]] = lambda step: ()
+    ) -> None:
+        """Trains so many steps. `pace`: the seconds of a rank's next one. `polls_s`: of the evaluation before that step
+        the seconds up to each poll; none: there is no evaluation."""
         world = self.fabric.world
         for rank in self.ranks:
             world.owner = rank
-            world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace))
+            world.spawn(f"rank {rank.rank}", lambda rank=rank: self._live(rank, steps, pace, polls_s))
             world.owner = None
 
     def die(self, within_s: float) -> None:
@@ -267,12 +288,17 @@ class SimJob:
         for rank in self.ranks:
             world.at(world.rng.uniform(0.0, within_s), rank.die)
 
-    def _live(self, rank: SimRank, steps: int, pace: Callable[[SimRank], float]) -> None:
+    def _live(
+        self, rank: SimRank, steps: int, pace: Callable[[SimRank], float], polls_s: Callable[[int], Sequence[float]]
+    ) -> None:
         self._enter(rank)
         last = rank.step + steps
         leave = False
         while rank.step < last and not leave:
             rank.enter(rank.step + 1)
+            leave = self._evaluate(rank, polls_s(rank.step + 1))
+            if leave:
+                break
             time.sleep(pace(rank))
             self._meet.wait()
             rank.train(rank.step + 1)
@@ -284,6 +310,14 @@ class SimJob:
         self.answers[rank.rank] = rank.leave_for("notice" if leave else "normal", time.monotonic() + 60.0)
         rank.over = True
         rank.close()
+
+    def _evaluate(self, rank: SimRank, polls_s: Sequence[float]) -> bool:
+        """Whether to leave."""
+        for wait_s in polls_s:
+            time.sleep(wait_s)
+            if rank.poll():
+                return True
+        return False
 
     def _enter(self, rank: SimRank) -> None:
         rank.connect()

@@ -70,7 +70,7 @@ class Doomed(Life):
         for rank in job.ranks:
             rank.on_hold = self._holds
             rank.notices = self.heard(rank)
-        job.start(round(self.trains_s / self.step_s), self.pace)
+        job.start(round(self.trains_s / self.step_s), self.pace, self.polls_s)
         self.world.run(lambda: all(rank.over for rank in job.ranks), LONG_S)
         assert len({each for each in job.left.values() if each[0]}) <= 1, f"not at one step: {job.left}"
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)

@@ -1,6 +1,6 @@
 """Lives of a job of several nodes, whole agents and all: notices that come to any of them, agents that die,
-connections that are cut, slow stores, slow steps, and the same job started again on machines that are about to go.
-Whatever happens, in whichever order:
+connections that are cut, slow stores, slow steps, evaluations with polls, and the same job started again on machines
+that are about to go. Whatever happens, in whichever order:
 
 - all ranks leave at one step, or none does;
 - they leave only by a notice that is certain and stands; where nothing breaks they do in time, and it is committed;
@@ -71,7 +71,12 @@ class Life:
         self.notices: list[tuple[float, Notice, float | None]] = []  # from when, what, and when taken back
         self.operator: list[float] = []
         self.slow: dict[int, float] = {}  # by rank: seconds that its next step takes more
-        self.options = {**fake.OPTIONS, "policy": {"steps": rng.choice((3, 10, 10, 1000)), "seconds": None}}
+        self.evaluations: dict[int, list[float]] = {}  # before which step: the seconds up to each poll
+        for _ in range(rng.choice((0, 1, 2))):
+            step, polls, apart_s = rng.randrange(1, 60), rng.randint(2, 40), 10 ** rng.uniform(-1, 0.3)
+            self.evaluations[step] = [rng.uniform(0.5, 1.0) * apart_s for _ in range(polls)]
+        steps, seconds = rng.choice(((3, None), (10, None), (1000, None), (None, 1.0), (None, 10.0)))
+        self.options = {**fake.OPTIONS, "policy": {"steps": steps, "seconds": seconds}}
         if rng.random() < 0.5:
             self.options["peers"] = {"replicas": 1}
         self.key = secret.make()
@@ -163,6 +168,9 @@ class Life:
     def pace(self, rank: SimRank) -> float:
         return self.rng.uniform(0.8, 1.2) * self.step_s + self.slow.pop(rank.rank, 0.0)
 
+    def polls_s(self, step: int) -> list[float]:
+        return self.evaluations.get(step, [])
+
     def heard(self, rank: SimRank) -> dict[str, Any]:
         """Where its agent is to listen."""
         return Sources("given", file=f"/nowhere/{rank.node}").fields()
@@ -193,7 +201,7 @@ class Life:
             rank.on_hold = self._holds
             rank.notices = self.heard(rank)
         self.held_s = 0.0
-        job.start(round(self.trains_s / self.step_s), self.pace)
+        job.start(round(self.trains_s / self.step_s), self.pace, self.polls_s)
         self.world.run(lambda: job.is_over, LONG_S)
         outcomes = set(job.left.values())
         assert len(outcomes) == 1, f"some leave and some do not, or at another step: {job.left}"

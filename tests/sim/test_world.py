@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from ckpt.agent.control import ControlPage
 from ckpt.tasks import Tasks
 from tests.sim.test_notices_sim import live
 from tests.sim.world import BEGIN_S, Stuck, living
@@ -35,6 +36,19 @@ def test_what_waits_goes_on_when_it_is_told_to_or_when_its_time_is_up() -> None:
         world.run(lambda: len(said) == 4, 1000.0)
     assert said[:2] == [("short", 50, False), ("told", 100, True)]
     assert sorted(said[2:]) == [("asks", 7, True), ("long", 100, True)]
+
+
+def test_the_page_on_which_a_rank_shows_where_it_is_has_its_clock() -> None:
+    with living(1) as world:
+        page = ControlPage.create(1)
+
+        def train() -> None:
+            time.sleep(5.0)
+            page.enter(0, 7)
+
+        world.spawn("rank", train)
+        world.run(lambda: page.entered(0) == 7, 100.0)
+        assert page.since_s(0) == pytest.approx(BEGIN_S + 5.0, abs=0.1)
 
 
 def test_threads_and_pools_of_the_package_live_in_it() -> None:

@@ -319,6 +319,7 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(threading, "_time", now)
     patch.setattr(queue, "time", now)
     patch.setattr(time, "monotonic", now)
+    patch.setattr(time, "monotonic_ns", lambda: round(world.now_s * 1e9))
     patch.setattr(time, "perf_counter", now)
     patch.setattr(time, "time", lambda: EPOCH_S + world.now_s - BEGIN_S)
     patch.setattr(time, "sleep", sleep)
