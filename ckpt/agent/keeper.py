@@ -242,10 +242,15 @@ class Keeper:
             former.give_back(begun.outdates)
         for each in self.followings:
             if each.epoch < begun.epoch and not each.has_ranks:
-                each.ranks.give_back(lambda identity: begun.outdates(identity) and not self._is_read(identity))
+                each.ranks.give_back(lambda identity: begun.outdates(identity) and not self._is_needed(identity))
         if job is not None and job.is_cramped:
             job.plan_again()
         return now_s + relief.PERIOD_S
+
+    def _is_needed(self, identity: Identity) -> bool:
+        """Whether it is the newest that is safe in other nodes' memory, as what the job goes on from need not be; or
+        somebody reads it."""
+        return identity == self.copies.told_safe or self._is_read(identity)
 
     def _is_read(self, identity: Identity) -> bool:
         """Whether somebody reads what lies here of it, or may."""

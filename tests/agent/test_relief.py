@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -101,7 +102,8 @@ class Agent:
         self.fence = Fence()
         self.begun = begun
         self.told: list[Event] = []
-        self._relieved_s = -math.inf
+        self.current = None
+        self._relieved_s = self._replanned_s = -math.inf
 
     def _jobs(self) -> list[Former]:
         return self.former
@@ -117,6 +119,12 @@ class Agent:
 
     def _event(self, event: Event) -> None:
         self.told.append(event)
+
+    def _is_needed(self, identity: Identity) -> bool:
+        return Keeper._is_needed(cast(Any, self), identity)
+
+    def _is_read(self, identity: Identity) -> bool:
+        return Keeper._is_read(cast(Any, self), identity)
 
     def look(self, now_s: float) -> float | None:
         return Keeper._tend_memory(cast(Any, self), now_s)
@@ -203,3 +211,19 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
     assert complete()
     job.nodes, group.committed_tick = (), None
     assert complete()
+
+
+def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_the_job_went_on_from_newer() -> None:
+    """That lies on one node each, and is gone with any of them."""
+    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
+    agent = Agent([], Begun(THREE, parent))
+    agent.copies.told_safe = safe
+    left = [older, safe, parent]
+
+    def give_back(outdated: Callable[[Identity], bool]) -> None:
+        left[:] = [each for each in left if not outdated(each)]
+
+    before = SimpleNamespace(epoch=TWO, has_ranks=False, ranks=SimpleNamespace(give_back=give_back))
+    agent.followings = [before, SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
+    Keeper._tend_room(cast(Any, agent), 100.0)
+    assert left == [safe, parent]
