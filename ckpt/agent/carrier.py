@@ -142,8 +142,8 @@ class Carrier(Committing):
         """Whether it has fewer slots, or copies, than it is to have, where earlier starts' checkpoints were in the way
         when that was planned."""
         plan, protection = self.plan, self.protection
-        if plan is None or self._division is None or self.group.superseded_by or self.group.all_gone:
-            return False
+        if plan is None or not self.group.is_planned or self.group.superseded_by or self.group.all_gone:
+            return False  # or it is planned anew anyway
         unkept = protection is not None and protection.is_wanted and not self.group.is_kept_whole
         less = plan.slots < memory.slots_for(self.group.policy) or unkept
         return less and any(self._in_the_way())

@@ -271,8 +271,9 @@ class Facts:
             self.refusal = message
 
     def more_slots(self, slots: int) -> None:
-        """Memory that was not to be had when they were planned is free now."""
-        if slots > self.slots_in_use:
+        """Memory that was not to be had when they were planned is free now. It is no answer to what could not be
+        planned at all."""
+        if slots > self.slots_in_use and self.is_planned:
             self.slots_in_use, self.refusal = slots, ""
 
     def warm(self, rank: int, slot: int, division: str) -> None:
@@ -614,7 +615,9 @@ class Facts:
         staged = [slot.round for slot in self.slots if slot.state in (State.STAGED, State.COMPLETE)]
         return any(round_ is not None and round_.why is Why.EXIT for round_ in staged)
 
-    def _plan_is_current(self) -> bool:
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a division of what the ranks hold now."""
         return bool(self.division) and self._planned_version == self._layouts_version
 
     def _may_appoint(self) -> bool:
@@ -627,7 +630,7 @@ class Facts:
             return False  # it could not answer
         rounds = [slot.round for slot in self.slots if slot.round is not None]
         holding = any(round_.unjudged for round_ in rounds)
-        return self._plan_is_current() and not holding
+        return self.is_planned and not holding
 
     def _tell_level(self, tick: Tick, level: str, ok: bool, message: str) -> None:
         self._out.append(

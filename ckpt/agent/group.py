@@ -386,7 +386,7 @@ class Group(Verdicts):
             return  # this very tick is being staged: it need not be taken twice
         waiting = [s.round for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
         queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]  # else they wait for the ranks
-        if queued or not self._plan_is_current():
+        if queued or not self.is_planned:
             return
         free = self._grantable()
         if (free is None or appointed is not None) and self._withdraw(now_s, lambda _: True):

@@ -691,6 +691,19 @@ def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     assert driver.group.slots_in_use == 2, "what they hold stays"
 
 
+def test_what_cannot_be_divided_is_refused_however_much_memory_there_comes_to_be() -> None:
+    """Else whoever saves waits for ever."""
+    driver = Driver(slots=1)
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.unplannable(driver.group.layouts_version, "two ranks differ")
+    driver.group.more_slots(3)
+    for rank in range(2):
+        driver.group.save(rank, Tick(0, 1), Why.SAVE, {}, ("peer", rank))
+    refused = [each for each in driver.decide() if isinstance(each, do.Refuse)]
+    assert [each.message for each in refused] == ["two ranks differ"] * 2
+
+
 def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> None:
     driver = Driver()
     driver.group.replicates = True
