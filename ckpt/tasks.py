@@ -18,6 +18,12 @@ from ckpt.errors import CkptError
 T = TypeVar("T")
 
 
+def _is_queued(error: RuntimeError) -> bool:
+    """Whether a pool has the job, and only lacks a further thread. Else it is broken, or the interpreter ends, and
+    nobody will ever do it."""
+    return str(error).startswith("can't start")  # as CPython says it
+
+
 def end_all(ends: list[Callable[[], object]]) -> None:
     """Calls each, the last first, and takes it off the list once it is over: a second call goes on with the rest. One
     that Ctrl-C ends, maybe before its first line, is called once more. Errors: Ctrl-C, or else the first."""
@@ -88,11 +94,11 @@ class Tasks:
 
         try:
             taken = self._pool.submit(run)
-        except RuntimeError as exc:  # it is in the pool's queue all the same
-            if self.stopping.is_set() or not self._has_pooled:
-                job.cancel()
-                raise CkptError(self._no_thread(exc)) from exc
-            with self._lock:
+        except RuntimeError as exc:
+            with self._lock:  # so that `close` sees it
+                if self.stopping.is_set() or not self._has_pooled or not _is_queued(exc):
+                    job.cancel()
+                    raise CkptError(self._no_thread(exc)) from exc
                 self._queued = [each for each in self._queued if not each.done()] + [job]
             return job
         self._has_pooled = True  # a thread, until the end
@@ -101,6 +107,8 @@ class Tasks:
     def _no_thread(self, error: RuntimeError) -> str:
         if self.stopping.is_set():
             return f"{self.name} is closed"
+        if not _is_queued(error):
+            return f"{self.name} does nothing any more: {error}"
         why = "memory is used up, or as many run as the control group allows (pids.max)"
         return f"{self.name} got no further thread ({error}): {why}"
 
@@ -110,7 +118,9 @@ class Tasks:
         deadline = time.monotonic() + timeout_s
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        for job in self._queued:
+        with self._lock:
+            queued = self._queued
+        for job in queued:
             job.cancel()
         with self._lock:  # one that is not alive has ended, or Ctrl-C came before it was started
             threads = [t for t in self._threads if t.is_alive() and t is not threading.current_thread()]

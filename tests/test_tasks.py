@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -70,3 +72,22 @@ def test_what_has_got_no_thread_by_the_end_is_called_off() -> None:
         tasks.close()
         assert waits.cancelled()
     assert done == []
+
+
+def test_what_is_to_be_done_once_the_interpreter_ends_is_refused_and_not_waited_for_for_ever() -> None:
+    """As a save where a block is left by atexit."""
+    code = """
+import atexit
+from ckpt.errors import CkptError
+from ckpt.tasks import Tasks
+tasks = Tasks("some", pool_size=1)
+tasks.submit(int).result()
+def late():
+    try:
+        tasks.submit(int).result(10)
+    except CkptError as exc:
+        print("refused:", exc)
+atexit.register(late)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.startswith("refused:"), said
