@@ -345,6 +345,8 @@ class Facts:
             self._latency_s = min(2 * self._latency_s, LATENCY_S_MAX)
         elif why == AMID:
             self.pace.amid_step = round_.tick.step + 1
+        if why in ("late", AMID) and round_.tick.sub:
+            self.pace.missed_poll(round_.tick.step + 1)
         round_.missed = round_.missed or f"rank {rank} missed it ({why})"
 
     def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:
@@ -375,6 +377,7 @@ class Facts:
         entry.state = State.COMPLETE
         self._latency_s = max(self._latency_s / 2, LATENCY_S)
         self._retries = 0
+        self.pace.completed()
         self._tell_level(round_.tick, "local", True, "")
 
     def committed(self, slot: int, error: str, now_s: float) -> None:

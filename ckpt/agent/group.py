@@ -416,8 +416,9 @@ class Group(Verdicts):
         elif extra:
             far = max(steps, default=0) + LEAD_MIN
             self._withdraw(now_s, lambda r: r.tick.step > far)
-        if self._by_time and self.pace.all_poll and self.pace.is_long:
-            self._withdraw(now_s, lambda r: not r.tick.sub)  # nobody knows when this step ends
+        at_polls = self.pace.all_poll and self.pace.is_long
+        if self._by_time and at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
+            self._extra_tries += self._extra is not None  # nobody knows when this step ends, and none was missed
         if self.course is Course.PUSH or not self._may_appoint() or self._saves:
             return
         before = [round_ for _, round_ in self._open()]
@@ -429,7 +430,7 @@ class Group(Verdicts):
         at = max(self._start_step, *steps)
         if not self._by_time:
             tick = self._next_named(now_s, at, bool(before))
-        elif self.pace.all_poll:
+        elif at_polls or (hold and self.pace.is_poll_next):
             tick = self._next_poll(now_s)
         else:
             near = self._near_step(now_s) if hold else None

@@ -117,6 +117,7 @@ class Leaving(Facts):
         self._near: set[tuple[str, str]] = set()  # certain ones that count already, though it is not time to leave
         self._early: Tick | None = None  # the same as `_away`, for their sake
         self._report: Report | None = None
+        self._end_reported = False  # that they left since they had come to their end: said once
         self.may_acknowledge = False  # whether the user lets planned events begin at once when all is safe
         self.acknowledging = False  # one is being told so
         self._acknowledged: set[Planned] = set()  # or tried in vain
@@ -344,7 +345,8 @@ class Leaving(Facts):
         if not self._at_end or self._leave_round or self._ended or self.all_gone or self.superseded_by:
             return
         due = [each for each in self._live(now_s) if (each.source, each.key) in self._due]
-        if due and (self._report is None or self._report.how == "pushed"):
+        if due and not self._end_reported and (self._report is None or self._report.how == "pushed"):
+            self._end_reported = True
             self._report = Report("left", "", min(each.deadline_s for each in due), self._certain())
 
     def _measure(self, now_s: float) -> None:

@@ -12,6 +12,7 @@ STEP_S = 1.0  # a step, before one was measured
 PACE_S = 1.0  # the pace is measured over at least so long
 LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
 LONG_S = 0.01  # and no step is long that takes less
+IN_VAIN_MAX = 16  # how often that counts as a reason to wait longer
 
 
 class Pace:
@@ -24,6 +25,7 @@ class Pace:
         self.moved_s = -math.inf  # when a rank was last seen at a boundary, of a step or a poll, ahead of all others
         self.amid_step = 0  # in that one they poll where nothing can be taken
         self.measured_s: float | None = None  # what a step took of late
+        self._in_vain, self._vain_step = 0, 0  # so often in a row, and in that one last, polls did not come to it
         self._polled = 0  # how often all ranks have in that step, since the last save
         self._present_s = 0.0
         self._from: tuple[float, int] | None = None  # the pace is measured from there on
@@ -53,6 +55,14 @@ class Pace:
         self._present_s = now_s - self.entered_s if step else 0.0
         self._measure(step)
 
+    def missed_poll(self, step: int) -> None:
+        """What was appointed at a poll of that step came to nothing: it ended sooner, say."""
+        self._in_vain, self._vain_step = min(self._in_vain + 1, IN_VAIN_MAX), step
+
+    def completed(self) -> None:
+        """What was appointed became complete, wherever that was."""
+        self._in_vain = max(0, self._in_vain - 1)
+
     def _measure(self, step: int) -> None:
         if self._from is None or step < self._from[1]:
             self._from = (self.entered_s, step) if step else None
@@ -75,10 +85,20 @@ class Pace:
 
     @property
     def is_long(self) -> bool:
-        """Whether the step that the ranks are in takes clearly longer than usual."""
-        return self._present_s > max(LONG * self.usual_s, LONG_S)
+        """Whether the step that the ranks are in takes clearly longer than usual; than such took in whose polls nothing
+        could be had of late."""
+        return self._present_s > max(LONG * self.usual_s, LONG_S) * (1 << self._doubts)
 
     @property
     def all_poll(self) -> bool:
         """Whether all ranks poll within one step, and something can be taken there as far as they said."""
         return self._polled > 0 and self.poll < SUB_MAX // 2
+
+    @property
+    def is_poll_next(self) -> bool:
+        """Whether they come to a poll sooner than to the end of a step, as far as is known."""
+        return self.all_poll and not self._doubts
+
+    @property
+    def _doubts(self) -> int:
+        return self._in_vain if self.step != self._vain_step else 0

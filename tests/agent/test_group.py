@@ -41,9 +41,16 @@ class Driver:
         self.make_ready()
 
     def decide(self) -> list[do.Action]:
-        new = self.group.decide(self.now_s, self.steps)
-        self.said += new
-        return new
+        """As the agent does: until nothing is left to do now."""
+        said: list[do.Action] = []
+        while new := self.look():
+            said += new
+            assert len(said) < 1000, f"it finds something to do for ever: {new}"
+        self.said += said
+        return said
+
+    def look(self) -> list[do.Action]:
+        return self.group.decide(self.now_s, self.steps)
 
     def make_ready(self) -> None:
         """Arenas are made, and every rank is warm for what is offered."""

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
-from ckpt.agent.control import AMID, ControlPage, Kind, Word
+from ckpt.agent.control import AMID, ControlPage, Kind, Place, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
@@ -1329,10 +1329,8 @@ class Polling(Warned):
 
     polls, since_s = 0, 0.0
 
-    def decide(self) -> list[do.Action]:
-        new = self.group.decide(self.now_s, self.steps, [self.polls] * self.world, [self.since_s] * self.world)
-        self.said += new
-        return new
+    def look(self) -> list[do.Action]:
+        return self.group.decide(self.now_s, self.steps, [self.polls] * self.world, [self.since_s] * self.world)
 
     def train(self, seconds: float) -> None:
         self.polls, self.since_s = 0, self.now_s + seconds
@@ -1595,3 +1593,79 @@ def test_a_hold_is_appointed_again_under_the_ranks_new_division() -> None:
     driver.make_ready()
     assert driver.is_hold()
     assert driver.word().round != before.round
+
+
+class InTurns(Polling):
+    """Steps of one second and of ten, in turns; the long ones begin with so many polls. Ranks keep what is appointed,
+    or say that it is too late or, of polls, that these are in the middle of a step."""
+
+    def __init__(self, polls_each: int, amid: bool = False) -> None:
+        self.polls_each, self.amid = polls_each, amid
+        self.seen: set[int] = set()
+        self.taken: list[Tick] = []
+        super().__init__(start_step=None)
+
+    def turn(self, seconds: float) -> None:
+        for _ in range(self.polls_each if seconds > 1 else 0):
+            self.evaluate(seconds / (self.polls_each + 1))
+            self.keep()
+            self.decide()
+            seconds *= self.polls_each / (self.polls_each + 1)
+        self.now_s += seconds
+        self.steps, self.polls, self.since_s = [step + 1 for step in self.steps], 0, self.now_s
+        self.keep()
+        self.decide()
+
+    def keep(self) -> None:
+        here = self.steps[0] - 1, self.polls
+        for word in self.words():
+            read = Word.unpack(word.pack())
+            assert read is not None
+            place = read.place(*here)
+            if place is Place.EARLY or word.round in self.seen:
+                continue
+            self.seen.add(word.round)
+            for rank in range(self.world):
+                if place is Place.LATE or (self.polls and self.amid):
+                    self.group.missed(rank, word.round, "late" if place is Place.LATE else AMID)
+                else:
+                    self.group.staged(rank, word.round, Tick(*here), word.slot, "d", 0.0)
+            if place is Place.DUE and not (self.polls and self.amid):
+                self.taken.append(Tick(*here))
+                self.decide()
+                self.group.assembled(word.slot, word.round, "")
+
+
+@pytest.mark.parametrize("amid", [False, True])
+@pytest.mark.parametrize("polls", [1, 2, 3])
+@pytest.mark.parametrize("by", ["a notice", "the clock", "an alarm"])
+def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end_of_a_step(
+    by: str, polls: int, amid: bool
+) -> None:
+    driver = InTurns(polls, amid)
+    driver.group.follow(Every(seconds=30.0) if by == "the clock" else Every(steps=1000), 0.0)
+    driver.group.started(0, 0.0)
+    driver.steps = [1, 1]
+    for seconds in [1.0, 10.0] * 6:
+        driver.turn(seconds)
+    driver.taken.clear()
+    if by == "a notice":
+        driver.warn(600.0, when=When.AT_ONCE)
+    elif by == "an alarm":
+        driver.group.ask_extra()
+    driver.decide()
+    for seconds in [1.0, 10.0] * 10:
+        driver.turn(seconds)
+    assert driver.taken
+
+
+def test_a_poll_in_each_step_is_no_reason_to_wait_for_a_second_one() -> None:
+    driver = Polling(start_step=None)
+    driver.group.follow(Every(seconds=60.0), 0.0)
+    driver.group.started(0, 0.0)
+    driver.save_once()
+    driver.train(2.0)
+    driver.train(57.9)
+    driver.evaluate(0.05)
+    driver.evaluate(0.1, polls=0)
+    assert driver.word().sub == 0

@@ -84,3 +84,19 @@ def test_a_rank_moves_when_it_comes_to_a_step_or_a_poll_and_waits_where_none_doe
     assert pace.moved_s == now_s + 2.0, "the other one only followed"
     pace.see(now_s + 4.0, [11, 10], [0, 1], (), None)
     assert pace.moved_s == now_s + 4.0
+
+
+def test_a_step_has_to_take_twice_as_long_each_time_that_polls_of_another_one_came_to_nothing() -> None:
+    pace, now_s = trained(1.0)
+
+    def looks(step: int, for_s: float) -> tuple[bool, bool]:
+        pace.see(now_s + for_s, [step] * 2, [1, 1], [now_s, None], None)
+        return pace.is_poll_next, pace.is_long
+
+    assert looks(10, LONG + 0.1) == (True, True)
+    pace.missed_poll(10)
+    assert looks(10, LONG + 0.1) == (True, True), "of this one more is known"
+    assert looks(11, LONG + 0.1) == (False, False)
+    assert looks(11, 2 * LONG + 0.1) == (False, True)
+    pace.completed()
+    assert looks(11, LONG + 0.1) == (True, True)
