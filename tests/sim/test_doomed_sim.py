@@ -3,7 +3,7 @@ all that it was sending; where the job has not left by then, the launcher ends w
 happens:
 
 - what the outcome says to be in the store is there, and so is, in the end, what it says to be in the memory of nodes
-  that stay: these commit it, unless one of them goes by a notice that was not heard by then;
+  that stay: these commit it, unless one of them goes by a notice that was not heard by then, or its agent is killed;
 - who was told to leave leaves, nobody waits for ever, and every agent that is left ends by itself.
 
 A schedule is one seed, as in tests/sim/test_notices_sim.py.
@@ -12,6 +12,7 @@ A schedule is one seed, as in tests/sim/test_notices_sim.py.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,8 @@ ENDED_S = 2.0  # from the end of a machine until a launcher has ended the rest
 
 
 class Doomed(Life):
-    """`outcomes`: where it is written what came of it, by node. `told`: that. `going`: the nodes that go."""
+    """`outcomes`: where it is written what came of it, by node. `told`: that. `going`: the nodes that go.
+    `killed_s`: when an agent was killed, Unix time."""
 
     def __init__(self, world: World, seed: int, settings: Settings) -> None:
         super().__init__(world, seed, settings)
@@ -41,6 +43,7 @@ class Doomed(Life):
         self.outcomes: dict[int, Path] = {node: self.fabric.folder(node) / "outcome" for node in self.nodes}
         self.told: list[dict[str, Any]] = []
         self.going: list[int] = []
+        self.killed_s = -math.inf
 
     def heard(self, rank: SimRank) -> dict[str, Any]:
         return Sources("given", file=f"/nowhere/{rank.node}", outcome=str(self.outcomes[rank.node])).fields()
@@ -55,6 +58,10 @@ class Doomed(Life):
             world.at(at_s + lead_s, partial(self._goes, node))
         if rng.random() < 0.3:
             world.at(rng.uniform(2.0, 60.0), lambda: self._break(self._kill))
+
+    def _kill(self) -> None:
+        self.killed_s = EPOCH_S + self.world.now_s - BEGIN_S
+        super()._kill()
 
     def _goes(self, node: int) -> None:
         assert self.job is not None
@@ -84,7 +91,7 @@ class Doomed(Life):
         newest = max((identity.tick.step for identity in committed), default=-1)
         for told in self.told:
             there = [told["committed_step"]] + [told["step"]] * (told["level"] == "store")
-            if len(told["notices"]) == len(self.going):
+            if len(told["notices"]) == len(self.going) and self.killed_s < told["time_s"]:
                 there += [told["peer_step"]] + [told["step"]] * (told["level"] == "peer")
             assert newest >= max((step for step in there if step is not None), default=-1), (told, committed)
 
