@@ -88,9 +88,8 @@ class Following:
         were heard here before."""
         self.epoch, self.world = epoch, world
         self.leader = nodes[0]
-        self.claim: Claim | None = None  # what its coordinator tells the store of it, once it has begun
         self.over = False
-        self.terms: Terms | None = None  # it, and how it commits; None after a restart of this agent
+        self.terms: Terms | None = None  # how its coordinator commits, and its claim, once it has begun
         self.ranks = Ranks(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
@@ -115,6 +114,10 @@ class Following:
     def needed(self) -> bool:
         """Whether somebody here or the coordinator has to do with it."""
         return not self.over and (self._is_led or self.has_ranks)
+
+    @property
+    def claim(self) -> Claim | None:
+        return self.terms.claim if self.terms is not None else None
 
     @property
     def has_ranks(self) -> bool:
@@ -194,8 +197,9 @@ class Following:
             self.ranks.bring(rank, slots, message.fds)
         else:
             self.ranks.has(rank, slots, message.fds)
-        if resume and self.claim is None:  # it was told to a former agent
-            self.claim = claim_told(self.epoch, fields)
+        if resume and self.terms is None:  # it was told to a former agent
+            options = options_from(fields["options"])
+            self.terms = Terms(claim_told(self.epoch, fields), options.codec, options.limits.bandwidth)
         here = self._here[rank] = Here(peer, next(self._numbers), int(fields["id"]))
         message.blobs = message.blobs[:2]  # what the nodes are the coordinator knows: not once for each rank of all
         self._forward(rank, here, message)
@@ -291,7 +295,7 @@ class Following:
     def _told(self, terms: Terms) -> None:
         if terms.claim.epoch != self.epoch:
             raise AgentError(f"the claim of {terms.claim.epoch} was told for {self.epoch}")
-        self.claim, self.terms = terms.claim, terms
+        self.terms = terms
 
     def declines(self, fields: dict[str, Any], why: str) -> bool:
         """Whether that would have a rank stage now. Then it is told that it cannot, and the coordinator hears of a

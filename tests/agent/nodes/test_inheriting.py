@@ -52,6 +52,19 @@ def test_what_is_safe_with_others_is_committed_by_them_when_its_coordinator_is_l
 
 
 @pytest.mark.usefixtures("soon")
+def test_an_agent_that_was_started_again_meanwhile_commits_it_too(cluster: Cluster) -> None:
+    save_nowhere_but_in_memory(cluster, COPIES, 0, 1)
+    cluster.kill_agent(1)
+    cluster.come_back(1)
+    step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.allow_commits()
+    cluster.hang_up(1)
+    wait_for(lambda: bool(line(cluster.url)))
+    assert [identity.tick.step for identity in line(cluster.url)] == [step]
+
+
+@pytest.mark.usefixtures("soon")
 def test_what_is_not_whole_any_more_is_left_alone(cluster: Cluster) -> None:
     """Two of three are lost, where one may be; the third one ends in its time."""
     save_nowhere_but_in_memory(cluster, COPIES, 0, 1, 2)
