@@ -243,7 +243,8 @@ class Carrier(Committing):
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not != UNKEPT  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
-                return why_not == UNKEPT  # all that is to be had is there: see Group._undoes_safe
+                # In part, all that is to be had is there (Group._undoes_safe); what was safe as a whole stays for it.
+                return why_not == UNKEPT and self.group.outdoes_former
             if self.learning is not None:
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)
