@@ -233,7 +233,7 @@ def test_a_peer_that_is_not_there_or_offers_nothing_is_an_error_in_time(node: Ma
 
 def test_an_address_that_leads_nowhere_is_tried_once_and_not_for_each_transfer(node: Made, loop: TurnedLoop) -> None:
     """It may take CONNECT_S, and a restore makes many transfers. Nor is it again where the other one is busy."""
-    sender, receiver = node("a", served_max=1, stall_s=1000.0), node("b", patience_s=2.0)
+    sender, receiver = node("a", served_max=1, stall_s=1000.0), node("b", patience_s=6.0)
     source, frames = content()
     sender.transport.offer(NAME, memoryview(source), frames)
     tried: list[socket.socket] = []
