@@ -109,6 +109,11 @@ def transfer_of(identity: Identity, rank: int) -> str:
     return f"copy/{identity}/{rank}"
 
 
+def _identity_of(transfer: str) -> Identity:
+    """Of what is offered, a copy or parity."""
+    return Identity.parse(transfer.split("/")[1])
+
+
 class Copies:
     """What this node keeps for others, and what it offers them. `chunks`: parity, which comes and goes as copies do."""
 
@@ -219,7 +224,7 @@ class Copies:
         self._offered.setdefault(name, set()).add(reader)
 
     def is_offered(self, identity: Identity) -> bool:
-        return any(name.split("/")[1] == str(identity) for name in self._offered)
+        return any(_identity_of(name) == identity for name in self._offered)
 
     def withdraw(self, transport: Transport, identity: Identity, reader: str = "") -> None:
         """That reader has done with what there is of it."""
@@ -350,7 +355,7 @@ class Copies:
             self._unwanted.add(key)
             self._coming[key][0].cancel()
         for name in list(self._offered):
-            if goes(Identity.parse(name.split("/")[1])):
+            if goes(_identity_of(name)):
                 self._offer_no_more(name)
         self.chunks.forget(goes)
         self._failed = {each for each in self._failed if not goes(each[0])}

@@ -145,9 +145,7 @@ def read_tree(kind: str, tree: Any, path: str) -> tuple[list[Named], dict[str, A
     return [Named(name, tensor) for _, name, tensor in tensors], payload
 
 
-def encode(
-    shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants | None = None
-) -> tuple[bytes, bytes]:
+def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.Constants) -> tuple[bytes, bytes]:
     """The two trees of values of a state (StateWalker.values), as they are kept. `constants`: those of its scan.
     Errors: UsageError names what cannot be stored by its place in the state, where users have put it."""
     try:

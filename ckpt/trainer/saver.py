@@ -153,10 +153,9 @@ class Saver:
         link.levels.retry(tick)
         try:
             answer = link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
-        except Superseded:
-            raise
         except CkptError as exc:
-            if why == "save":  # the others may come to it only now, and to another agent; at the end all ask again
+            # The others may come to it only now, and to another agent; at the end all ask again.
+            if why == "save" and not isinstance(exc, Superseded):
                 link.cannot_save(tick, str(exc))
             raise
         link.levels.expect(tick)

@@ -1423,13 +1423,19 @@ def test_a_hold_behind_a_save_does_not_wait_for_a_poll_as_if_that_had_been_one()
     assert driver.word().sub > 0, "and this is one"
 
 
-def taking() -> Polling:
-    """By the clock; one is appointed at the end of a step, which a long evaluation precedes."""
+def by_the_clock() -> Polling:
+    """Saved once, and two seconds into the minute until it is due again."""
     driver = Polling(start_step=None)
     driver.group.follow(Every(seconds=60.0), 0.0)
     driver.group.started(0, 0.0)
     driver.save_once()
     driver.train(2.0)
+    return driver
+
+
+def taking() -> Polling:
+    """By the clock; one is appointed at the end of a step, which a long evaluation precedes."""
+    driver = by_the_clock()
     driver.train(58.0)
     assert (driver.word().kind, driver.word().sub) == (Kind.TAKE, 0)
     assert driver.word().step <= driver.steps[0] + 2
@@ -1660,11 +1666,7 @@ def test_what_each_of_many_evaluations_has_too_few_polls_for_is_taken_at_the_end
 
 
 def test_a_poll_in_each_step_is_no_reason_to_wait_for_a_second_one() -> None:
-    driver = Polling(start_step=None)
-    driver.group.follow(Every(seconds=60.0), 0.0)
-    driver.group.started(0, 0.0)
-    driver.save_once()
-    driver.train(2.0)
+    driver = by_the_clock()
     driver.train(57.9)
     driver.evaluate(0.05)
     driver.evaluate(0.1, polls=0)
