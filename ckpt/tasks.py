@@ -81,19 +81,20 @@ class Tasks:
             raise CkptError(f"{self.name} is closed, or has no pool")
         job: Future[T] = Future()
 
-        def run() -> T:
+        def run(job: Future[T]) -> T:
             if not job.set_running_or_notify_cancel():
                 raise CkptError(f"{self.name} was to do it when it got no thread for it")
             try:
                 result = fn(*args)
             except BaseException as exc:
                 job.set_exception(exc)
+                del job  # the error knows this frame: it would keep itself alive, and the memory in the frames of `fn`
                 raise
             job.set_result(result)
             return result
 
         try:
-            taken = self._pool.submit(run)
+            taken = self._pool.submit(run, job)
         except RuntimeError as exc:
             with self._lock:  # so that `close` sees it
                 if self.stopping.is_set() or not self._has_pooled or not _is_queued(exc):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -50,6 +52,26 @@ def test_a_job_that_gets_no_thread_is_never_done_and_the_next_one_is(tasks: Task
         tasks.submit(done.append, "lost")
     tasks.submit(done.append, "next").result(60)
     assert done == ["next"]
+
+
+def test_what_a_failed_job_worked_on_is_free_once_its_error_is_let_go(tasks: Tasks) -> None:
+    class Memory: ...
+
+    def fail(memory: Memory) -> None:
+        held.append(weakref.ref(memory))
+        raise ValueError
+
+    held: list[weakref.ref[Memory]] = []
+    gc.disable()
+    try:
+        future = tasks.submit(lambda: fail(Memory()))
+        with pytest.raises(ValueError):
+            future.result(10.0)
+        del future
+        tasks.close()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_gets_no_thread_of_its_own_is_done_by_those_there_are(tasks: Tasks) -> None:

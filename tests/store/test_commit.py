@@ -218,6 +218,31 @@ def test_an_error_of_any_kind_is_a_failed_save_that_holds_none_of_the_memory() -
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+def test_what_else_was_being_written_as_one_part_failed_keeps_none_of_the_memory() -> None:
+    snap, in_second, failed = some(), threading.Event(), threading.Event()
+
+    def frame(i: int) -> memoryview:
+        if i == 0:
+            assert in_second.wait(10.0)
+            failed.set()
+            raise ZeroDivisionError("a bug")
+        view = snap.frame(i)
+        if i:
+            in_second.set()
+            assert failed.wait(10.0)
+        return view
+
+    gc.disable()
+    try:
+        with pytest.raises(SaveFailed, match="a bug"):
+            Committer(Sim(), "w", "raw", pack_bytes=4096).commit(
+                identity(1, 1), snap.manifest, frame, check=lambda: None
+            )
+        snap.memory.clear()  # BufferError while any view of it is alive
+    finally:
+        gc.enable()
+
+
 def test_after_a_cancel_nothing_more_is_written() -> None:
     store, snap, cancel = Sim(), some(), threading.Event()
     at_cancel: list[int] = []

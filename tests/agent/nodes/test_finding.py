@@ -209,7 +209,12 @@ class Carried:
         self.account = Account()
         self.account.follow(EPOCH)
         self.group = SimpleNamespace(
-            replicates=True, is_kept_whole=True, safe_tick=None, found_safe=self.found_safe, replicated=self.replicated
+            replicates=True,
+            is_kept_whole=True,
+            outdoes_former=True,
+            safe_tick=None,
+            found_safe=self.found_safe,
+            replicated=self.replicated,
         )
         protection = SimpleNamespace(
             find_safe=lambda epoch, held, world, then: self.finding.append(then),
@@ -280,9 +285,15 @@ def test_memory_only_nodes_that_may_still_come_are_waited_for_before_it_is_asked
     assert len(carried.heard) == 1
 
 
-@pytest.mark.parametrize(("why_not", "goes"), [("", True), (UNKEPT, True), ("an agent was lost meanwhile", False)])
-def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(why_not: str, goes: bool) -> None:
+@pytest.mark.parametrize(
+    ("why_not", "outdone", "goes"),
+    [("", True, True), (UNKEPT, True, True), (UNKEPT, False, False), ("an agent was lost meanwhile", True, False)],
+)
+def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
+    why_not: str, outdone: bool, goes: bool
+) -> None:
     carried = Carried()
+    carried.group.outdoes_former = outdone
     carried.replicate()
     carried.finding.pop()(Safe(None, None))
     carried.judge = lambda error: why_not
