@@ -497,9 +497,10 @@ class Facts:
 
     @property
     def safe(self) -> Slot | None:
-        """The slot of the newest round that other nodes' memory holds as well."""
-        held = [(s.round.tick, s.number) for s in self.slots if s.round is not None and s.round.peer is Store.DONE]
-        return self.slots[max(held)[1]] if held else None
+        """The slot of the newest round that other nodes' memory holds as well; None: there is none, or its slot was
+        needed."""
+        complete = [(slot, slot.round) for slot in self.slots if slot.state is State.COMPLETE]
+        return next((slot for slot, each in complete if each is not None and each.tick == self.safe_tick), None)
 
     @property
     def _safe_whole(self) -> Round | None:

@@ -604,7 +604,7 @@ class Group(Verdicts):
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
-        if slot.round is not None and slot is self.safe and slot.round.tick == self.safe_tick:
+        if slot.round is not None and slot is self.safe:
             self._out.append(Unprotect(slot.round.tick))
         slot.state = State.FREE
         slot.round = None

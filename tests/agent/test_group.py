@@ -662,6 +662,27 @@ def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_tha
     assert held() == [50]
 
 
+def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail_until_something_newer_is_safe() -> (
+    None
+):
+    """The agent was started again, and what it was to copy first was safe already: what lies here is part of that."""
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.replicates = driver.group.unsure = True
+    driver.group.holds(0, Tick(50), False)
+    driver.decide()
+    driver.group.found_safe(Tick(50))
+    driver.group.replicated(0, "a link was cut", driver.now_s)
+    driver.group.holds(1, Tick(60), False)
+    driver.decide()
+    held = driver.group.safe
+    assert held is not None
+    assert held.number == 0
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [Tick(50), Tick(60)]
+    driver.group.replicated(1, "", driver.now_s)
+    driver.decide()
+    assert driver.group.safe is driver.group.slots[1]
+
+
 def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:
     """The agent was started again: that no node is known to keep copies does not say that none is to."""
     driver = Driver(policy=Every(seconds=600))
