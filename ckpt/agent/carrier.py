@@ -6,6 +6,7 @@ Everything runs on the agent's main thread; what takes long goes to a lane of `B
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.checkpoint import Checkpoint, Part, put_together
 from ckpt.agent.committing import Committing
 from ckpt.agent.comparing import Comparing
+from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
 from ckpt.agent.facts import UNKEPT
 from ckpt.agent.nodes import Nodes
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ckpt.agent.finding import Safe
 
 AWAIT_S = 0.2  # until it is looked again whether all memory-only nodes have said that they are there
+FULL_S = 60.0  # from memory that was not to be had until it is looked whether it is now
+PARTS = 8  # of a slot: less is no reason to plan anew
 MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
 
 
@@ -38,6 +42,9 @@ class Carrier(Committing):
         self._division: Division | None = None
         self._mixed = False  # a division waits for the other ranks' word of the same tick
         self._disagreed: set[str] = set()
+        self._planned_parts: dict[str, int] = {}  # see `_parts_free`
+        self._not_before_s = -math.inf  # it is planned again
+        self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
         self._comparing = Comparing()
@@ -127,6 +134,7 @@ class Carrier(Committing):
             text = f"{len(division.differing)} tensors have one name and other values on each rank: saved per rank"
             self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
         before, self.plan, self._division = self.plan, plan, division
+        self._planned_parts = self._parts_free(plan)
         self._tell_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
         for rank in self._members:
             fields = {
@@ -139,55 +147,51 @@ class Carrier(Committing):
 
     @property
     def is_cramped(self) -> bool:
-        """Whether it has fewer slots, or copies, than it is to have, where earlier starts' checkpoints were in the way
-        when that was planned."""
-        plan, protection = self.plan, self.protection
-        if plan is None or not self.group.is_planned or self.group.superseded_by or self.group.all_gone:
+        """Whether it has fewer slots, or copies, than it is to have, and may have more of them now."""
+        group, protection = self.group, self.protection
+        if self.plan is None or not group.is_planned or group.superseded_by or group.all_gone:
             return False  # or it is planned anew anyway
-        unkept = protection is not None and protection.is_wanted and not self.group.is_kept_whole
-        less = plan.slots < memory.slots_for(self.group.policy) or unkept
-        return less and any(self._in_the_way())
+        if time.monotonic() < self._not_before_s:
+            return False
+        unkept = protection is not None and protection.is_wanted and not group.is_kept_whole
+        return unkept or group.slots_in_use < memory.slots_for(group.policy)
 
-    def _in_the_way(self) -> list[int]:
-        """Bytes of earlier starts' checkpoints on the nodes, sorted, when they were asked last."""
-        plans = self.ranks.plans_by_name().values() if isinstance(self.ranks, Nodes) else [self.plan]
-        return sorted(each.kept_bytes for each in plans if each is not None)
+    def _parts_free(self, plan: memory.MemoryPlan) -> dict[str, int]:
+        """By node: what it has for this job, in parts of a slot, when it was asked last."""
+        plans = self.ranks.plans_by_name() if isinstance(self.ranks, Nodes) else {"": plan}
+        return {name: each.left_bytes(0) * PARTS // max(1, each.slot_bytes) for name, each in plans.items()}
 
     def plan_again(self) -> None:
-        """Earlier starts' checkpoints have gone since it was planned, or some of their memory: the same division may
-        have more of it now, and never less."""
-        division, version, before = self._division, self.group.layouts_version, self._in_the_way()
+        """There may be other memory than when it was planned, since earlier starts' checkpoints have gone, or what else
+        was there: the same division may have more of it now, and never less."""
+        division, version = self._division, self.group.layouts_version
 
         def measured(plan: memory.MemoryPlan | None, error: str) -> None:
             if plan is None or division is None or self._division is not division:
                 return
             if version != self.group.layouts_version:
                 return  # it is planned anew, by that
-            if not isinstance(self.ranks, Nodes):
-                self.plan = replace(plan, slots=self.group.slots_in_use)
-            if self._in_the_way() == before:
+            before, self._planned_parts = self._planned_parts, self._parts_free(plan)
+            if self._planned_parts == before:
                 return
-            slots = self._place(division, max(plan.slots, self.group.slots_in_use))
-            if slots < self.group.slots_in_use:  # what they hold is not given away for copies
-                slots = self._place(division, self.group.slots_in_use, self.group.slots_in_use)
-            slots = max(slots, self.group.slots_in_use)
-            changed = slots > self.group.slots_in_use
+            used = self.group.slots_in_use
+            slots = self._place(division, max(plan.slots, used), used)
             self.plan = replace(plan, slots=slots)
             self.group.more_slots(slots)
-            self._tell_memory(changed)
+            self._tell_memory(slots > used)
 
         if division is not None:
             sizes, slots = dict(enumerate(division.arena_bytes)), memory.slots_for(self.group.policy)
             self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
 
-    def _place(self, division: Division, slots: int, fixed: int | None = None) -> int:
-        """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `fixed`: as many
-        are in use already."""
+    def _place(self, division: Division, slots: int, used: int = 0) -> int:
+        """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `used`: as many
+        are in use already, and what they hold is not given away for copies."""
         nodes, protection = self.ranks, self.protection
         if protection is None or not isinstance(nodes, Nodes):
             return slots
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
-        slots = protection.place(sizes, nodes.plans_by_name(), fixed)
+        slots = protection.place(sizes, nodes.plans_by_name(), used)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.wants_copies = protection.is_wanted
         self.group.unsure = self.group.unsure and (protection.protects or self._services.awaits_lenders())
@@ -300,7 +304,9 @@ class Carrier(Committing):
 
     def _fewer(self, slot: int, why: str) -> None:
         message = f"slot {slot} cannot be had ({why}): {slot} slots are in use"
-        self.emit("memory.short", message, True)
+        self.emit("memory.short", message, slot < self._least_slots)
+        self._least_slots = min(slot, self._least_slots)
+        self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # it was less than was planned with
         self.group.fewer_slots(slot, f"not one arena fits into memory: {why}; free some, or save less")
         self.group.made(slot, ())
 

@@ -103,12 +103,13 @@ class Protection:
         every = self.placement.kept if self.placement is not None else ()
         return tuple(Kept(name(each.node), each.losses, tuple(map(name, each.holders))) for each in every)
 
-    def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], fixed: int | None = None) -> int:
-        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies.
+    def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0) -> int:
+        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies, unless it
+        is one of those that are `used` already.
 
         `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
-        are used by all; `fixed`: so many slots are in use already."""
-        slots = fixed if fixed is not None else min(plan.slots for plan in plans.values())
+        are used by all."""
+        slots = max(used, min(plan.slots for plan in plans.values()))
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.with_hosts = None, {}
             return slots
@@ -129,7 +130,8 @@ class Protection:
             )
             for each in lent
         ]
-        for wanted in range(slots, SLOTS_MIN - 1 if fixed is None else slots - 1, -1):
+        least = max(SLOTS_MIN, used)
+        for wanted in range(slots, least - 1, -1):
             nodes = [
                 Node(
                     node.name,
@@ -148,7 +150,7 @@ class Protection:
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):
                 return wanted  # no more memory would make it any safer
-        return slots if not self.protects else SLOTS_MIN
+        return slots if not self.protects else least
 
     def involves(self, name: str, identity: Identity) -> bool:
         """Whether that checkpoint is less safe without that agent's memory, as far as is known."""

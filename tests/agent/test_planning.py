@@ -1,0 +1,102 @@
+"""What a job has room for, planned anew where that was less than it is to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ckpt.agent import carrier, memory
+from ckpt.agent.carrier import FULL_S, Carrier
+from ckpt.agent.group import Group
+from ckpt.policy.every import Every
+
+MIB = 1 << 20
+
+
+class Planned:
+    """A job on one node, whose slots take a MiB each. `free`: MiB of the machine."""
+
+    def __init__(self, free: float) -> None:
+        self.free = free
+        self.measured = self.placed = 0
+        self.said: list[tuple[str, bool]] = []
+        self.group = Group(1, Every(seconds=60))
+        self.group.layout(0)
+        self.carrier = SimpleNamespace(
+            group=self.group,
+            protection=None,
+            ranks=SimpleNamespace(measure=self.measure),
+            options=SimpleNamespace(limits=SimpleNamespace(memory=None)),
+            _division=SimpleNamespace(arena_bytes=(MIB,)),
+            _guarded=lambda then: then,
+            _place=self.place,
+            _tell_memory=lambda changed: None,
+            emit=lambda name, text, loud: self.said.append((name, loud)),
+            _planned_parts={},
+            _not_before_s=0.0,
+            _least_slots=9,
+        )
+        self.carrier._parts_free = lambda plan: Carrier._parts_free(self.me, plan)
+        self.carrier.plan = self.plan()
+        self.carrier._planned_parts = Carrier._parts_free(self.me, self.carrier.plan)
+        self.group.planned(self.group.layouts_version, "d", (MIB,), self.carrier.plan.slots)
+
+    @property
+    def me(self) -> Any:
+        return cast(Any, self.carrier)
+
+    def plan(self) -> memory.MemoryPlan:
+        return memory.plan(MIB, 0, 0, None, int(self.free * MIB))
+
+    def measure(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
+        self.measured += 1
+        then(self.plan(), "")
+
+    def place(self, division: Any, slots: int, used: int) -> int:
+        self.placed += 1
+        return slots
+
+    def look(self) -> int:
+        if Carrier.is_cramped.fget(self.me):  # type: ignore[attr-defined]
+            Carrier.plan_again(self.me)
+        return self.group.slots_in_use
+
+
+def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_never_go_again() -> None:
+    job = Planned(free=2.5)
+    assert (job.look(), job.group.refusal != "") == (0, True)
+    job.free = 4.5
+    assert (job.look(), job.group.refusal) == (2, "")
+    job.free = 0.0
+    assert job.look() == 2
+    job.free = 9.0
+    assert job.look() == 3
+    measured = job.measured
+    assert job.look() == 3
+    assert job.measured == measured, "it has what it is to have"
+
+
+def test_nothing_is_decided_anew_as_long_as_there_is_about_as_much_memory() -> None:
+    job = Planned(free=4.05)
+    placed = job.placed
+    for free in (4.06, 4.04, 4.05):
+        job.free = free
+        job.look()
+    assert (job.measured, job.placed) == (3, placed)
+
+
+def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    for tries in range(1, 4):
+        Carrier._fewer(job.me, 2, "it is full")
+        assert job.look() == 2
+        now[0] += FULL_S
+        assert (job.look(), job.measured) == (3, tries)
+    assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
