@@ -247,8 +247,7 @@ class Carrier(Committing):
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not != UNKEPT  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
-                # In part, all that is to be had is there (Group._undoes_safe); what was safe as a whole stays for it.
-                return why_not == UNKEPT and self.group.outdoes_former
+                return why_not == UNKEPT and self.group.outdoes_former  # all that is to be had is there
             if self.learning is not None:
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)

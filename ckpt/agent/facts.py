@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ckpt.agent.actions import Action, Request, Tell
 from ckpt.agent.control import AMID, SLOTS_MAX
 from ckpt.agent.members import AGAIN, Members, Presence
+from ckpt.agent.outdoing import Safety, may_go
 from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
@@ -508,14 +509,28 @@ class Facts:
         round_ = self.safe.round if self.safe is not None else None
         return round_ if round_ is not None and not self.is_kept_in_part(round_) else None
 
+    def _safety_of(self, round_: Round) -> Safety:
+        """Of a complete one."""
+        if self.committed_tick is not None and round_.tick <= self.committed_tick:
+            return Safety.STORE
+        if round_.tick != self.safe_tick:
+            return Safety.HERE
+        return Safety.PART if self._copies_lost or self.is_kept_in_part(round_) else Safety.WHOLE
+
+    @property
+    def safety(self) -> Safety:
+        """Of the safest that it has made complete."""
+        if self.committed_tick is not None:
+            return Safety.STORE
+        found = self.safe or self.newest
+        return self._safety_of(found.round) if found is not None and found.round is not None else Safety.NOTHING
+
     @property
     def _undoes_safe(self) -> bool:
-        """Whether what other nodes keep as a whole would go for a newer one of which they can keep a part only, and
-        the store has neither."""
-        whole = self._safe_whole
-        if whole is None or self._copies_lost or self.is_kept_whole:
-            return False
-        return self.committed_tick is None or self.committed_tick < whole.tick
+        """Whether what other nodes keep would go for a newer one of which they can keep less."""
+        safe = self.safe.round if self.safe is not None else None
+        can_be = Safety.WHOLE if self.is_kept_whole else Safety.PART
+        return safe is not None and not may_go(self._safety_of(safe), can_be)
 
     @property
     def leaves_uncommitted(self) -> bool:
@@ -539,18 +554,15 @@ class Facts:
     @property
     def outdoes_former(self) -> bool:
         """Whether what it has made complete is as safe as what former epochs left in memory may be."""
-        if self.newest is None:
-            return False
         # After a restart of the agent who keeps what is not decided yet; and where nobody has room for copies what lies
         # here alone is not as safe as what was elsewhere, too.
-        alone = not (self.replicates or self.unsure or self.wants_copies)
-        return alone or self._safe_whole is not None or self.committed_tick is not None
+        elsewhere = self.replicates or self.unsure or self.wants_copies
+        return may_go(Safety.WHOLE if elsewhere else Safety.HERE, self.safety)
 
     @property
     def outlives_a_node(self) -> bool:
         """Whether a checkpoint of it is in the store, or as safe in other nodes' memory as was asked for."""
-        kept = self._safe_whole is not None and not self._copies_lost and self.replicating is None
-        return kept or self.committed_tick is not None
+        return self.safety >= Safety.WHOLE
 
     @property
     def layouts_version(self) -> int:

@@ -29,6 +29,7 @@ from ckpt.agent.holdings import Inventory, sealed, whose
 from ckpt.agent.jobs import Job
 from ckpt.agent.listening import Listening
 from ckpt.agent.memory import Taken
+from ckpt.agent.outdoing import Begun
 from ckpt.agent.parities import Parities
 from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.relearning import Relearning
@@ -191,16 +192,16 @@ class Keeper:
             rooms.append(others_bytes + plan.left_bytes(min(SLOTS_MIN, plan.slots)))
         return min(rooms)
 
-    def _begun(self) -> relief.Begun | None:
+    def _begun(self) -> Begun | None:
         """The start that goes on now, as far as this node has a part in it. None: none, or another one begins."""
         found = [self.current, *self.followings]
         return self._begun_with([each.claim for each in found if each is not None and each.claim is not None])
 
-    def _begun_with(self, claims: Sequence[Claim]) -> relief.Begun | None:
+    def _begun_with(self, claims: Sequence[Claim]) -> Begun | None:
         claim = max(claims, key=lambda claim: claim.epoch, default=None)
         if claim is None or self.fence.refusal(HERE, claim.epoch, time.monotonic()):
             return None
-        return relief.Begun(claim.epoch, claim.parent)
+        return Begun(claim.epoch, claim.parent, self.copies.told_safe)
 
     def _may_go(self, identity: Identity) -> bool:
         """Whether its memory may be had for newer ones."""
@@ -238,19 +239,15 @@ class Keeper:
         if now_s < self._replanned_s + relief.PERIOD_S:
             return self._replanned_s + relief.PERIOD_S
         self._replanned_s = now_s
-        for former in self.former:
-            former.give_back(begun.outdates)
+        for former in self._jobs():
+            if former.epoch < begun.epoch:
+                former.give_back(begun.outdates)
         for each in self.followings:
             if each.epoch < begun.epoch and not each.has_ranks:
-                each.ranks.give_back(lambda identity: begun.outdates(identity) and not self._is_needed(identity))
+                each.ranks.give_back(lambda identity: begun.outdates(identity) and not self._is_read(identity))
         if job is not None and job.is_cramped:
             job.plan_again()
         return now_s + relief.PERIOD_S
-
-    def _is_needed(self, identity: Identity) -> bool:
-        """Whether it is the newest that is safe in other nodes' memory, as what the job goes on from need not be; or
-        somebody reads it."""
-        return identity == self.copies.told_safe or self._is_read(identity)
 
     def _is_read(self, identity: Identity) -> bool:
         """Whether somebody reads what lies here of it, or may."""

@@ -20,8 +20,8 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.holdings import Inventory, sealed
 from ckpt.agent.loan import Loan
 from ckpt.agent.node import Node
+from ckpt.agent.outdoing import Begun
 from ckpt.agent.peers.sockets import Address
-from ckpt.agent.relief import Begun
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.surviving import Whole, commit_newest
 from ckpt.agent.terms import Terms
@@ -77,9 +77,6 @@ class LendingNode(Node):
     def _room(self) -> int:
         """The bytes that what it keeps may come to now: no more than this machine has, either."""
         return min(self._lend.memory_bytes, self.copies.taken_bytes + memory.free_bytes())
-
-    def _may_go(self, identity: Identity) -> bool:
-        return self._loan.may_go(identity)
 
     def _begun(self) -> Begun | None:
         claim = self._loan.claim

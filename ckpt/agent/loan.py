@@ -86,11 +86,6 @@ class Loan:
         terms = self.terms.get(self.epoch) if self.epoch is not None else None
         return terms.claim if terms is not None else None
 
-    def may_go(self, identity: Identity) -> bool:
-        """Whether its memory may be had for newer ones: an epoch that has begun did not go on from it."""
-        claim = self.claim
-        return claim is not None and identity.epoch < claim.epoch and identity != claim.parent
-
     def keep_terms(self, held: set[Epoch]) -> None:
         """Those of epochs of which nothing is held any more are forgotten."""
         for epoch in [epoch for epoch in self.terms if epoch not in held and epoch != self._newest]:

@@ -3,8 +3,8 @@
 What ckpt takes is planned before the first save (`memory.plan`), and other processes may grow after that. Then goes, in
 this order and no more than is missing: pages that are only kept warm for the next copies; copies and parity of
 checkpoints of earlier starts, the oldest first; and what earlier starts themselves have left here, the oldest first.
-Of earlier starts nothing goes that the present one went on from, and of the others only what it did not go on from, or
-what a newer start outdoes. A job's own slots stay, and so does the only complete checkpoint.
+Of earlier starts nothing goes that the present one went on from, and of the others only what may go for that (see
+`outdoing`), or what a newer start outdoes. A job's own slots stay, and so does the only complete checkpoint.
 """
 
 from __future__ import annotations
@@ -12,23 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.types import Epoch, Identity
+from ckpt.agent.outdoing import Begun
+from ckpt.types import Epoch
 
 PERIOD_S = 5.0  # between looks
 RESERVE_PARTS = 50  # so much of the memory is left to others: less, and the kernel begins to look for whom to end
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The newest start that has begun, and what it went on from."""
-
-    epoch: Epoch
-    parent: Identity | None
-
-    def outdates(self, identity: Identity) -> bool:
-        """Whether it is of an earlier start, and not what this one went on from: then that was complete. Of one that
-        began afresh that is not known."""
-        return self.parent is not None and identity.epoch < self.epoch and identity != self.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +43,8 @@ def which_go(held: Sequence[Held], missing: int, begun: Begun | None = None) -> 
     for at, each in enumerate(held):
         if missing <= 0:
             break
-        outdated = begun is not None and parent is not None and each.epoch < begun.epoch
-        outdone = outdated or any(newer.complete for newer in held[at + 1 :])
-        if each.idle and outdone and (parent is None or each.epoch != parent.epoch):
+        outdone = any(newer.complete for newer in held[at + 1 :]) and (parent is None or each.epoch != parent.epoch)
+        if each.idle and (outdone or (begun is not None and begun.outdates_all_of(each.epoch))):
             gone.append(each.epoch)
             missing -= each.bytes
     return gone

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ckpt.agent.loan import RETRY_S, RETRY_S_MAX, Loan
+from ckpt.agent.outdoing import Begun
 from ckpt.agent.terms import Terms
 from ckpt.errors import AgentError, CkptError, Superseded
 from ckpt.store.lineage import Ancestor, Claim
@@ -56,7 +57,7 @@ def test_between_a_starts_question_and_its_epoch_nothing_is_taken_from_anybody()
         for epoch in (ONE, TWO):
             with pytest.raises(AgentError):
                 loan.check(name, at(epoch, 5))
-    assert not loan.may_go(at(ONE, 5))
+    assert loan.claim is None, "nothing is known not to be gone on from"
     loan.borrow("y", terms(TWO, at(ONE, 5)))
     loan.check("y", at(TWO, 6))
     with pytest.raises(AgentError):
@@ -86,10 +87,12 @@ def test_only_what_the_new_epoch_did_not_go_on_from_may_go_before_it_has_a_check
     loan = lent()
     loan.start("y", "a", take_over=False)
     loan.borrow("y", terms(TWO, at(ONE, 5)))
-    assert [loan.may_go(at(ONE, step)) for step in (4, 5, 6)] == [True, False, True]
-    assert not loan.may_go(at(TWO, 6))
-    loan.gone("y", 1.0)
-    assert loan.may_go(at(ONE, 4))
+    for _ in range(2):
+        assert loan.claim is not None
+        begun = Begun(loan.claim.epoch, loan.claim.parent)
+        assert [begun.outdates(at(ONE, step)) for step in (4, 5, 6)] == [True, False, True]
+        assert not begun.outdates(at(TWO, 6))
+        loan.gone("y", 1.0)
 
 
 def test_it_commits_only_while_nobody_is_there_and_has_not_been_for_a_while() -> None:

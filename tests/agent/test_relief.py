@@ -19,7 +19,8 @@ from ckpt.agent.fence import Fence
 from ckpt.agent.group import Group
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
-from ckpt.agent.relief import PERIOD_S, Begun, Held, missing_bytes, which_go
+from ckpt.agent.outdoing import Begun
+from ckpt.agent.relief import PERIOD_S, Held, missing_bytes, which_go
 from ckpt.events import Event
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
@@ -120,9 +121,6 @@ class Agent:
     def _event(self, event: Event) -> None:
         self.told.append(event)
 
-    def _is_needed(self, identity: Identity) -> bool:
-        return Keeper._is_needed(cast(Any, self), identity)
-
     def _is_read(self, identity: Identity) -> bool:
         return Keeper._is_read(cast(Any, self), identity)
 
@@ -216,8 +214,7 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
 def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_the_job_went_on_from_newer() -> None:
     """That lies on one node each, and is gone with any of them."""
     parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
-    agent = Agent([], Begun(THREE, parent))
-    agent.copies.told_safe = safe
+    agent = Agent([], Begun(THREE, parent, safe))
     left = [older, safe, parent]
 
     def give_back(outdated: Callable[[Identity], bool]) -> None:
@@ -227,3 +224,38 @@ def test_a_node_keeps_its_part_of_what_is_safe_until_something_newer_is_though_t
     agent.followings = [before, SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
     Keeper._tend_room(cast(Any, agent), 100.0)
     assert left == [safe, parent]
+
+
+def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_start_went_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That lies on one node each, and is gone with any of them."""
+    monkeypatch.setattr(memory, "total_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
+    parent, safe, older = (Identity(TWO, Tick(step)) for step in (15, 10, 5))
+    agent = Agent([])
+    agent.copies.told_safe = safe
+    agent.begun = Keeper._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
+    assert [Keeper._may_go(cast(Any, agent), each) for each in (older, safe, parent)] == [True, False, False]
+    for identity in (older, safe):
+        agent.copies.add((identity, 0), Arena.create(1 << 20))
+    before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), has_ranks=False, over=False)
+    agent.followings = [before]
+    agent.look(100.0)
+    assert (agent.copies.identities, before.over) == ({safe}, False)
+    agent.begun = Begun(THREE, Identity(ONE, Tick(9)), safe)
+    agent.look(110.0)
+    assert (agent.copies.identities, before.over) == ({safe}, False)
+    agent.copies.close()
+
+
+def test_a_job_that_a_newer_start_took_the_place_of_gives_its_memory_back_as_one_before_it_does() -> None:
+    """It is the current one where another node coordinates the newer one."""
+    given: list[Epoch] = []
+    agent = Agent([], Begun(THREE, Identity(TWO, Tick(9))))
+    jobs = [SimpleNamespace(epoch=epoch, give_back=lambda _, epoch=epoch: given.append(epoch)) for epoch in (ONE, TWO)]
+    agent.former = cast(Any, jobs)
+    agent.followings = [SimpleNamespace(epoch=THREE, ranks=SimpleNamespace(is_cramped=True))]
+    agent.current = None
+    Keeper._tend_room(cast(Any, agent), 100.0)
+    assert given == [ONE, TWO]
