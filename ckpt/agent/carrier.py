@@ -171,9 +171,10 @@ class Carrier(Committing):
                 return
             if version != self.group.layouts_version:
                 return  # it is planned anew, by that
-            before, self._planned_parts = self._planned_parts, self._parts_free(plan)
-            if self._planned_parts == before:
+            parts = self._parts_free(plan)
+            if all(count <= self._planned_parts.get(name, -1) for name, count in parts.items()):
                 return
+            self._planned_parts = parts
             used = self.group.slots_in_use
             slots = self._place(division, max(plan.slots, used), used)
             self.plan = replace(plan, slots=slots)
@@ -264,7 +265,8 @@ class Carrier(Committing):
                 ended("a node that may keep what is safe has not said what it has")
                 return
             self.asks_for_safe = False
-            self.group.found_safe(found.newest.tick if found.newest is not None else None)
+            is_whole = found.whole == found.newest
+            self.group.found_safe(found.newest.tick if found.newest is not None else None, is_whole)
             if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
@@ -278,6 +280,9 @@ class Carrier(Committing):
         if self.asks_for_safe:
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
+            return
+        if self.group.undoes_safe:  # as was found only now
+            ended(UNKEPT)
             return
         own = dict(self.own.arenas.get(slot, {}))
         safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None

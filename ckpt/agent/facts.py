@@ -437,13 +437,18 @@ class Facts:
         gone with that node."""
         return any(not each.losses for each in round_.kept or self.kept)
 
-    def found_safe(self, tick: Tick | None) -> None:
-        """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out."""
+    def found_safe(self, tick: Tick | None, whole: bool = True) -> None:
+        """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out. `whole`:
+        each node's part of it is."""
         self.unsure = False
         self.safe_tick = tick
         for slot in self.slots:
             if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
                 slot.round.peer = Store.DONE if slot.round.peer is Store.NEW else slot.round.peer
+                slot.round.kept = (Kept("", int(whole)),)
+        under_way = self.slots[self.replicating].round if self.replicating is not None else None
+        if under_way is not None and not self.undoes_safe:  # who is to keep it may have been decided anew meanwhile
+            under_way.kept = self.kept
 
     def copies_lost(self, name: str) -> None:
         """The agent of that node is not connected any more: what it kept for others may have gone with it."""
@@ -526,7 +531,7 @@ class Facts:
         return self._safety_of(found.round) if found is not None and found.round is not None else Safety.NOTHING
 
     @property
-    def _undoes_safe(self) -> bool:
+    def undoes_safe(self) -> bool:
         """Whether what other nodes keep would go for a newer one of which they can keep less."""
         safe = self.safe.round if self.safe is not None else None
         can_be = Safety.WHOLE if self.is_kept_whole else Safety.PART
@@ -545,11 +550,11 @@ class Facts:
     @property
     def _is_stuck(self) -> bool:
         """Whether no slot is to be had before the newest is in the store: there is one only, or, of two, the other
-        holds the newest that is safe, since copies of the newest have failed."""
+        holds the newest that is safe, since copies of the newest have failed, or nobody keeps any more."""
         newest, safe = self.newest, self.safe
         if self.slots_in_use != 2 or newest is None or newest.round is None or safe in (newest, None):
             return self.slots_in_use == 1
-        return newest.round.peer is Store.FAILED
+        return newest.round.peer is Store.FAILED or not self.replicates
 
     @property
     def outdoes_former(self) -> bool:

@@ -143,8 +143,9 @@ class Group(Verdicts):
                 self._out.append(Assemble(slot.number, round_.number, round_.tick))
 
     def _free_older(self) -> None:
-        newest, safe = self.newest, self.safe if self.replicates and self.slots_in_use > 1 else None
-        if self._is_stuck and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+        newest, safe = self.newest, self.safe if self.slots_in_use > 1 else None
+        waits = self.replicates and not self._is_stuck  # for a newer one that other nodes keep, too
+        if not waits and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
             safe = None
         for slot in self.slots:
             round_ = slot.round
@@ -173,7 +174,7 @@ class Group(Verdicts):
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
             return
-        if self._undoes_safe:
+        if self.undoes_safe:
             newest.round.peer = Store.FAILED
             if peer is Store.NEW:
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)

@@ -280,7 +280,8 @@ class Protection:
         losses = {rank: kept.losses for kept in self.placement.kept for rank in ranks[kept.node]}
         names = [*ranks, *(each.node.name for each in self._lenders())]
         keeps = Keeps.of(own, self._copies.told_safe, epoch)
-        find_safe(self._network, names, keeps, epoch, [losses.get(rank, 0) for rank in range(world)], then)
+        # Where nobody has memory for a node's part any more it may have been kept before, and is looked for, too.
+        find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], then)
 
     def remake(
         self,

@@ -10,7 +10,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Word
-from ckpt.agent.facts import REJOIN_S, State, Store, Why
+from ckpt.agent.facts import REJOIN_S, UNKEPT, State, Store, Why
 from ckpt.agent.group import LEAD_MIN, Group
 from ckpt.agent.leaving import NEAR_S, Standing
 from ckpt.agent.memory import SLOTS_CLOSE
@@ -681,6 +681,42 @@ def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail
     driver.group.replicated(1, "", driver.now_s)
     driver.decide()
     assert driver.group.safe is driver.group.slots[1]
+
+
+def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_of_what_is_newer() -> None:
+    """Since the agent was started again there is less memory for others than there was."""
+    for whole in (True, False):
+        driver = Driver(policy=Every(seconds=600))
+        driver.group.replicates = driver.group.unsure = True
+        driver.group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
+        driver.group.holds(0, Tick(40), False)
+        driver.group.holds(1, Tick(50), False)
+        driver.decide()
+        driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+        driver.group.found_safe(Tick(40), whole)
+        assert driver.group.undoes_safe == whole
+        assert driver.group.outlives_a_node == whole
+        if not whole:
+            assert driver.group.replicated(1, "", driver.now_s) == UNKEPT, "as it was placed in the end"
+
+
+def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_the_store_has_something_newer() -> None:
+    for slots in (2, 3):
+        driver = Driver(slots=slots)
+        driver.group.replicates = True
+        safe = driver.complete()
+        driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+        driver.commit("the disk is full")
+        driver.group.replicates = False
+        newer = driver.complete()
+        held = [slot.round.tick for slot in driver.group.slots if slot.state is State.COMPLETE and slot.round]
+        assert sorted(held) == [safe, newer]
+        driver.now_s += 100.0
+        driver.decide()
+        driver.commit()
+        driver.decide()
+        assert driver.group.committed_tick == newer
+        assert driver.group.safe is None
 
 
 def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:

@@ -86,6 +86,9 @@ def test_nothing_is_decided_anew_as_long_as_there_is_about_as_much_memory() -> N
         job.free = free
         job.look()
     assert (job.measured, job.placed) == (3, placed)
+    job.free = 3.0
+    job.look()
+    assert job.placed == placed, "with less there is nothing to be had"
 
 
 def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once(

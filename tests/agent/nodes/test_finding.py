@@ -212,6 +212,7 @@ class Carried:
             replicates=True,
             is_kept_whole=True,
             outdoes_former=True,
+            undoes_safe=False,
             safe_tick=None,
             found_safe=self.found_safe,
             replicated=self.replicated,
@@ -240,7 +241,7 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None) -> None:
+    def found_safe(self, tick: Tick | None, whole: bool) -> None:
         self.group.safe_tick = tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
@@ -298,6 +299,14 @@ def test_older_ones_may_go_once_the_job_says_that_there_is_all_that_can_be_had(
     carried.finding.pop()(Safe(None, None))
     carried.judge = lambda error: why_not
     assert carried.ended("") is goes
+
+
+def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_newer() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.undoes_safe = True
+    carried.finding.pop()(Safe(at(5), at(5)))
+    assert carried.heard == [UNKEPT]
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
