@@ -157,8 +157,6 @@ class Facts:
         self._latency_s = LATENCY_S
         self._steps_from: tuple[float, int] = (0.0, 0)  # what follows is counted from there on
         self._steps_per_s = 0.0
-        self._polls_from: tuple[float, int, int] = (0.0, -1, 0)  # (when, the ended step, its polls)
-        self._polls_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
         self._retry_copy_s = math.inf

@@ -30,6 +30,7 @@ from ckpt.agent.memory import SLOTS, MemoryPlan, Taken, slots_for
 from ckpt.agent.moving import Moving
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodelist import NODES_MAX
+from ckpt.agent.pace import TOLD_S
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
     from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
-
-STEPS_S = 1.0  # how often the coordinator hears which steps the ranks are in, if they have changed
 
 
 @dataclass(slots=True)
@@ -496,7 +495,7 @@ class Following:
         if steps != self._said:
             self._said = steps
             self.tell({"t": "steps", "steps": steps})
-        self._server.later(STEPS_S, self._tell_steps)
+        self._server.later(TOLD_S, self._tell_steps)
 
 
 def _givers(blob: bytes) -> list[NodeAt]:

@@ -42,9 +42,10 @@ from ckpt.agent.actions import (
     Unprotect,
 )
 from ckpt.agent.choosing import Course
-from ckpt.agent.control import ROUND_MAX, Kind, Word
+from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
 from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, UNKEPT, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.members import AGAIN, Presence
+from ckpt.agent.pace import TOLD_S
 from ckpt.agent.verdicts import Verdicts
 from ckpt.policy.every import STEPS_APART
 from ckpt.types import Tick
@@ -432,7 +433,7 @@ class Group(Verdicts):
         if not self._by_time:
             tick = self._next_named(now_s, at, bool(before))
         elif at_polls or (hold and self.pace.is_poll_next):
-            tick = self._next_poll(now_s)
+            tick = self._next_poll()
         else:
             near = self._near_step(now_s) if hold else None
             tick = near or self._next_step(now_s, at)
@@ -479,15 +480,13 @@ class Group(Verdicts):
             return None
         return Tick(at if left_s >= margin_s else at + 1)
 
-    def _next_poll(self, now_s: float) -> Tick:
+    def _next_poll(self) -> Tick:
         """The same where all ranks poll within one step: an evaluation may take longer than waiting for its end is
-        good for. If it ends sooner the ranks say that they are late."""
-        step, at = self.pace.step - 1, self.pace.poll
-        since_s, of, since = self._polls_from
-        if of != step or now_s - since_s >= LATENCY_S:
-            self._polls_per_s = (at - since) / (now_s - since_s) if of == step else 0.0
-            self._polls_from = (now_s, step, at)
-        return Tick(step, at + self._lead(self._polls_per_s))
+        good for. If it ends sooner the ranks say that they are late. Between two steps they need not keep step: those
+        of other nodes may be as far ahead of where they were seen as they come while nobody tells."""
+        pace = self.pace
+        unseen = 0 if self.one_page else math.ceil(TOLD_S * pace.polls_per_s)
+        return Tick(pace.step - 1, min(SUB_MAX, pace.poll + unseen + self._lead(pace.polls_per_s)))
 
     def _lead(self, per_s: float) -> int:
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))

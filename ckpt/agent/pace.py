@@ -9,10 +9,10 @@ from ckpt.agent.control import SUB_MAX
 from ckpt.types import Tick
 
 STEP_S = 1.0  # a step, before one was measured
-PACE_S = 1.0  # the pace is measured over at least so long
+PACE_S = 1.0  # a pace is measured over at least so long
 LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
 LONG_S = 0.01  # and no step is long that takes less
-IN_VAIN_MAX = 16  # how often that counts as a reason to wait longer
+TOLD_S = 1.0  # where ranks of other nodes are is known so much later
 
 
 class Pace:
@@ -25,7 +25,9 @@ class Pace:
         self.moved_s = -math.inf  # when a rank was last seen at a boundary, of a step or a poll, ahead of all others
         self.amid_step = 0  # in that one they poll where nothing can be taken
         self.measured_s: float | None = None  # what a step took of late
-        self._in_vain, self._vain_step = 0, 0  # so often in a row, and in that one last, polls did not come to it
+        self.polls_per_s = 0.0  # of the foremost rank, in that step
+        self._polls_from = (0.0, 0)  # they are counted from there on
+        self._in_vain, self._vain_step = 0, 0  # in so many steps in a row, and in that one last, polls came to nothing
         self._polled = 0  # how often all ranks have in that step, since the last save
         self._present_s = 0.0
         self._from: tuple[float, int] | None = None  # the pace is measured from there on
@@ -42,7 +44,7 @@ class Pace:
         """As `Group.decide` is told. `saved`: the newest save that all ranks asked for, which counts with the polls."""
         step, poll = max(zip(steps, polls or [0] * len(steps), strict=True), default=(0, 0))
         if step != self.step:
-            self.entered_s = now_s
+            self.entered_s, self._polls_from = now_s, (now_s, poll)
         if (step, poll) != (self.step, self.poll):
             self.moved_s = now_s
         self.step, self.poll = step, poll
@@ -53,11 +55,13 @@ class Pace:
         at_once = len(set(steps)) == 1 and step != self.amid_step
         self._polled = max(0, min(polls, default=0) - saves) if at_once else 0
         self._present_s = now_s - self.entered_s if step else 0.0
+        from_s, before = self._polls_from
+        self.polls_per_s = max(0, poll - before) / max(now_s - from_s, PACE_S)  # the rank that was foremost may be lost
         self._measure(step)
 
     def missed_poll(self, step: int) -> None:
         """What was appointed at a poll of that step came to nothing: it ended sooner, say."""
-        self._in_vain, self._vain_step = min(self._in_vain + 1, IN_VAIN_MAX), step
+        self._in_vain, self._vain_step = self._in_vain + (step != self._vain_step), step
 
     def completed(self) -> None:
         """What was appointed became complete, wherever that was."""

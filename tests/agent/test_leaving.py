@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
-from ckpt.agent.control import AMID, ControlPage, Kind, Place, Word
+from ckpt.agent.control import AMID, SUB_MAX, ControlPage, Kind, Place, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
@@ -1372,6 +1372,24 @@ def test_a_hold_at_the_end_of_a_step_comes_at_a_poll_once_that_step_takes_long()
     tick = Tick(moved.step, moved.sub)
     driver.stage(moved.round, tick, moved.slot)
     assert driver.hold(moved) == {0: True, 1: True}
+
+
+@pytest.mark.parametrize("one_page", [True, False])
+def test_a_poll_is_far_enough_ahead_of_ranks_that_were_seen_a_moment_ago(one_page: bool) -> None:
+    driver = about_to_hold()
+    driver.group.one_page = one_page
+    while not driver.word().sub:
+        driver.evaluate(0.1, polls=4)
+    unseen = driver.word().sub - driver.polls - 2
+    assert unseen == 0 if one_page else unseen >= 10
+
+
+def test_polls_that_come_by_the_hundred_thousand_lead_to_none_that_cannot_be_told() -> None:
+    driver = about_to_hold()
+    driver.group.one_page = False
+    driver.evaluate(1.0, polls=SUB_MAX // 2 - 1)
+    word = driver.word()
+    assert Word.unpack(word.pack()).sub == word.sub > driver.polls
 
 
 def test_a_hold_stays_where_it_is_in_a_long_step_without_polls() -> None:

@@ -86,6 +86,19 @@ def test_a_rank_moves_when_it_comes_to_a_step_or_a_poll_and_waits_where_none_doe
     assert pace.moved_s == now_s + 4.0
 
 
+def test_polls_are_counted_from_when_the_foremost_rank_is_first_seen_in_their_step() -> None:
+    pace, now_s = trained(1.0)
+    for for_s, polls, per_s in ((0.1, 4, 4.0), (2.0, 8, 4.0), (3.0, 21, 7.0)):
+        pace.see(now_s + for_s, [10, 10], [0, polls], [now_s, None], None)
+        assert pace.polls_per_s == pytest.approx(per_s, rel=0.2)
+    pace.see(now_s + 4.0, [11, 10], [50, 21], (), None)
+    assert pace.polls_per_s == 0.0
+    pace.see(now_s + 6.0, [11, 11], [60, 21], (), None)
+    assert pace.polls_per_s == pytest.approx(5.0)
+    pace.see(now_s + 7.0, [0, 11], [0, 22], (), None)
+    assert pace.polls_per_s == 0.0, "that rank was lost"
+
+
 def test_a_step_has_to_take_twice_as_long_each_time_that_polls_of_another_one_came_to_nothing() -> None:
     pace, now_s = trained(1.0)
 
@@ -94,8 +107,9 @@ def test_a_step_has_to_take_twice_as_long_each_time_that_polls_of_another_one_ca
         return pace.is_poll_next, pace.is_long
 
     assert looks(10, LONG + 0.1) == (True, True)
-    pace.missed_poll(10)
-    assert looks(10, LONG + 0.1) == (True, True), "of this one more is known"
+    for _ in range(3):  # once for each step
+        pace.missed_poll(10)
+        assert looks(10, LONG + 0.1) == (True, True), "of this one more is known"
     assert looks(11, LONG + 0.1) == (False, False)
     assert looks(11, 2 * LONG + 0.1) == (False, True)
     pace.completed()

@@ -272,10 +272,13 @@ class SimJob:
         return len(self.answers) == len(self.ranks)
 
     def start(
-        self, steps: int, pace: Callable[[SimRank], float], polls_s: Callable[[int], Sequence[float]] = lambda step: ()
+        self,
+        steps: int,
+        pace: Callable[[SimRank], float],
+        polls_s: Callable[[SimRank], Sequence[float]] = lambda rank: (),
     ) -> None:
-        """Trains so many steps. `pace`: the seconds of a rank's next one. `polls_s`: of the evaluation before that step
-        the seconds up to each poll; none: there is no evaluation."""
+        """Trains so many steps. `pace`: the seconds of a rank's next one. `polls_s`: of its evaluation before that the
+        seconds up to each poll; none: there is no evaluation."""
         world = self.fabric.world
         for rank in self.ranks:
             world.owner = rank
@@ -289,14 +292,14 @@ class SimJob:
             world.at(world.rng.uniform(0.0, within_s), rank.die)
 
     def _live(
-        self, rank: SimRank, steps: int, pace: Callable[[SimRank], float], polls_s: Callable[[int], Sequence[float]]
+        self, rank: SimRank, steps: int, pace: Callable[[SimRank], float], polls_s: Callable[[SimRank], Sequence[float]]
     ) -> None:
         self._enter(rank)
         last = rank.step + steps
         leave = False
         while rank.step < last and not leave:
             rank.enter(rank.step + 1)
-            leave = self._evaluate(rank, polls_s(rank.step + 1))
+            leave = self._evaluate(rank, polls_s(rank))
             if leave:
                 break
             time.sleep(pace(rank))

@@ -168,8 +168,8 @@ class Life:
     def pace(self, rank: SimRank) -> float:
         return self.rng.uniform(0.8, 1.2) * self.step_s + self.slow.pop(rank.rank, 0.0)
 
-    def polls_s(self, step: int) -> list[float]:
-        return self.evaluations.get(step, [])
+    def polls_s(self, rank: SimRank) -> list[float]:
+        return self.evaluations.get(rank.step + 1, [])
 
     def heard(self, rank: SimRank) -> dict[str, Any]:
         """Where its agent is to listen."""
