@@ -102,7 +102,7 @@ class Leaving(Facts):
         super().__init__(*given, **named)
         self.notices: dict[tuple[str, str], Standing] = {}
         self.course = Course.STAY
-        self._due: set[tuple[str, str]] = set()  # once it is time to leave by one it stays so, unless it proves false
+        self._due: set[tuple[str, str]] = set()  # it is time to leave by them; see `_find_due`
         self._over: set[tuple[str, str]] = set()  # whose passing was reported
         self._saved: Measured | None = None  # from all staged to committed
         self._committed_in: Measured | None = None  # of that, the commit alone
@@ -361,12 +361,13 @@ class Leaving(Facts):
                 round_.hashed_s = now_s - round_.all_staged_s
 
     def _find_due(self, now_s: float) -> None:
-        """By which it is time to leave; by what a start has left before it is time for one checkpoint more, and for
-        another where saving turns out to be so quick that this one was early. One that proves false is due no more."""
+        """By which it is time to leave; by what a start has left before it is time for one checkpoint more. One that
+        proves false is due no more; nor is one that was early, before anybody leaves: saving turns out to be quick, or
+        a long step ends that might have gone on for as long again."""
+        leaves = bool(self._leave_round) or self._ended or self._report is not None
         for name, each in self.notices.items():
-            if now_s >= each.deadline_s + OUTLIVES_S:
-                self._due.discard(name)
-            if each.when is When.NOT_AGAIN and self._extra is None and now_s < each.deadline_s - 2 * self.need_s:
+            early = each.when is not When.AT_ONCE and now_s < each.deadline_s - 2 * self.need_s
+            if now_s >= each.deadline_s + OUTLIVES_S or (early and not leaves):
                 self._due.discard(name)
             due_s = self._due_from_s(each)
             if due_s is not None and due_s <= now_s < each.deadline_s and name not in self._due:

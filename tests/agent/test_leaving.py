@@ -121,6 +121,27 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
     assert len(asked()) == 3, "nobody holds"
 
 
+@pytest.mark.parametrize("ends_s", [700.0, 3580.0])
+def test_an_evaluation_without_polls_makes_nobody_leave_that_has_time_once_it_is_over(ends_s: float) -> None:
+    """Until then it may go on for as long again, or for longer."""
+    driver = Polling()
+    driver.save_once()
+    for _ in range(2):
+        driver.train(2.0)
+    driver.warn(3600.0)
+    began_s = driver.now_s
+    driver.evaluate(600.0, polls=0)
+    assert not driver.is_hold()
+    while driver.now_s < began_s + ends_s:
+        driver.evaluate(5.0, polls=0)
+    word = driver.word()
+    assert word.kind is Kind.HOLD
+    driver.train(0.1)
+    has_time = driver.now_s + 2 * driver.group.need_s < began_s + 3600.0
+    assert driver.hold(driver.take()) == dict.fromkeys(range(2), not has_time)
+    assert has_time is (ends_s == 700.0)
+
+
 def test_a_state_that_has_grown_since_it_was_saved_is_left_with_as_much_earlier() -> None:
     driver = Warned()
     driver.save_once()
