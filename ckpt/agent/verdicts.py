@@ -170,6 +170,8 @@ class Verdicts(Leaving):
         signals = self._attempts(now_s)
         if not signals or self._ended or self._all_leave or self.superseded_by:
             return
+        if len(self._saves) == self.world or any(not round_.announced for _, round_ in self._open()):
+            self.pace.moved_s = now_s  # they wait in a save for its turn, or take it: that is a boundary, too
         gone = self.members.seen.gone
         boundary_s, last_s = self._attempt_ends_s(now_s)
         if gone is not None:

@@ -832,6 +832,40 @@ def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
     assert driver.answers("held")[0]["leave"] is True
 
 
+@pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
+def test_ranks_that_wait_in_a_save_for_its_turn_are_at_a_boundary(why: Why) -> None:
+    driver = Warned(slots=1)
+    driver.save_once()
+    driver.train(2.0)
+    driver.save(Tick(driver.steps[0] - 1, 1))
+    first = driver.answers("save")[0]
+    driver.stage(first["round"], Tick(driver.steps[0] - 1, 1), first["slot"])
+    driver.group.assembled(first["slot"], first["round"], "")
+    driver.train(1.0)
+    tick = Tick(driver.steps[0] - 1, 1)
+    driver.save(tick, why)
+    signalled(driver)
+    for _ in range(2):
+        driver.now_s += 5.0  # for as long as the one before is being committed, and then to take it
+        driver.decide()
+        assert not driver.ends()
+        if driver.group.committing is not None:
+            driver.commit()
+    answer = driver.answers("save")[0]
+    assert answer["round"] != first["round"]
+    driver.stage(answer["round"], tick, answer["slot"])
+    driver.group.assembled(answer["slot"], answer["round"], "")
+    driver.now_s += 0.2 + ATTEMPT_S
+    driver.decide()
+    assert not driver.ends(), "they go on to the next one"
+    driver.commit()
+    driver.now_s += 0.2
+    driver.decide()
+    assert bool(driver.ends()) is (why is Why.SAVE), "which does not come"
+    assert [body["how"] for body in driver.outcomes()] == ["ended" if why is Why.SAVE else "left"]
+    assert driver.group.committed_tick == tick
+
+
 def test_they_do_so_where_one_was_lost_for_long_which_is_not_to_have_come_to_its_end() -> None:
     driver = Warned(world=3)
     driver.save_once()
