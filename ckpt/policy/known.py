@@ -37,6 +37,7 @@ class Known:
     replication: Typical = UNMEASURED
     step: Typical = UNMEASURED  # seconds of a step while no commit runs
     step_beside_commit: Typical = UNMEASURED
+    first_stall_s: float = math.inf
     local_recovery: Typical = UNMEASURED
     peer_recovery: Typical = UNMEASURED
     store_recovery: Typical = UNMEASURED
@@ -55,11 +56,15 @@ class Known:
 
     def stalled(self, seconds: float) -> Known:
         """A snapshot kept training from going on for so long, the slowest rank's. The first of a run says little of
-        those that follow: it counts as FIRST_STALL_S at most, and only until there is a second."""
+        those that follow: it counts as FIRST_STALL_S at most, and with the second the lesser of the two counts as one.
+        """
         if not self.stall.seen:
-            return replace(self, stall=self.stall.observed(min(seconds, FIRST_STALL_S)))
-        before = replace(self.stall, values=()) if self.stall.seen == 1 else self.stall
-        return replace(self, stall=before.observed(seconds))
+            stall = self.stall.observed(min(seconds, FIRST_STALL_S))
+            return replace(self, stall=stall, first_stall_s=seconds)
+        if self.stall.seen == 1:
+            least_s = min(self.first_stall_s, seconds)
+            return replace(self, stall=replace(self.stall, values=()).observed(least_s))
+        return replace(self, stall=self.stall.observed(seconds))
 
     def committed(self, seconds: float, count_bytes: float) -> Known:
         """A commit took so long and put so many bytes into the store."""
@@ -111,6 +116,13 @@ class Known:
         return self._with({name: replace(cost, window=LONG) for name, cost in costs.items()})
 
     @property
+    def stall_s(self) -> float:
+        """What a snapshot stalls. Of two the lesser: a wild one would hold the next ones off, which are to outvote it,
+        and once there are three it is left out."""
+        stall_s = min(self.stall.recent) if len(self.stall.recent) == 2 else self.stall.mean
+        return max(STALL_MIN_S, stall_s or 0.0)
+
+    @property
     def slowdown(self) -> float:
         """The part of training's speed that a commit takes while it runs."""
         return max(SLOWDOWN_MIN, self._slowdown()[0])
@@ -135,7 +147,7 @@ class Known:
         """For `levels`. `peers`: whether other hosts' memory survives the loss of a node."""
         memory, store = self.failures_by_level(peers)
         return Measured(
-            snapshot_stall_s=max(STALL_MIN_S, self.stall.mean or 0.0),
+            snapshot_stall_s=self.stall_s,
             commit_s=COMMIT_S if self.commit.mean is None else self.commit.mean,
             slowdown=self.slowdown,
             replication_s=self.replication.mean or 0.0,

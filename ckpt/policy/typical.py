@@ -54,14 +54,15 @@ class Typical:
 
     @cached_property
     def error(self) -> float:
-        """The standard deviation of `mean`: that of the values with the outer eighths pulled in, over (1 - 2 x 1/8)
-        sqrt(n) (Tukey and McLaughlin 1963). A single value may be wrong by all of it."""
+        """The standard deviation of `mean`: that of the values with the outer eighths pulled in, of four or more at
+        least one at either end, over (1 - 2 x 1/8) sqrt(n) (Tukey and McLaughlin 1963). A single value may be wrong by
+        all of it."""
         recent = self.recent
         n = len(recent)
         if n < 2:
             return math.fsum(recent)
-        cut = n // 8
-        low, high = self.low, self.high
+        cut = max(1, n // 8) if n >= 4 else 0
+        low, high = self._ordered[cut], self._ordered[-1 - cut]
         pulled = [min(max(each, low), high) for each in recent]
         middle = math.fsum(each / n for each in pulled)
         spread = math.hypot(*(each - middle for each in pulled)) / math.sqrt(n - 1)

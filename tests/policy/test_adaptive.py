@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from hypothesis import given
@@ -278,10 +278,14 @@ def test_until_a_commit_is_measured_each_snapshot_may_be_one():
 
 
 def after_a_first_stall_of(first_s: float, others_s: float, limits: Adaptive) -> Iterator[tuple[float, Decision]]:
+    return after_stalls_of((first_s, *[others_s] * 100), limits)
+
+
+def after_stalls_of(stalls_s: Iterable[float], limits: Adaptive) -> Iterator[tuple[float, Decision]]:
     """When each snapshot is taken, and what is decided then."""
     known, now_s = Known(), 0.0
     found = decide(known, limits)
-    for seconds in (first_s, *[others_s] * 100):
+    for seconds in stalls_s:
         now_s += found.local_s
         known = known.ran(found.local_s).stalled(seconds)
         found = decide(known, limits, current=found)
@@ -300,6 +304,20 @@ def test_what_a_snapshot_stalls_is_believed_with_the_second():
     _, (_, found), *_ = after_a_first_stall_of(100.0, 100.0, Adaptive())
     assert found.saving <= 0.05
     assert found.measured.snapshot_stall_s == 100
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_one_wild_stall_among_the_first_does_not_hold_off_the_snapshots_that_would_outvote_it(at):
+    stalls_s = [0.02] * 12
+    stalls_s[at] = 100.0
+    best_s = Job(stall_s=0.02, commit_s=0).decide(Adaptive()).local_s
+    assert max(found.local_s for _, found in after_stalls_of(stalls_s, Adaptive())) < 1.1 * best_s
+
+
+def test_two_slow_snapshots_at_first_are_outvoted_by_the_next_three():
+    """The first two are copied at the boundary, whatever may be copied late once that is proven."""
+    *_, (_, found) = after_stalls_of([1.0, 1.0, 0.02, 0.02, 0.02], Adaptive())
+    assert found.local_s < 1.5 * Job(stall_s=0.02, commit_s=0).decide(Adaptive()).local_s
 
 
 # -- when to change
