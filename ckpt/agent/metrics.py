@@ -200,12 +200,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("process_resident_memory_bytes", "gauge", "Of the agent, shared memory too.", _top("resident_bytes")),
     Metric("process_cpu_seconds_total", "counter", "Of the agent.", _top("cpu_s")),
-    Metric(
-        "process_start_time_seconds",
-        "gauge",
-        "When the agent began, Unix time.",
-        lambda status, unix_s: [(NONE, unix_s - status["up_s"])],
-    ),
+    Metric("process_start_time_seconds", "gauge", "When the agent began, Unix time.", _top("began_at")),
 )
 
 

@@ -54,7 +54,7 @@ class Showing:
         self._server = server
         self._status = status
         self._tell = tell
-        self._began_s = time.monotonic()
+        self._began_s, self._began_at = time.monotonic(), time.time()
         self._recent: collections.deque[tuple[float, Event]] = collections.deque(maxlen=RECENT)
         self._interrupted: set[str] = set()  # epochs that left by a notice
         self._scrape: Scrape | None = None
@@ -168,6 +168,7 @@ class Showing:
             "version": ckpt.__version__,
             "host": socket.gethostname(),
             "up_s": now_s - self._began_s,
+            "began_at": self._began_at,  # Unix time, the same at each look: who sees it change takes it for a restart
             "resident_bytes": _resident_bytes(),
             "cpu_s": time.process_time(),
             "metrics": self._scrape.address if self._scrape is not None else None,

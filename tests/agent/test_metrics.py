@@ -68,6 +68,7 @@ def a_status(**job: Any) -> dict[str, Any]:
         "url": 's3://bucket/a "run"\\',
         "version": "0.1.0",
         "up_s": 12.0,
+        "began_at": 988.5,
         "resident_bytes": 50 << 20,
         "cpu_s": 0.5,
         "account": account.facts(12.0),
@@ -120,6 +121,7 @@ def test_an_agent_without_a_job_has_a_page_too() -> None:
     found = parse(metrics.page(a_status(), 1000.0).decode())
     assert "ckpt_ranks" not in found
     assert found["process_resident_memory_bytes"] == {(): 50 << 20}
+    assert found["process_start_time_seconds"] == {(): 988.5}
     nothing = {**a_status(), "account": Account().facts(0.0)}
     assert "ckpt_goodput_ratio" not in parse(metrics.page(nothing, 1000.0).decode())
 

@@ -87,6 +87,15 @@ def test_a_job_that_saves_is_seen_by_a_scraper_and_in_its_events(
     assert found["ckpt_failures_total"][()] == 0
     assert told["job"]["intervals"]["local"] == {"interval_s": None, "interval_steps": 5, "by": "every"}
     train(job, job[0].step + 2)
+    pages = [found]
+
+    def moved_on() -> bool:
+        pages.append(scraped(told["metrics"]))
+        return bool(pages[-1]["ckpt_elapsed_seconds_total"] != found["ckpt_elapsed_seconds_total"])
+
+    wait_for(moved_on)
+    began = {page["process_start_time_seconds"][()] for page in pages}
+    assert len(began) == 1, "an alarm for restarts looks for a change"
     finish(job)
     agent = job[0].connection.agent_pid
     for rank in job:
