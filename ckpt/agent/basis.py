@@ -121,7 +121,8 @@ class Basis:
         self.protection: Protection | None = None  # where there are several nodes
         self.claim: Claim | None = None
         self.options = Options()
-        self.learning: Learning | None = None  # where the policy is to be learnt
+        self.learning: Learning | None = None  # once a rank has said what the policy is
+        self.is_adaptive = False  # whether the intervals follow from that; else it is learnt for the starts after this
         self.outcome_path = services.outcome
         self.checkpoints: dict[int, Checkpoint] = {}
         self.plan: memory.MemoryPlan | None = None
@@ -165,9 +166,12 @@ class Basis:
             tell(members[0].peer, Event(name, message, loud, data or {}))
 
     def follow_learning(self) -> None:
-        """Asks how often to save, and does so from now on."""
+        """Asks how often to save, and does so from now on, unless that is given."""
         assert self.learning is not None
         before, now_s = self.learning.decision, time.monotonic()
+        if not self.is_adaptive:
+            self.learning.ran(now_s)
+            return
         self.learning.slots = self.group.slots_in_use
         decision = self.learning.decide(now_s)
         self.group.paced(decision.local_s, decision.store_s, now_s)

@@ -197,7 +197,7 @@ class Job(TakenOver):
             "memory": self.memory_table(),
             "peers": self.protection.shown() if self.protection is not None else None,
             "notices": self._notices(),
-            "policy": self.learning.decision.explain().splitlines() if self.learning is not None else None,
+            "policy": self.learning.decision.explain().splitlines() if self.learning and self.is_adaptive else None,
         }
 
     # -- messages
@@ -373,14 +373,12 @@ class Job(TakenOver):
 
     def _follow(self, policy: Every | Adaptive) -> None:
         now_s = time.monotonic()
-        if isinstance(policy, Every):
-            self.learning = None
-            self.group.follow(policy, now_s)
-            return
         known = self.learning.known if self.learning is not None else NOTHING
-        self.learning = Learning(policy, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
+        self.is_adaptive = isinstance(policy, Adaptive)
+        limits, given = (Adaptive(), policy) if isinstance(policy, Every) else (policy, Every(seconds=START_S))
+        self.learning = Learning(limits, known, max(1, len(self.nodes)), self.options.limits.unsaved_s)
         self.learning.peers = self.group.is_kept_whole
-        self.group.follow(Every(seconds=START_S), now_s)
+        self.group.follow(given, now_s)
         if self.claim is not None:  # the agent was started again beside a job at work
             self.learning.started(now_s, self.ranks.hindmost())
         self.follow_learning()

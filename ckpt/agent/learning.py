@@ -86,11 +86,15 @@ class Learning:
         """From a failure until training went on."""
         self.known = self.known.recovered(level, seconds)
 
-    def decide(self, now_s: float) -> Decision:
-        """Anew, with all that is known. The same object as before where the intervals stay."""
+    def ran(self, now_s: float) -> None:
+        """Until then, if it had begun."""
         if self._ran_s is not None and now_s > self._ran_s:  # a commit may have been counted past the end of its ranks
             self.known = self.known.ran(now_s - self._ran_s, self.nodes)
             self._ran_s = now_s
+
+    def decide(self, now_s: float) -> Decision:
+        """Anew, with all that is known. The same object as before where the intervals stay."""
+        self.ran(now_s)
         before = self.decision
         found = decide(self.known, self.limits, self.nodes, self.peers, before, self.slots, self.unsaved_s)
         if _intervals(found) == _intervals(before):

@@ -73,7 +73,7 @@ class Relearning:
     ) -> None:
         now_s = time.monotonic()
         gone_s = now_s if former.gone_s is None else former.gone_s
-        learnt.decide(gone_s)
+        learnt.ran(gone_s)
         learning.inherit(learnt.known)
         if former.ended_in_order:
             return

@@ -219,7 +219,12 @@ def job_facts(job: Job) -> dict[str, Any]:
             facts["under_way"].append({"level": "store", "state": state, **about})
     learning, policy = job.learning, group.policy
     levels = ("local", "peer", "store") if group.replicates else ("local", "store")
-    if learning is None:
+    if learning is not None:
+        facts["rates"] = {
+            each.value: {"per_s": learning.known.rate_of(each).now.mean, "seen": learning.known.rate_of(each).seen}
+            for each in Failure
+        }
+    if learning is None or not job.is_adaptive:
         what = {"interval_s": policy.seconds, "interval_steps": policy.steps, "by": "every"}
         facts["intervals"] = {level: dict(what) for level in levels}
         return facts
@@ -233,10 +238,6 @@ def job_facts(job: Job) -> dict[str, Any]:
     }
     facts["saving"], facts["overhead"] = decision.saving, decision.overhead
     facts["unmet"] = list(decision.unmet)
-    facts["rates"] = {
-        each.value: {"per_s": learning.known.rate_of(each).now.mean, "seen": learning.known.rate_of(each).seen}
-        for each in Failure
-    }
     return facts
 
 

@@ -181,6 +181,27 @@ def test_each_failure_counts_though_nothing_was_saved_since_the_one_before(
     finish(job)
 
 
+def test_starts_with_given_intervals_hand_on_what_was_learnt_before_them_and_what_they_see(
+    url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the records alone: no agent that knew it is left, and none of the newest is of an adaptive start."""
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    for options, seen in ((OFTEN, 0), (test_agent.OPTIONS, 1), (OFTEN, 2)):
+        for fails in (True, False) if seen < 2 else (False,):
+            (rank,) = job = ranks(1, options=options)
+            start(job)
+            assert failures_seen(url) == seen + (not fails and seen < 2)
+            for _ in range(4):
+                checkpoint(job, "store")
+            if fails:
+                rank.leave("exception")
+            else:
+                finish(job)
+            agent = rank.connection.agent_pid
+            rank.connection.close()
+        wait_gone(agent)
+
+
 def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_on(
     url: str, ranks: Callable[..., list[FakeRank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
