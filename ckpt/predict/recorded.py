@@ -2,11 +2,11 @@
 
 The lines of one agent (its `node`, `url` and `pid`) are one **run**, in the order of their times, in whatever order
 files are given; what begins where that has not ended is another: in a container that is started again processes are
-numbered anew. A run has failed where it says so (`signals.failure`), and at its last reading where it never said that
-it ended (`signals.end`) while a later run of the same node began: then the node itself was lost. A run that neither
-ended nor was followed may still go on: it has not failed. Lines that are no JSON, or of something else, are passed over
-and counted: a file that was rotated or cut off begins in the middle. Of values those are left out that have no name, or
-are no number from -10^12 to 10^12.
+numbered anew. A line that is given twice counts once. A run has failed where it says so (`signals.failure`), and at its
+last reading where it never said that it ended (`signals.end`) while a later run of the same node began: then the node
+itself was lost. A run that neither ended nor was followed may still go on: it has not failed. Lines that are no JSON,
+or of something else, are passed over and counted: a file that was rotated or cut off begins in the middle. Of values
+those are left out that have no name, or are no number from -10^12 to 10^12.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE_BYTES_MAX = 1 << 16
 READINGS_MAX = 2_000_000  # in all files: some 115 days of one node, each 5 s
 SIGNALS_MAX = 64
 
-Said = tuple[float, str, dict[str, float]]  # when, the event, and the values of a reading
+Said = dict[tuple[float, str], dict[str, float]]  # by when, and the event: the values of a reading
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Recorded:
 def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
     """All of these files together; of a file that was renamed as it was full (PATH.1) each is given. Errors:
     UsageError where there are more readings than READINGS_MAX; OSError."""
-    agents: dict[tuple[str, str, int], list[Said]] = {}
+    agents: dict[tuple[str, str, int], Said] = {}
     skipped = count = 0
     for path in paths:
         with open(path, "rb") as file:
@@ -72,8 +72,8 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
                 if line is None:
                     skipped += 1
                     continue
-                said = agents.setdefault((line["node"], line["url"], line["pid"]), [])
-                said.append((float(line["time"]), line["event"], _values(line)))
+                said = agents.setdefault((line["node"], line["url"], line["pid"]), {})
+                said[float(line["time"]), line["event"]] = _values(line)
                 count += line["event"] == "signals"
                 if count > READINGS_MAX:
                     raise UsageError(f"more than {READINGS_MAX} readings: give fewer files")
@@ -115,15 +115,15 @@ def _values(line: Mapping[str, Any]) -> dict[str, float]:
     return {name[:100]: float(value) for name, value in list(read)[:SIGNALS_MAX] if name and _is_number(value)}
 
 
-def _runs(node: str, said: list[Said]) -> list[Run]:
+def _runs(node: str, said: Said) -> list[Run]:
     """Of one agent, or of several of one number."""
     found = [Run(node)]
-    for time_s, event, values in sorted(said, key=itemgetter(0)):
+    for time_s, event in sorted(said, key=itemgetter(0)):
         run = found[-1]
         match event:
             case "signals":
                 run.times_s.append(time_s)
-                run.values.append(values)
+                run.values.append(said[time_s, event])
                 run.ended = False
             case "signals.failure":
                 run.failures_s.append(time_s)

@@ -126,6 +126,11 @@ def test_a_file_that_was_renamed_as_it_was_full_may_be_given_after_the_one_that_
     assert read([newer, older]).failures == 0
 
 
+def test_what_is_given_twice_counts_once(with_sign: Path) -> None:
+    """As by `signals.jsonl* signals.jsonl`, or a copy that was left beside it."""
+    assert read([with_sign, with_sign]).runs == read([with_sign]).runs
+
+
 def test_a_node_is_known_to_be_lost_though_what_its_beginning_was_in_is_gone(tmp_path: Path) -> None:
     path = lines(tmp_path / "x", ("signals", 5, 1), ("signals.begin", 50, 2), ("signals", 55, 2))
     assert [run.failures_s for run in read([path]).runs] == [[5.0], []]
