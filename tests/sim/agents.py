@@ -215,6 +215,8 @@ class Agent:
             del self.fabric.agents[self.number]
         if self.network is not None:
             self.network.deafen()
+        if killed and self.network is not None:
+            self.network.transport.close()
         if killed:
             self.world.dead.add(self)
             self._hang_up()

@@ -203,11 +203,15 @@ class Life:
         if len(self.nodes) < 2 or self.rng.random() < 0.3:
             self.nodes.append(max(self.nodes, default=0) + 10)
 
+    def free_bytes(self) -> int:
+        """That the machine has on which this is asked."""
+        return 8 << 30
+
     def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fake, "ROWS", 16)
             patch.setattr(outcomes, "WINDOW_S", ALARM_S)
-            patch.setattr("ckpt.agent.memory.free_bytes", lambda: 8 << 30)
+            patch.setattr("ckpt.agent.memory.free_bytes", self.free_bytes)
             put = MemoryBackend.put
 
             def slow(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:

@@ -1,0 +1,300 @@
+"""Lives of a job on nodes whose memory is short, in a world of its own time: whole agents, as in
+tests/sim/test_losses_sim.py, of which each has room for some slots and some copies, and now for more, now for less, as
+other processes come and go and earlier starts have left something or not.
+
+After whatever happens: what the coordinator was told to be safe in the memory of nodes can be had from what is left
+after the loss of any more of them, as many as the placement had promised in all; until something newer was told to be
+safe, or is in the store. It is what the next start goes on from, or something newer. And where there comes to be room
+a job has its copies, and nothing of earlier starts stays for ever.
+
+A schedule is one seed. CKPT_SIM_SCHEDULES: a thousand times how many, with CKPT_SIM_DEEP two hundred times;
+CKPT_TEST_SEED: the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ckpt.agent.account import Account
+from ckpt.agent.arena import Arena
+from ckpt.agent.chunks import Chunks
+from ckpt.agent.holdings import Inventory
+from ckpt.agent.protection import Protection
+from ckpt.backends.memory import MemoryBackend
+from ckpt.settings import Settings
+from ckpt.types import Epoch, Identity, Tick
+from tests.agent import fake
+from tests.sim.agents import Agent
+from tests.sim.jobs import SimJob, SimRank
+from tests.sim.test_losses_sim import LENDER, LONG_S, Life, live
+from tests.sim.world import World, each_life
+
+EACH = 200 if os.environ.get("CKPT_SIM_DEEP") else 1000
+SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // EACH)
+SLOT = 1_090_000  # bytes of one rank's snapshot, about
+SHORT_S = 60.0  # that a job waits for room for a slot, until there is plenty
+PLENTY = 1000.0  # slots
+LEAST = 4.2  # one for each rank, and what is reserved for commits
+ROOMS = (5.6, 6.6, 7.6, 8.6, 10.0, 13.0)  # in slots of the ranks of one node: for none, for some, for all
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """`losses`: as many of these nodes may be lost."""
+
+    identity: Identity
+    losses: int
+    agents: dict[int, Agent]
+
+
+class Short(Life):
+    """`rooms`: bytes that a node has for its agent. `committed`: the newest record that was put."""
+
+    def __init__(self, world: World, seed: int, settings: Settings) -> None:
+        super().__init__(world, seed, settings)
+        rng = self.rng
+        self.refuses = rng.random() < 0.8
+        self.step_s = rng.uniform(0.3, 1.0)
+        self.fabric.frame_s = 10 ** rng.uniform(-2.5, 0.0)  # what is safe may be far behind what is complete
+        if len(self.nodes) > 2 and rng.random() < 0.3:
+            self.options["peers"] = {"replicas": 2} if rng.random() < 0.5 else {"data": 2, "parity": 2}
+        self.rooms: dict[int, float] = {}
+        self.promise: Promise | None = None
+        self.begun: dict[Identity, Promise] = {}
+        self.committed: Identity | None = None
+        self.changed = True
+        self.changes_s = rng.choice((3.0, 10.0, 30.0))
+        self.plenty = False
+        world.at(rng.expovariate(1 / self.changes_s), self._change_room)
+
+    # -- memory
+
+    def _draw(self) -> float:
+        return SLOT * self.rng.choice((1, 2)) * self.rng.choice((LEAST, *ROOMS))
+
+    def _room(self, node: int) -> float:
+        return self.rooms.setdefault(node, self._draw()) if not self.plenty else PLENTY * SLOT
+
+    def _change_room(self) -> None:
+        if self.rooms:
+            self.rooms[self.rng.choice(sorted(self.rooms))] = self._draw()
+        self.world.at(self.rng.expovariate(1 / self.changes_s), self._change_room)
+
+    def free_bytes(self) -> int:
+        agent = self.world.owner
+        if not isinstance(agent, Agent) or agent.number == LENDER:
+            return 8 << 30
+        node = agent.node
+        shares = [job.own for job in node._jobs()] + [each.ranks for each in node.followings]
+        used = sum(share.arena_bytes for share in shares) + node.copies.taken_bytes
+        return max(0, int(self._room(agent.number)) - used)
+
+    # -- what is owed
+
+    def begins(self, protection: Protection, identity: Identity) -> None:
+        placement = protection.placement
+        assert placement is not None
+        names = {name for kept in placement.kept for name in (kept.node, *kept.holders)}
+        names |= {name for group in placement.groups for name in group.members}
+        agents = self.fabric.agents.items()
+        part = {node: each for node, each in agents if each.network is not None and each.network.me in names}
+        self.begun[identity] = Promise(identity, min(kept.losses for kept in placement.kept), part)
+
+    def promised(self, epoch: Epoch, tick: Tick) -> None:
+        made = self.begun[Identity(epoch, tick)]
+        assert made.losses, f"some node's part of {made.identity} is kept by nobody, and it was said to be safe"
+        if self.promise is None or made.identity >= self.promise.identity or self._left(self.promise) < 0:
+            self.promise = made
+            self.changed = True
+
+    def _lost(self, promise: Promise) -> set[int]:
+        return {node for node, agent in promise.agents.items() if self.fabric.agents.get(node) is not agent}
+
+    def _left(self, promise: Promise) -> int:
+        """How many more may be lost; less than none: it is void."""
+        if self.committed is not None and self.committed >= promise.identity:
+            return -1
+        return promise.losses - len(self._lost(promise))
+
+    def look(self) -> None:
+        """At what is owed, where something went."""
+        promise = self.promise
+        if not self.changed or promise is None:
+            return
+        self.changed = False
+        left = self._left(promise)
+        if left < 0:
+            return
+        lost = self._lost(promise)
+        held = {node: agent.node._inventory(True) for node, agent in self.fabric.agents.items() if node not in lost}
+        for more in itertools.combinations(sorted(promise.agents.keys() - lost), left):
+            every = Inventory()
+            for node, inventory in held.items():
+                if node not in more:
+                    every.add(inventory, str(node))
+            newest = max(every.complete(), default=None)
+            is_there = newest is not None and newest >= promise.identity
+            assert is_there, (
+                f"{promise.identity} was safe from {promise.losses} losses; with {sorted(lost)} lost and {more} to be, "
+                f"there is {newest}, after {self.world.now_s - 1000:.3f} s"
+            )
+
+    # -- what happens
+
+    def run(self) -> Counter[str]:
+        seen: Counter[str] = Counter()
+        for _ in range(self.rng.choice((2, 3, 4))):
+            job = self.begin(seen)
+            self._until_something(job, seen)
+            self._end(job, seen)
+        self.nodes = self.nodes if len(self.nodes) > 1 else [*self.nodes, max(self.nodes) + 10]
+        job = self.begin(seen, everywhere=True)
+        self.plenty, self.refuses = True, False
+        began_s = self.world.now_s
+        self.world.run(lambda: self._is_settled(job) or job.is_over, LONG_S)
+        seen["settled s"] = round(self.world.now_s - began_s)
+        assert not job.is_over, f"it has not come to have all its copies, or kept what is older: {self._why(job)}"
+        job.die(0.1)
+        if LENDER in self.fabric.agents:
+            self.fabric.agents[LENDER].server.end_asked = True
+            self.fabric.agents[LENDER].happens(lambda: None)
+        self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
+        return seen
+
+    def begin(self, seen: Counter[str], everywhere: bool = False) -> SimJob:
+        rng = self.rng
+        some = (
+            self.nodes if everywhere else rng.sample(self.nodes, rng.randint(min(2, len(self.nodes)), len(self.nodes)))
+        )
+        spread = sorted(node for node in some for _ in range(rng.choice((1, 1, 2))))
+        job = SimJob(self.fabric, spread, self.key, self.options)
+        for rank in job.ranks:
+            rank.peers = [self.lender] if self.lender is not None else []
+        owed = self.promise.identity if self.promise is not None and self._left(self.promise) >= 0 else None
+        owed = max(filter(None, (owed, self.committed)), default=None)
+        job.start(
+            round((200.0 if everywhere else 80.0) / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s
+        )
+        until_s = self.world.now_s + SHORT_S
+        self.world.run(lambda: job.trains or job.is_over or self.world.now_s > until_s, LONG_S)
+        if not job.trains:
+            seen["no room for a slot"] += 1
+            self.plenty = True
+            self.world.run(lambda: job.trains or job.is_over, LONG_S)
+            self.plenty = False
+        parent = job.ranks[0].parent
+        found = Identity.parse(parent) if parent is not None else None
+        assert owed is None or (found is not None and found >= owed), f"{owed} was safe, and it goes on from {found}"
+        kind = "restored" if found is not None else "fresh"
+        seen[f"{kind} {'what is newer than what is safe' if owed is not None and found != owed else ''}"] += 1
+        return job
+
+    def _until_something(self, job: SimJob, seen: Counter[str]) -> None:
+        rng = self.rng
+        for _ in range(rng.choice((0, 0, 1, 1, 2))):
+            self._pass(rng.uniform(0.0, 10.0), job)
+            if rng.random() < 0.5:
+                self.fabric.kill(rng.choice((job.ranks[0].node, *self.nodes)))
+                seen["agent killed"] += 1
+        until_s = self.world.now_s + rng.uniform(2.0, 30.0)
+        self.world.run(lambda: self.told(job, "peer") > 0 or self.world.now_s > until_s or job.is_over, LONG_S)
+        seen["safe" if self.told(job, "peer") else "not safe"] += 1
+        self._pass(rng.expovariate(0.1), job)
+
+    def _end(self, job: SimJob, seen: Counter[str]) -> None:
+        rng = self.rng
+        if rng.random() < 0.6:
+            lost = rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
+            seen["lost"] += 1
+            self.take_away(job, lost)
+            if lost == LENDER:
+                self.lender = None
+            else:
+                self.nodes.remove(lost)
+        job.die(rng.choice((0.01, 1.0)))
+        self.wait(rng.uniform(1.0, 10.0))
+        self.replace_some()
+
+    def _is_settled(self, job: SimJob) -> bool:
+        if not job.trains or not self.told(job, "peer"):
+            return False
+        return not self._why(job)
+
+    def _why(self, job: SimJob) -> str:
+        """It is not settled."""
+        agents = [self.fabric.agents[node] for node in sorted({rank.node for rank in job.ranks})]
+        led = agents[0].node.current
+        if led is None or str(led.epoch) != job.ranks[0].epoch or not led.group.is_kept_whole:
+            return "no copies"
+        for agent in agents:
+            old = {identity for identity in agent.node._inventory(True).worlds if identity.epoch != led.epoch}
+            if old or agent.node.former or len(agent.node.followings) > 1:
+                return f"node {agent.number} has {sorted(map(str, old))}"
+        return ""
+
+    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+        world, life = self.world, self
+        until_of, put = world.run, MemoryBackend.put
+        replicate, replicated = Protection.replicate, Account.replicated
+        begin_fill, close, forget = Arena.begin_fill, Arena.close, Chunks._forget
+
+        def run_and_look(until: Callable[[], bool], limit_s: float) -> None:
+            def looked() -> bool:
+                life.look()
+                return until()
+
+            until_of(looked, limit_s)
+
+        def begins(protection: Protection, identity: Identity, *given: Any) -> None:
+            life.begins(protection, identity)
+            replicate(protection, identity, *given)
+
+        def promised(account: Account, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
+            life.promised(epoch, tick)
+            replicated(account, epoch, tick, count_bytes)
+
+        def stored(backend: MemoryBackend, key: str, *given: Any, **named: Any) -> None:
+            put(backend, key, *given, **named)
+            if found := re.match(r"commits/(\d+-[0-9a-f]+-\d+\.\d+)-", key):
+                life.committed = max(filter(None, (Identity.parse(found[1]), life.committed)))
+
+        def fills(arena: Arena) -> None:
+            life.changed = True
+            begin_fill(arena)
+
+        def closes(arena: Arena) -> None:
+            life.changed = True
+            close(arena)
+
+        def forgets(chunks: Chunks, names: Any) -> None:
+            life.changed = True
+            forget(chunks, names)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world, "run", run_and_look)
+            patch.setattr(MemoryBackend, "put", stored)
+            patch.setattr(Protection, "replicate", begins)
+            patch.setattr(Account, "replicated", promised)
+            patch.setattr(Arena, "begin_fill", fills)
+            patch.setattr(Arena, "close", closes)
+            patch.setattr(Chunks, "_forget", forgets)
+            patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
+            patch.setattr("ckpt.agent.memory.total_bytes", lambda: 50 * SLOT)
+            patch.setattr("ckpt.agent.protection.WORK_BYTES", 1 << 16)
+            patch.setattr("ckpt.agent.protection.SCRATCH_BYTES", 1 << 16)
+            patch.setattr("ckpt.agent.making.SCRATCH_BYTES", 1 << 16)
+            return super().live(run)
+
+
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
+@pytest.mark.parametrize("part", range(10))
+def test_what_is_safe_stays_so_where_memory_is_short(part: int) -> None:
+    each_life(lambda seed: live(seed, Short), SCHEDULES, part)
