@@ -2,12 +2,18 @@
 
 A `Tasks` owns named daemon threads; closing it asks them to stop, joins them outside any lock, with a deadline, and
 fails loudly if one does not end. No thread outlives its owner unnoticed.
+
+What the training thread waits for is a `Condition`, `Flag` or `Outcome` from here, where Ctrl-C, or what a handler of a
+signal raises, may come at any moment. Python's own are left locked by what comes between two of their lines, and the
+next who wants the lock waits for ever; or they end in an error of the lock's, which hides it.
 """
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -16,6 +22,42 @@ from typing import Any, Self, TypeVar
 from ckpt.errors import CkptError
 
 T = TypeVar("T")
+
+
+class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
+    """`with` is the lock's, which has no lines. Who waits holds it once."""
+
+    _release_save: Callable[[], object]
+    _acquire_restore: Callable[[tuple[int, int]], None]
+
+    def __init__(self) -> None:
+        self._waiters: deque[Any] = deque()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        held = 1, threading.get_ident()
+        try:
+            self._release_save()
+            is_told = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            self._acquire_restore(held)  # nothing interrupts that
+            if waiter in self._waiters:  # nobody has told it
+                self._waiters.remove(waiter)
+        return is_told
+
+
+class Flag(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = Condition()
+
+
+class Outcome(Future[T]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
 
 
 def _is_queued(error: RuntimeError) -> bool:
@@ -53,7 +95,7 @@ class Tasks:
     def __init__(self, name: str, pool_size: int = 0, begin: Callable[[], None] | None = None) -> None:
         """`begin`: what each thread of the pool does first."""
         self.name = name
-        self.stopping = threading.Event()
+        self.stopping = Flag()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}", begin) if pool_size else None

@@ -9,12 +9,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import _base as futures
+from typing import Any
 
 import pytest
 
+from ckpt import tasks as module
 from ckpt.errors import CkptError
-from ckpt.tasks import Tasks
-from tests.threads import without_threads
+from ckpt.tasks import Flag, Outcome, Tasks
+from tests.threads import interrupted_anywhere, without_threads
 
 
 @pytest.fixture
@@ -113,3 +116,29 @@ atexit.register(late)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.startswith("refused:"), said
+
+
+def use_flag(flag: Flag) -> None:
+    flag.set()
+    assert flag.wait()
+    flag.clear()
+    assert not flag.wait(0.001)
+
+
+def use_outcome(outcome: Outcome[None]) -> None:
+    assert not outcome.done()
+    with pytest.raises(TimeoutError):
+        outcome.result(0.001)
+
+
+@pytest.mark.parametrize(
+    ("make", "use", "end"), [(Flag, use_flag, Flag.set), (Outcome, use_outcome, lambda it: it.set_result(None))]
+)
+def test_an_interrupt_anywhere_in_what_is_waited_for_leaves_nothing_locked(
+    make: Callable[[], Any], use: Callable[[Any], None], end: Callable[[Any], None]
+) -> None:
+    for it in interrupted_anywhere({module.__file__, threading.__file__, futures.__file__}, make, use):
+        thread = threading.Thread(target=end, args=(it,), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,13 +1,19 @@
 """A machine that gives no more threads, as one does whose memory is full, or whose control group has as many as it may
-have (pids.max)."""
+have (pids.max); and Ctrl-C, in each place where the interpreter may hear it."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -23,3 +29,49 @@ def without_threads(named: str = "ckpt-") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         yield
+
+
+def interrupted_anywhere(files: Collection[str], make: Callable[[], T], use: Callable[[T], object]) -> Iterator[T]:
+    """What was made, after Ctrl-C has ended its use: each time one place later in these files, and at last in none."""
+    place, interrupted = 0, True
+    while interrupted:
+        place, interrupted = place + 1, False
+        made, traced = make(), sys.gettrace()
+        sys.settrace(_Interrupt(files, place))
+        try:
+            use(made)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(traced)
+        yield made
+    assert place > 10
+
+
+class _Interrupt:
+    """Behind the `place`-th call, or before the first line of what is called: there the interpreter hears it."""
+
+    def __init__(self, files: Collection[str], place: int) -> None:
+        self._files = files
+        self._left = place
+        self._names: dict[CodeType, dict[int, str]] = {}
+        self._before: dict[FrameType, str] = {}
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if code.co_filename not in self._files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call":
+            self._hear()
+        elif event == "opcode":
+            names = self._names.setdefault(code, {i.offset: i.opname for i in dis.get_instructions(code)})
+            before, self._before[frame] = self._before.get(frame, ""), names[frame.f_lasti]
+            if before.startswith("CALL"):
+                self._hear()
+        return self
+
+    def _hear(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from ckpt.agent import wire
 from ckpt.errors import AgentError, CkptError, UsageError
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
-from ckpt.tasks import Tasks
+from ckpt.tasks import Flag, Outcome, Tasks
 
 VERSION = 1  # of the messages; an agent of another version makes way once nobody needs it (see replacing)
 START_TIMEOUT_S = 30.0
@@ -180,8 +179,8 @@ class Pending:
 
     def __init__(self, connection: Connection, request_id: int, kind: str) -> None:
         self.id = request_id
-        self.future: Future[wire.Message] = Future()
-        self.moves = threading.Event()  # the agent has said so since it was looked at last
+        self.future = Outcome[wire.Message]()
+        self.moves = Flag()  # the agent has said so since it was looked at last
         self._connection, self._kind = connection, kind
 
     def answer(self, timeout_s: float | None) -> wire.Message:

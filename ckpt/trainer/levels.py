@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Literal
 
 from ckpt.errors import NotStaged, SaveFailed, UsageError
+from ckpt.tasks import Condition
 from ckpt.types import Tick
 
 Level = Literal["none", "local", "peer", "store"]
@@ -23,7 +23,7 @@ class Levels:
         self._reached: dict[Tick, Level] = {}
         self._failed: dict[tuple[Tick, str], str] = {}
         self._expected: set[Tick] = set()  # taken here, and neither in the store nor given up
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._end: str | None = None
         self.committed_s = time.monotonic()  # when something last reached the store; at first: when this began
 

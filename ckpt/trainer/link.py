@@ -34,7 +34,7 @@ from ckpt.format.declaration import decode_layout, decode_share, encode, encode_
 from ckpt.plan.layout import Declaration, Layout, Staging
 from ckpt.plan.staging import stage
 from ckpt.settings import Settings
-from ckpt.tasks import Tasks
+from ckpt.tasks import Flag, Tasks
 from ckpt.trainer.levels import Levels
 from ckpt.types import Epoch, Identity, Tick
 
@@ -146,7 +146,7 @@ class Link:
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
     restarts: int = 0
-    calm: threading.Event = field(default_factory=threading.Event)  # cleared while training stands still for a copy
+    calm: Flag = field(default_factory=Flag)  # cleared while training stands still for a copy
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen

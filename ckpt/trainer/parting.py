@@ -24,7 +24,7 @@ from ckpt.events import Events
 from ckpt.notices.notice import Notice, Word
 from ckpt.notices.signals import Signals
 from ckpt.settings import Settings
-from ckpt.tasks import Tasks
+from ckpt.tasks import Condition, Flag, Tasks
 from ckpt.trainer.link import End, Link
 
 NOTICE_CODE = 143
@@ -47,8 +47,8 @@ class Parting:
         self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
         self._came: list[Notice] = []
-        self._stop = threading.Event()  # listening; other threads of `tasks` may still be needed then
-        self._changed = threading.Condition()
+        self._stop = Flag()  # listening; other threads of `tasks` may still be needed then
+        self._changed = Condition()
         self._at_work = False  # whether the thread that tells and ends is there
         self._exiting = False
         self._told_to_leave = False
