@@ -28,6 +28,9 @@ Foreign exceptions are translated where they enter (a backend, a socket), with `
 
 from __future__ import annotations
 
+import signal
+import traceback
+
 
 class CkptError(Exception):
     kind = "error"
@@ -124,3 +127,14 @@ def _tree(cls: type[CkptError]) -> dict[str, type[CkptError]]:
 def from_kind(kind: str, message: str) -> CkptError:
     """The error of that kind, as it came over a socket; an unknown kind gives a plain CkptError."""
     return _tree(CkptError).get(kind, CkptError)(message)
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether it has come into the midst of what was done, and not of it: Ctrl-C, an exit, or whatever a handler of a
+    signal has raised (a watchdog's alarm). Whoever waits for it is outside as well: no failure of ours may hide it."""
+    if not isinstance(error, Exception):
+        return True
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    plain = [getattr(each, "func", each) for each in handlers]  # one may be a functools.partial
+    codes = {getattr(each, "__code__", None) or getattr(type(each).__call__, "__code__", None) for each in plain}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

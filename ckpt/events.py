@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import is_from_outside
 from ckpt.tasks import Tasks
 
 log = logging.getLogger("ckpt")
@@ -83,7 +84,7 @@ class Events:
                 sink(event)
             except BaseException as exc:
                 # Ctrl-C and sys.exit() are the user's where they end the process; elsewhere a thread of ours would end.
-                if not isinstance(exc, Exception) and threading.current_thread() is threading.main_thread():
+                if is_from_outside(exc) and threading.current_thread() is threading.main_thread():
                     raise
                 log.exception("ckpt: a sink failed at the event %s; it is not called any more", name)
                 self.remove(sink)

@@ -385,7 +385,9 @@ class Checkpointer:
             else:
                 parts.saver.quiet()  # takes no snapshot: the state may be half a step old
                 failure = parts.parting.finish_early(self._limits.exit_s)
-        except KeyboardInterrupt:
+        except Leave:
+            raise
+        except BaseException:  # Ctrl-C
             parts.saver.link.give_up()  # else the agent would wait for us to come back
             raise
         finally:

@@ -354,6 +354,9 @@ class Facts:
     def unsavable(self, rank: int, tick: Tick, why: str) -> None:
         """That rank does not ask for a snapshot at that tick, as the others do, or has given it up."""
         self._unsavable[rank] = tick, why
+        for _, round_ in self._open():
+            if round_.tick == tick and rank not in round_.staged:
+                round_.missed = round_.missed or f"rank {rank} missed it ({why})"
 
     def leave(self, rank: int, request: Request, in_order: bool = True, insists: bool = False) -> None:
         """`in_order`: it came to its end, or was told to leave; else an exception made it. The first word counts.

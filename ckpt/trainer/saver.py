@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError
+from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_from_outside
 from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.columns import STRING_BYTES_MAX
 from ckpt.format.record import METRICS_MAX
 from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
-from ckpt.tasks import Tasks
+from ckpt.tasks import Condition, Tasks
 from ckpt.trainer import names, nodes
 from ckpt.trainer.levels import Level
 from ckpt.trainer.link import Link, Offer, Plan, Slot, Terms, hashes_blob
@@ -89,7 +89,7 @@ class Saver:
         self._replicated = replicated
         self._replicas = Replicas()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
+        self._idle = Condition()
         self._open: set[Snapshot] = set()  # that the stager has not finished
         self._last: Tick | None = None
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
@@ -134,6 +134,8 @@ class Saver:
         except UsageError as exc:
             raise SaveFailed(f"the state has become one that cannot be saved: {exc}") from exc
         except Exception as exc:  # of an object of the user's, in its state_dict()
+            if is_from_outside(exc):
+                raise
             raise SaveFailed(f"the state could not be read: {type(exc).__name__}: {exc}") from exc
         self._offered, self._doubted = True, False
         return True
@@ -146,22 +148,22 @@ class Saver:
             # What was taken before is reported before: the agent may give its slot to this one.
             self.quiet(max(1.0, until_s - time.monotonic()))
             self.settle(tick)
-        except SaveFailed as exc:  # the others would wait for this rank
-            link.cannot_save(tick, str(exc))
+        except BaseException as exc:  # Ctrl-C too: the others would wait for this rank
+            link.cannot_save(tick, str(exc) or "interrupted")
             raise
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
         link.levels.retry(tick)
         try:
             answer = link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
-        except CkptError as exc:
+            link.levels.expect(tick)
+            # Or an appointment came first: all ranks have staged that very tick.
+            missed = "" if answer["saved"] else self.take(int(answer["round"]), int(answer["slot"]), tick, metrics)
+        except BaseException as exc:
             # The others may come to it only now, and to another agent; at the end all ask again.
             if why == "save" and not isinstance(exc, Superseded):
-                link.cannot_save(tick, str(exc))
+                link.cannot_save(tick, str(exc) or "interrupted")
             raise
-        link.levels.expect(tick)
-        if answer["saved"]:
-            return  # an appointment came first: all ranks have staged that very tick
-        if missed := self.take(int(answer["round"]), int(answer["slot"]), tick, metrics):
+        if missed:
             raise NotStaged(f"step {tick.step} was not staged: {missed}")
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
@@ -178,11 +180,11 @@ class Saver:
         """Takes the snapshot of `tick` into slot `number`. Why it was not taken; "" when it was."""
         try:
             why = self._take(round_, number, tick, metrics or {})
-        except Exception as exc:  # a save that fails never fails training
-            why = self._not_staged(tick, exc)
-        except BaseException:  # Ctrl-C: the others must not wait for us
-            self.missed(round_, tick, "interrupted")
-            raise
+        except BaseException as exc:
+            if is_from_outside(exc):  # the others must not wait for us
+                self.missed(round_, tick, "interrupted")
+                raise
+            why = self._not_staged(tick, exc)  # a save that fails never fails training
         if why:
             self.missed(round_, tick, why)
         return why
@@ -425,7 +427,7 @@ class Saver:
             return self._not_staged(filling.tick, exc)
         return ""
 
-    def _not_staged(self, tick: Tick, error: Exception) -> str:
+    def _not_staged(self, tick: Tick, error: BaseException) -> str:
         """Says so. Why, in words."""
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)

@@ -28,10 +28,10 @@ from enum import Enum, auto
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import CkptError, UsageError, is_from_outside
 from ckpt.events import Events
 from ckpt.plan.layout import Staging
-from ckpt.tasks import Tasks
+from ckpt.tasks import Outcome, Tasks
 from ckpt.trainer.copier import Copier, Job, Ticket
 from ckpt.trainer.lazy import (
     LATE_BYTES_MIN,
@@ -58,7 +58,7 @@ class Snapshot:
 
     def __init__(self, slot: int, settle: Callable[[Snapshot], None]) -> None:
         self.slot = slot
-        self.done: Future[None] = Future()
+        self.done = Outcome[None]()
         self.abandoned: str | None = None
         self.stall_s = 0.0
         self.lazy = False
@@ -150,14 +150,13 @@ class Snapshotter:
         try:
             with self._settling, _plain():
                 self._copy(binding, snapshot, started_s)
-        except Exception as exc:  # whatever torch raised: the save has failed, training has not, and both are said
+        except BaseException as exc:
             begun, self._pending = self._pending, None
-            self._give_up(snapshot, begun, exc)
-        except BaseException:  # Ctrl-C: nobody may wait for it, whoever catches this
-            begun, self._pending = self._pending, None
-            self._interrupt(snapshot, begun)
-            snapshot.done.result()  # the caller has no snapshot to ask when the slot may be used again
-            raise
+            if is_from_outside(exc):  # nobody may wait for it, whoever catches this
+                self._interrupt(snapshot, begun)
+                snapshot.done.result()  # the caller has no snapshot to ask when the slot may be used again
+                raise
+            self._give_up(snapshot, begun, exc)  # whatever torch raised: training has not failed, and both are said
         return snapshot
 
     def boundary(self) -> None:
@@ -312,14 +311,14 @@ class Snapshotter:
                 judged = self._look(pending, cause)
                 if judged is not None:
                     self._reading = _Reading(self._copier.barrier(), judged, pending.plan.storages)
-            except Exception as exc:  # as in `take`
+            except BaseException as exc:  # as in `take`
+                if is_from_outside(exc):
+                    self._interrupt(pending.snapshot, pending)
+                    raise
                 if pending.late is not None:
                     self._give_up(pending.snapshot, pending, exc)
                 else:  # it ends without us
                     self._trust.turn_off(f"the comparison failed: {exc}")
-            except BaseException:  # Ctrl-C: as in `take`
-                self._interrupt(pending.snapshot, pending)
-                raise
             finally:
                 if self._pending is pending:  # until here, so that optimizers of other threads wait for this as well
                     self._pending = None
@@ -422,7 +421,9 @@ class Snapshotter:
             try:
                 with self._copier.aside(pending.plan.devices), _plain():
                     then()
-            except Exception as exc:  # as in `take`
+            except BaseException as exc:  # as in `take`
+                if is_from_outside(exc):
+                    raise
                 self._fail(pending.snapshot, exc)
 
         if not self._copier.blocking:
@@ -441,13 +442,13 @@ class Snapshotter:
         if not snapshot.done.done():
             snapshot.done.set_result(None)
 
-    def _fail(self, snapshot: Snapshot, error: Exception) -> None:
+    def _fail(self, snapshot: Snapshot, error: BaseException) -> None:
         if snapshot.done.done():
             self._trust.turn_off(f"the comparison failed: {error}")
         else:
             self._abandon(snapshot, f"it could not be copied: {error}")
 
-    def _give_up(self, snapshot: Snapshot, begun: _Pending | None, error: Exception) -> None:
+    def _give_up(self, snapshot: Snapshot, begun: _Pending | None, error: BaseException) -> None:
         """As `_fail`, where a device may still write what was begun."""
         if begun is None or self._copier.blocking or snapshot.done.done():
             self._fail(snapshot, error)

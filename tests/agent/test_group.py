@@ -479,6 +479,16 @@ def test_a_rank_that_cannot_save_ends_the_save_for_all_and_for_who_comes_later()
     assert all(type(answer) is dict for answer in driver.answers("save").values())
 
 
+def test_a_save_that_a_rank_gives_up_after_it_was_granted_is_waited_for_by_nobody() -> None:
+    driver = Driver()
+    driver.save(Tick(4, 1))
+    driver.group.unsavable(1, Tick(4, 1), "interrupted")
+    driver.decide()
+    assert "rank 1 missed it (interrupted)" in str(driver.said)
+    driver.save(Tick(5, 1))
+    assert all(type(answer) is dict and not answer["saved"] for answer in driver.answers("save").values())
+
+
 @pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
 def test_who_waits_in_a_save_for_a_rank_that_has_gone_on_from_a_former_one_is_told_so(why: Why) -> None:
     driver = Driver()

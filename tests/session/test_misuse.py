@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.trainer.link import Link
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.runs import Seen, kill_agent
 from tests.session.test_one_process import agent_pid, wait_gone
@@ -337,6 +338,71 @@ def test_an_interrupted_snapshot_makes_nobody_wait(tmp_path: Path) -> None:
         ck.save().wait("store")  # without a time-out: nothing is in the way
     assert interrupted == 1
     assert ck.receipt["committed_step"] == 6
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_an_interrupt_between_what_is_asked_of_the_agent_and_the_snapshot_makes_nobody_wait(
+    granted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, seen = Link.request, Seen()
+
+    def interrupted(link: Link, kind: str, fields: dict[str, Any], *rest: Any) -> None:
+        monkeypatch.undo()
+        request(link, kind, fields, *rest) if granted else link.ask(kind, fields)
+        raise KeyboardInterrupt
+
+    with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}, policy=ckpt.Every(steps=10**6), sinks=(seen,)) as ck:
+        ck.step()
+        ck.save().wait()
+        ck.step()
+        monkeypatch.setattr(Link, "request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ck.save()
+        ck.step()
+        ck.save().wait()
+    assert ck.receipt["committed_step"] == 3
+    given_up = [event.message for event in seen.named("round.abandoned")]
+    assert all("rank 0 missed it (interrupted)" in message for message in given_up), "the agent was not told"
+
+
+class Alarm(Exception):
+    """What a watchdog's handler raises."""
+
+
+def test_what_a_signals_handler_raises_in_the_midst_of_a_save_is_what_the_loop_gets(tmp_path: Path) -> None:
+    job, trouble, seen = make(), Trouble(), Seen()
+
+    def sink(event: ckpt.Event) -> None:
+        seen(event)
+        if event.name == "save.failed":
+            signal.raise_signal(signal.SIGALRM)
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    def fail() -> None:
+        raise ValueError("of the object's own")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with ckpt.Checkpointer(tmp_path, {**job.state, "mine": trouble}, policy=EVERY, sinks=(sink,)) as ck:
+            for step in ck.steps(6):
+                job.train(step)
+                trouble.at_save = lambda: signal.raise_signal(signal.SIGALRM)
+                if step == 3:
+                    with pytest.raises(Alarm):  # noqa: PT012
+                        ck.step()  # at an appointment, or else the next line
+                        ck.save()
+                trouble.at_save = fail
+                if step == 5:
+                    ck.step()
+                    with pytest.raises(Alarm):  # in the sink
+                        ck.save()
+                trouble.at_save = lambda: None
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ck.receipt["committed_step"] == 6
+    assert seen.named("receipt"), "the sink stays"
 
 
 def test_an_agent_that_dies_while_the_state_is_read_costs_that_snapshot_and_no_more(tmp_path: Path) -> None:
