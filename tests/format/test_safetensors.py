@@ -60,15 +60,16 @@ def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
+    known = [(head, data) for head, data in heads() if hasattr(torch, head.dtype)]  # torch 2.6 has no float8_e8m0fnu
     tensors = {}
-    for head, data in heads():
+    for head, data in known:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
         tensors[head.name] = flat.view(getattr(torch, head.dtype)).reshape(head.shape)
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
     with SafetensorsReader(tmp_path / "x.safetensors") as file:
         assert file.metadata == {"format": "pt"}
-        assert file.tensors == {head.name: head for head, _ in heads()}
-        for head, data in heads():
+        assert file.tensors == {head.name: head for head, _ in known}
+        for head, data in known:
             assert file.data(head.name).tobytes() == data
 
 
