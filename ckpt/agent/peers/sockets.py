@@ -77,7 +77,8 @@ def wait_at_most(sock: socket.socket, seconds: float) -> None:
 
 
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    """From a socket that `wait_at_most` was called for. Errors: EOFError at the end; TimeoutError; OSError."""
+    """From a socket that `wait_at_most` was called for. Errors: EOFError at the end; TimeoutError where fewer than
+    SLOWEST_BYTES, and not all, came in that time: who sends a byte now and then holds nobody up; OSError."""
     room = bytearray(nbytes)
     view = memoryview(room)
     while view:
@@ -87,6 +88,8 @@ def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
             raise TimeoutError("the peer sent nothing in time") from None
         if not got:
             raise EOFError("the peer closed the connection")
+        if got < len(view) and got < SLOWEST_BYTES:
+            raise TimeoutError("the peer sent too little in time")
         view = view[got:]
     return room
 

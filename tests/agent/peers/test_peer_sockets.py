@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from ckpt.agent.peers.sockets import SLOWEST_BYTES, Receiver, wait_at_most
+from ckpt.agent.peers.sockets import SLOWEST_BYTES, Receiver, receive_exactly, wait_at_most
 from ckpt.tasks import Tasks
 
 Pair = tuple[socket.socket, socket.socket]
@@ -54,3 +55,24 @@ def test_a_peer_that_is_silent_or_dribbles_is_given_up(pair: Pair, sent: bytes, 
     here.sendall(sent)
     with pytest.raises(TimeoutError, match=said):
         Receiver(there, 0.05).fill(memoryview(bytearray(1 << 20)))
+
+
+def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
+    """Or a stranger at the address of a node that is gone could hold up who fetches from there, for as long as he
+    likes."""
+    here, there = pair
+    wait_at_most(there, 0.2)
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.02):
+            here.send(b"x")
+
+    with Tasks("dripping", pool_size=1) as tasks:
+        dripping = tasks.submit(drip)
+        try:
+            with pytest.raises(TimeoutError):
+                receive_exactly(there, 512)
+        finally:
+            over.set()
+        dripping.result(60)
