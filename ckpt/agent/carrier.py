@@ -46,6 +46,7 @@ class Carrier(Committing):
         self._not_before_s = -math.inf  # it is planned again
         self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
+        self._told_placed = False  # whether it was told at all who keeps what
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
         self._comparing = Comparing()
 
@@ -200,7 +201,8 @@ class Carrier(Committing):
         if self.learning is not None and self.learning.peers != is_whole:
             self.learning.peers = is_whole
             self.follow_learning()
-        if protection.table() != before:
+        if protection.table() != before or (protection.is_wanted and not self._told_placed):
+            self._told_placed = True
             loud = bool(protection.with_hosts) or not (is_whole or protection.is_alone)
             self.emit("peers.placed", protection.describe(), loud, protection.shown())
         return slots

@@ -1,0 +1,125 @@
+"""A node in a container: a control group of the kernel's, with a limit, and the node's agent in it. It takes no more
+than that, gives up in the stated order what does not fit, and says so; nothing is ended for want of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckpt.cgroups import CGROUPS, V1, V2
+from ckpt.tasks import Tasks
+from tests.agent.nodes.cluster import Cluster
+
+EXTRA = 8 << 20  # numbers that each rank holds beside the rest, of which it stages a half
+SLOT_BYTES = 4 * EXTRA // 2 + (2 << 20)  # and what that takes, a little more
+GONE_S = 20.0  # how long a group may take to be empty
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A memory control group."""
+
+    folder: Path
+    limit: str  # what its version calls that
+
+    def set(self, slots: float) -> None:
+        (self.folder / self.limit).write_text(str(int(slots * SLOT_BYTES)))
+
+    def take_in(self, pid: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def ended(self) -> int:
+        """How many processes the kernel has ended in it."""
+        name = "memory.oom_control" if self.limit in V1.limits else "memory.events"
+        told = dict(line.split() for line in (self.folder / name).read_text().splitlines())
+        return int(told["oom_kill"])
+
+    def remove(self) -> None:
+        deadline = time.monotonic() + GONE_S
+        while True:
+            for pid in (self.folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (self.folder.parent / "cgroup.procs").write_text(pid)
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def limited() -> Iterator[Limited]:
+    name = f"ckpt-{os.getpid()}-{secrets.token_hex(3)}"
+    for root, names in ((CGROUPS / "memory", V1), (CGROUPS, V2)):
+        with contextlib.suppress(OSError):
+            (root / name).mkdir()
+            found = Limited(root / name, names.limits[0])
+            if (found.folder / found.limit).exists():
+                break
+            found.folder.rmdir()
+    else:
+        pytest.skip("needs a control group for memory: none can be made here")
+    try:
+        yield found
+    finally:
+        found.remove()
+
+
+def begin(cluster: Cluster, limited: Limited, slots: float) -> None:
+    """Two nodes; the agent of node 1 has so much."""
+    limited.set(slots)
+    cluster.connect(0, 1)
+    limited.take_in(cluster.pids[1])
+    for rank in cluster.job:
+        rank.extra = EXTRA
+
+
+@pytest.mark.parametrize(
+    ("room", "slots", "kept"),
+    [
+        (9.0, 3, {0: [1], 1: [0]}),  # three of its own, two generations of the other's, two for what is committed
+        (6.7, 2, {0: [1], 1: [0]}),
+        (5.0, 2, {0: [], 1: [0]}),
+        (3.6, 1, {}),
+    ],
+)
+def test_a_job_takes_no_more_than_the_control_group_allows_and_says_what_that_costs(
+    limited: Limited, room: float, slots: int, kept: dict[int, list[int]], cluster: Cluster
+) -> None:
+    begin(cluster, limited, room)
+    cluster.enter()
+    assert cluster.await_event("memory.plan")["slots"] == slots
+    is_safe = kept == {0: [1], 1: [0]}
+    placed = cluster.await_event("peers.placed")
+    assert len([row for row in placed["nodes"] if row["kept_by"]]) == sum(map(bool, kept.values()))
+    loud = [each["loud"] for each in cluster.job[0].events if each["name"] == "peers.placed"]
+    assert loud == [True], "told once, and a warning: they are on one machine, or not as safe as was asked for"
+    for _ in range(3):
+        cluster.checkpoint(*(["peer"] if is_safe else []), "store")
+    assert cluster.keepers() == kept
+    assert limited.ended() == 0
+
+
+def test_a_job_that_has_no_room_for_a_single_slot_saves_once_there_is_room(limited: Limited, cluster: Cluster) -> None:
+    begin(cluster, limited, 2.5)
+
+    def give_more() -> None:
+        assert cluster.await_event("memory.plan")["slots"] == 0
+        limited.set(9.0)
+
+    with Tasks("giving", pool_size=1) as tasks:
+        given = tasks.submit(give_more)
+        cluster.enter()
+        given.result()
+    assert cluster.await_event("memory.plan", 2)["slots"] == 3
+    cluster.checkpoint("peer", "store")
+    assert limited.ended() == 0
