@@ -10,6 +10,7 @@ Handshake, four messages; each begins with magic, kind, protocol version and len
 Keys are HKDF-SHA256 (RFC 5869) of the run's secret: the salt is both nonces, the info is a label and the hash of HELLO
 and CHALLENGE as they were sent, so that versions, role and run are part of every key. There are four of them: one a
 proof, one a direction afterwards. Whoever has shown no proof learns a nonce and a version number, and no name.
+No epoch is in them: a connection outlives starts, and what is said of an epoch names it (see agent.authority).
 
 After it each message is a *record*: length, kind, sequence number, payload, MAC (HMAC-SHA256 cut to 16 bytes, as RFC
 4868 has it) under its direction's key. A record that is changed, repeated, left out, moved, sent back or from another
