@@ -151,10 +151,12 @@ class _Canaries:
 
     def __init__(self, device: torch.device, samples: Sequence[_Sample]) -> None:
         samples = sorted(samples, key=_is_odd)
-        self._odd = sum(map(_is_odd, samples))
         self._of = [sample.of for sample in samples]
         self._sources = [sample.live for sample in samples]
+        plain = len(samples) - sum(map(_is_odd, samples))
+        self._plain, self._odd = self._sources[:plain], self._sources[plain:]
         self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
+        self._first_plain, self._second_plain = self._before[:plain].view(-1), self._after[:plain].view(-1)
         self._first, self._second = (
             [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]
             for rows in (self._before, self._after)
@@ -173,12 +175,12 @@ class _Canaries:
         self._mask = _words((is_filled & is_there).to(torch.uint8) * 0xFF)
 
     def remember(self) -> None:
-        self._gather(self._before, self._first)
+        self._gather(self._first_plain, self._first)
 
     def look(self, moved: set[int]) -> Callable[[], set[int]]:
         """`moved`: may be freed by now, and is not read."""
         if moved.isdisjoint(self._of):
-            self._gather(self._after, self._second)
+            self._gather(self._second_plain, self._second)
         else:
             self._after.copy_(self._before)
             there = [row for row, of in enumerate(self._of) if of not in moved]
@@ -191,13 +193,12 @@ class _Canaries:
         landed = self._arena.index_select(0, self._in_arena)
         return self._named(((_words(self._before.cpu()) ^ _words(landed)) & self._mask).any(1))
 
-    def _gather(self, buffer: Tensor, rows: list[Tensor]) -> None:
-        keep(buffer)
-        plain = len(rows) - self._odd
-        if plain:
-            torch.cat(self._sources[:plain], out=buffer[:plain].view(-1))  # a quarter of what copying each would cost
+    def _gather(self, plain: Tensor, rows: list[Tensor]) -> None:
+        keep(plain)
+        if self._plain:
+            torch.cat(self._plain, out=plain)  # a quarter of what copying each would cost
         if self._odd:
-            torch._foreach_copy_(rows[plain:], self._sources[plain:])
+            torch._foreach_copy_(rows[len(self._plain) :], self._odd)
 
     def _named(self, differ: Tensor) -> set[int]:
         return {self._of[row] for row in differ.nonzero()[:, 0].tolist()}

@@ -19,9 +19,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -576,11 +576,10 @@ class _Binding:
         )
 
 
-@contextmanager
-def _plain() -> Iterator[None]:
-    """Whatever mode the user is in: our views and buffers are ordinary tensors without gradients."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def _plain() -> AbstractContextManager[object]:
+    """Whatever mode the user is in: our views and buffers are ordinary tensors. None of them requires a gradient, so
+    that it is no matter whether those are recorded."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _keys(plan: _Plan, pieces: list[Piece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
