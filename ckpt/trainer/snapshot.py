@@ -66,8 +66,8 @@ class Snapshot:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns once it is done. On the training thread this ends a copy that still runs; on any other it waits for
-        the copy, and on a device for the training thread to end it, at the latest at the end of the step.
-        Errors: TimeoutError."""
+        the copy and sees whether that is whole. On a device, and where it is not, it waits for the training thread to
+        end it, at the latest at the end of the step. Errors: TimeoutError, after timeout_s of that."""
         self._settle(self)
         self.done.result(timeout_s)
 
@@ -247,25 +247,23 @@ class Snapshotter:
         snapshot.stall_s += time.perf_counter() - started_s
         if pending.late is None:
             self._when_there(pending, lambda: self._finish(pending))
-        elif self._copier.blocking:
-            self._tasks.submit(lambda: self._end_by_itself(pending))
 
     # -- the end of a late copy, and the proof
 
-    def _end_by_itself(self, pending: _Pending) -> None:
-        """The snapshot is done once it is copied, and not when the next optimizer steps: until then other nodes could
-        have it. What is wrong with it is left to the training thread, which sees it when the wait ends; so is what
-        cannot be looked at here, while that thread is in the middle of an operation: it may be one that writes, and
-        neither counts as a write nor has come to a canary before it is over."""
+    def _end_aside(self, pending: _Pending) -> None:
+        """On the thread of who waits: the snapshot is done once it is copied, and not when the next optimizer steps:
+        until then other nodes could have it. What is wrong with it is left to the training thread, which sees it when
+        the wait ends; so is what cannot be looked at here, while that thread is in the middle of an operation: it may
+        be one that writes, and neither counts as a write nor has come to a canary before it is over."""
         assert pending.late is not None
         with suppress(Exception):
             pending.late.wait()
             before, delay_s = self._trainer_is_at(), LOOK_S
             while before is not None and self._trainer_is_at() == before:
-                self._tasks.stopping.wait(delay_s)
-                delay_s = min(2 * delay_s, LOOK_S_MAX)
-                if self._pending is not pending:
+                with suppress(TimeoutError):
+                    pending.snapshot.done.result(delay_s)
                     return
+                delay_s = min(2 * delay_s, LOOK_S_MAX)
             with self._settling, _plain():
                 if before is not None and self._pending is pending and not self._damage(pending):
                     self._finish(pending)
@@ -294,9 +292,12 @@ class Snapshotter:
 
     def _settle_for_waiter(self, snapshot: Snapshot) -> None:
         pending = self._pending
-        runs = pending is not None and pending.snapshot is snapshot and pending.late is not None
-        if runs and threading.get_ident() == self._trainer:
+        if pending is None or pending.snapshot is not snapshot or pending.late is None:
+            return
+        if threading.get_ident() == self._trainer:
             self.poll()
+        elif self._copier.blocking:
+            self._end_aside(pending)
 
     def _settle(self, cause: Cause) -> None:
         with self._settling, _plain():

@@ -15,6 +15,7 @@ from ckpt.events import Event, Events
 from ckpt.plan.division import undivided
 from ckpt.plan.layout import Entry, Layout, Share, Staging
 from ckpt.plan.staging import stage
+from ckpt.tasks import Tasks
 from ckpt.trainer.copier import Copier, CpuCopier, Ticket
 from ckpt.trainer.pieces import Piece, split
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
@@ -54,6 +55,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.snapshotter = Snapshotter(self.copier, self.lazy, Events(self.events.append))
         self.arenas: list[bytearray] = []
+        self.waiting = Tasks("waiting")
         self.turn = 0
         self.walk_again()
 
@@ -73,8 +75,11 @@ class Rig:
         return {name: tensor.data_ptr() for name, tensor in found.items()} != self.places
 
     def take(self) -> Snapshot:
+        """Another thread waits for it, as the stager does."""
         self.turn += 1
-        return self.snapshotter.take(self.turn % self.slots)
+        snapshot = self.snapshotter.take(self.turn % self.slots)
+        self.waiting.start(f"{self.turn}", snapshot.wait)
+        return snapshot
 
     def staged(self, slot: int) -> dict[str, Tensor]:
         """What the arena holds, read by the staging alone."""
@@ -104,6 +109,7 @@ def rig(state: Callable[[], tuple[Mapping[str, Tensor], Collection[str]]], **opt
             yield made
         finally:
             made.snapshotter.close()
+            made.waiting.close()
 
 
 @contextmanager

@@ -523,7 +523,8 @@ def test_a_late_copy_that_does_not_begin_abandons_once_the_eager_one_has_landed(
     device = Device()
     params, optimizer = large_state()
     go = threading.Event()
-    with rig(lambda: (params, set(params)), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
+    late = set(params) - {"cloned"}
+    with rig(lambda: (params, late), copier=NeverLate(CpuCopier(1), cuda=device, device_type="cpu")) as it:
         for _ in range(PROOFS):
             it.take().wait(60)
             optimizer.step()
