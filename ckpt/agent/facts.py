@@ -240,7 +240,7 @@ class Facts:
             slot.warm.clear()
         self._need = arena_bytes
         self.slots_in_use = slots
-        self.refusal = "" if slots else "not one arena fits into memory; give ckpt.Limits(memory=) more, or save less"
+        self.refusal = "" if slots else "not one arena fits into memory: free some, save less, or raise Limits(memory=)"
         return True
 
     def unplannable(self, version: int, message: str) -> None:

@@ -151,7 +151,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("ckpt_elapsed_seconds_total", "counter", "Since the first start on this agent.", _account("elapsed_s")),
     Metric("ckpt_time_seconds", "gauge", "The same, by what it went into; a failure moves some to lost.", _seconds),
     Metric("ckpt_starts_total", "counter", "Starts that came as far as training.", _account("starts")),
-    Metric("ckpt_failures_total", "counter", "Failures of a job that trained.", _account("failures")),
+    Metric("ckpt_failures_total", "counter", "Interruptions of training, by notices, too.", _account("failures")),
     Metric("ckpt_lost_steps_total", "counter", "Ended steps that failures threw back.", _account("lost_steps")),
     Metric("ckpt_lost_seconds_total", "counter", "Of training that they threw back.", _account("lost_s")),
     Metric(
