@@ -313,7 +313,8 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     remember(ControlPage)
     now: Callable[[], float] = lambda: world.now_s  # noqa: E731
     draw = world.rng
-    patch.setattr(threading.Condition, "wait", wait_here)
+    for condition in (threading.Condition, ckpt.tasks.Condition):
+        patch.setattr(condition, "wait", wait_here)
     patch.setattr(threading.Condition, "notify", notify_here)
     patch.setattr(threading.Condition, "notify_all", notify_all_here)
     patch.setattr(threading, "_time", now)
