@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from ckpt.agent import wire
-from ckpt.errors import AgentError, CkptError, UsageError
+from ckpt.errors import AgentError, CkptError, UsageError, is_from_outside
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
 from ckpt.tasks import Flag, Outcome, Tasks
@@ -195,7 +195,9 @@ class Pending:
         Errors: as `answer`, but AgentError where it has not."""
         try:
             return self.answer(timeout_s)
-        except TimeoutError:
+        except TimeoutError as exc:
+            if is_from_outside(exc):
+                raise
             if not self.moves.is_set():
                 text = f"the agent did not answer {self._kind!r}, and nothing of it moved for {timeout_s:g} s"
                 raise AgentError(text) from None
@@ -264,6 +266,8 @@ class Connection:
         try:
             return pending.answer(timeout_s)
         except TimeoutError as exc:
+            if is_from_outside(exc):
+                raise
             raise AgentError(f"the agent did not answer {kind!r} within {timeout_s:g} s") from exc
         finally:
             pending.forget()
@@ -321,6 +325,8 @@ class Connection:
         try:
             wire.send(self._sock, fields, fds, blobs)
         except OSError as exc:
+            if is_from_outside(exc):
+                raise
             raise AgentError(f"the agent is gone: {exc}") from exc
 
     def _read(self) -> None:

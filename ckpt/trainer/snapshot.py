@@ -412,8 +412,11 @@ class Snapshotter:
 
     def _plan(self, binding: _Binding) -> None:
         """Ahead of time. What goes wrong, as where a device has no memory left just now, comes again in `take`."""
-        with suppress(Exception):
+        try:
             binding.plan(self._trust, self._copier)
+        except Exception as exc:
+            if is_from_outside(exc):
+                raise
 
     def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
         """Runs it now, or on a thread of ours where the device is still at work."""

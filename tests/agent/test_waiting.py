@@ -3,7 +3,9 @@ trainer believes it."""
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -57,6 +59,33 @@ def agent() -> Iterator[Agent]:
         made = Agent(tasks)
         yield made
         made.close()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda connection: connection.request("save"),
+        lambda connection: connection.ask("begin").wait_while_moving(BOUND_S),
+    ],
+)
+def test_a_time_limit_of_the_users_comes_as_it_is(agent: Agent, wait: Callable[[client.Connection], object]) -> None:
+    """As what is usual in a handler of SIGALRM: not as the agent's silence, which is another thing."""
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("of the user's")
+
+    def kill() -> None:
+        agent.hear()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(kill)
+            with pytest.raises(TimeoutError, match="of the user's"):
+                wait(agent.connection)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_request_that_is_said_to_move_is_waited_for_and_one_that_stands_still_is_an_error(agent: Agent) -> None:

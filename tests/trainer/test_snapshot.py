@@ -320,6 +320,34 @@ def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more()
         copier.close()
 
 
+def test_what_a_signals_handler_raises_while_a_copy_is_planned_is_not_swallowed() -> None:
+    class Alarm(Exception): ...
+
+    class Ringing(CpuCopier):
+        rings = False
+
+        def prepare(self, pieces: Sequence[Piece]) -> CpuJob:
+            if self.rings:
+                self.rings = False
+                signal.raise_signal(signal.SIGUSR2)
+            return super().prepare(pieces)
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Alarm
+
+    copier, state = Ringing(2), {"x": torch.zeros(LARGE)}
+    before = signal.signal(signal.SIGUSR2, ring)
+    try:
+        with rig(lambda: (state, state), copier=copier) as it:
+            copier.rings = True
+            with pytest.raises(Alarm):
+                it.walk_again()
+            it.walk_again()
+            it.take().wait(60)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
     ran: list[str] = []
     begun, never = threading.Event(), threading.Event()
