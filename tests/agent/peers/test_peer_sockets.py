@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -76,3 +77,34 @@ def test_a_message_that_comes_a_byte_at_a_time_is_given_up(pair: Pair) -> None:
         finally:
             over.set()
         dripping.result(60)
+
+
+def test_a_connection_that_ends_in_the_midst_of_a_message_is_said_to_have_ended(pair: Pair) -> None:
+    here, there = pair
+    wait_at_most(there, 10.0)
+    here.sendall(bytes(100))
+    here.close()
+    with pytest.raises(EOFError):
+        receive_exactly(there, 512)
+
+
+def test_a_signal_in_the_midst_of_a_message_ends_nothing(pair: Pair) -> None:
+    here, there = pair
+    wait_at_most(there, 10.0)
+    heard, never = threading.Event(), threading.Event()
+
+    def disturb() -> None:
+        here.sendall(b"a" * 100)
+        never.wait(0.1)  # until it has come, and the rest is waited for
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+        assert heard.wait(60)
+        here.sendall(b"b" * 412)
+
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.set())
+    try:
+        with Tasks("disturbing", pool_size=1) as tasks:
+            disturbing = tasks.submit(disturb)
+            assert receive_exactly(there, 512) == b"a" * 100 + b"b" * 412
+            disturbing.result(60)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
