@@ -319,6 +319,7 @@ class Facts:
         self.slots[slot].round = found
         self._tell_level(tick, "local", True, "")
         if committed:
+            self.committed_tick = max(tick, self.committed_tick or tick)
             self._tell_level(tick, "store", True, "")
 
     def recovered(self) -> None:

@@ -7,9 +7,9 @@ list of actions. The agent carries the actions out and feeds their outcomes back
   round is open, nor while anybody holds a lease on it.
 - A round is complete only when every rank staged it for the same tick, slot and division, and it assembled.
 - A tick that one rank missed, or can no longer stage, is abandoned for all at once. Whoever asks later is told so.
-- The newest complete round stays until a newer one is complete (with one slot: until it is committed); so does, with
-  two slots or more, the newest one of which other nodes keep copies (with two slots, and copies of a newer one that
-  have failed: until that is committed).
+- The newest complete round stays until a newer one is complete (with one slot: until it is committed); so does the
+  newest one of which other nodes keep copies (where nobody keeps any more, or no other slot is to be had since copies
+  of a newer one have failed: until a newer one is committed).
 - At most one commit runs. Explicit saves, holds and the newest one wait their turn; an appointed one that a newer one
   overtakes meanwhile skips the level. One under way is given up only for the last snapshot before a deadline, which
   would not be in the store by then else; what it holds stays until a newer one is in the store, and is tried once more
@@ -144,9 +144,9 @@ class Group(Verdicts):
                 self._out.append(Assemble(slot.number, round_.number, round_.tick))
 
     def _free_older(self) -> None:
-        newest, safe = self.newest, self.safe if self.slots_in_use > 1 else None
+        newest, safe, stored = self.newest, self.safe, self.committed_tick
         waits = self.replicates and not self._is_stuck  # for a newer one that other nodes keep, too
-        if not waits and newest is not None and newest.round is not None and newest.round.store is Store.DONE:
+        if not waits and stored is not None and self.safe_tick is not None and stored > self.safe_tick:
             safe = None
         for slot in self.slots:
             round_ = slot.round

@@ -729,6 +729,45 @@ def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_t
         assert driver.group.safe is None
 
 
+def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though_ever_newer_ones_are_complete() -> None:
+    """Nobody has memory for copies any more, and a commit takes longer than from one snapshot to the next."""
+    driver = Driver()
+    driver.group.replicates = True
+    safe = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.commit()
+    driver.group.replicates = False
+    driver.complete()
+    driver.complete()
+    assert driver.group.safe is not None
+    driver.commit()
+    assert driver.group.committed_tick is not None
+    assert driver.group.committed_tick > safe
+    assert driver.group.newest_store is Store.RUNNING
+    assert driver.group.safe is None
+    assert driver.word() is not None, "there is a slot for the next one"
+
+
+def test_what_is_safe_stays_where_one_slot_is_all_that_can_be_had_until_the_store_has_something_newer() -> None:
+    """Slots that there is no memory for any more may hold something still."""
+    driver = Driver()
+    driver.group.replicates = True
+    safe = driver.complete()
+    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.commit("the disk is full")
+    newer = driver.complete()
+    driver.group.fewer_slots(1, "there is no memory")
+    driver.decide()
+    assert driver.group.safe is not None
+    driver.group.replicated(driver.group.replicating or 0, "there is no room", driver.now_s)
+    driver.decide()
+    assert driver.group.safe_tick == safe
+    assert driver.group.safe is not None
+    driver.commit()
+    assert driver.group.committed_tick == newer
+    assert driver.group.safe is None
+
+
 def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_have_left() -> None:
     """The agent was started again: that no node is known to keep copies does not say that none is to."""
     driver = Driver(policy=Every(seconds=600))
@@ -963,6 +1002,21 @@ def test_leaving_is_answered_when_what_was_under_way_has_ended() -> None:
     driver.group.closed()
     driver.decide()
     assert driver.answers("leave") == {rank: {"committed": str(Tick(10)), "error": None} for rank in range(2)}
+
+
+def test_what_an_agent_that_was_started_again_finds_in_the_store_counts_as_committed() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.replicates = True
+    driver.group.holds(0, Tick(50), True)
+    assert driver.group.outdoes_former
+    assert driver.group.outlives_a_node
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    driver.group.replicated(0, "", driver.now_s)
+    driver.group.closed()
+    driver.decide()
+    assert driver.answers("leave") == {rank: {"committed": str(Tick(50)), "error": None} for rank in range(2)}
 
 
 @pytest.mark.parametrize("in_order", [True, False])
