@@ -210,6 +210,7 @@ class Carrier(Committing):
     def place_again(self) -> None:
         """Whom copies may be had at is news: who keeps them is decided anew, for the slots that there are."""
         if self._division is not None and self.group.slots_in_use:
+            self._planned_parts = {}  # there may be less just now than was planned with: then it is looked again
             self._place(self._division, self.group.slots_in_use, self.group.slots_in_use)
             self._tell_memory(False)
 

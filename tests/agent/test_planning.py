@@ -103,3 +103,19 @@ def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once
         now[0] += FULL_S
         assert (job.look(), job.measured) == (3, tries)
     assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
+
+
+def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_there_is_as_much_as_before() -> None:
+    """A memory-only node came or went just then, say."""
+    job = Planned(free=4.5)
+    assert job.look() == 2
+    job.free = 2.5
+    job.look()
+    Carrier.place_again(job.me)
+    placed = job.placed
+    job.free = 4.5
+    job.look()
+    assert job.placed > placed
+    placed = job.placed
+    job.look()
+    assert job.placed == placed
