@@ -146,7 +146,7 @@ def test_with_more_damage_than_there_is_parity_nothing_wrong_is_restored(cluster
 
 
 def test_a_start_that_has_lost_nothing_copies_nothing_and_one_that_has_does(cluster: Cluster) -> None:
-    start(cluster, ONE, (0, 1, 2, 3))
+    start(cluster, TWO, (0, 1, 2, 3))  # each node keeps parity: of one that did not, what is made again may be enough
     step = cluster.checkpoint("peer")
     cluster.hang_up()
     check_memory(cluster, cluster.start(0, 1, 2, 3), step)
