@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -16,11 +17,14 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import CkptError, UsageError, from_kind
+from ckpt.errors import CkptError, UsageError, from_kind, is_from_outside
+from ckpt.events import Events
+from ckpt.trainer.names import some
 
 T = TypeVar("T")
 
 ENTER_TIMEOUT_S = 1800.0
+SAY_S = 60.0  # then those that have entered name those that have not
 
 
 class Group(Protocol):
@@ -45,12 +49,35 @@ class Alone:
 class TorchGroup:
     """The ranks of a torch process group. All of them construct it together."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    def __init__(self, process_group: dist.ProcessGroup | None, events: Events) -> None:
+        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.world = len(ranks)
         self.rank = ranks.index(dist.get_rank())
+        missing = self._meet(ranks)
+        if missing and missing[: self.rank] == list(range(self.rank)):  # the first that is there says so
+            events.emit("enter.waiting", _waiting_for(missing, self.world), loud=True, ranks=missing)
         with self._agreeing():
-            self._group = _gloo(tuple(ranks))
+            self._group = _gloo(ranks)
+        _ENTRIES[ranks] += 1
+
+    def _meet(self, ranks: tuple[int, ...]) -> list[int]:
+        """Returns when all have entered, or after SAY_S, and then those that have not: making the group waits for
+        ENTER_TIMEOUT_S without a word. Nobody is missing where torch's store cannot say so."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        if store is None:  # MPI has none
+            return []
+        keys = [f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}/{rank}" for rank in range(self.world)]
+        try:
+            store.set(keys[self.rank], "")
+            store.wait(keys, datetime.timedelta(seconds=SAY_S))
+            return []
+        except RuntimeError as exc:
+            if is_from_outside(exc):
+                raise
+        try:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:  # there is no store any more, which making the group finds
+            return []
 
     def gather(self, data: bytes) -> list[bytes]:
         with self._agreeing(), torch.device("cpu"):  # whatever the user's default is: gloo's own, and NumPy's
@@ -76,6 +103,17 @@ class TorchGroup:
             ) from exc
 
 
+def _waiting_for(missing: list[int], world: int) -> str:
+    return (
+        f"ckpt: {SAY_S:g} s after this rank, {len(missing)} of the {world} ranks have not entered ckpt.Checkpointer: "
+        f"{some([str(rank) for rank in missing])}. They are waited for, {ENTER_TIMEOUT_S / 60:g} minutes at most: look "
+        "whether they run, and what they said last. All ranks have to enter the block, not only the first"
+    )
+
+
+# How often these ranks have entered. Of numbers, so that their hash is the same in all processes.
+_ENTRIES: Counter[tuple[int, ...]] = Counter()
+
 # Our groups, by the job's default group and by ranks. torch keeps them until the user destroys its groups, and they are
 # not made anew meanwhile: torch names a group after its ranks, and one that is made again after it was destroyed finds
 # the addresses of the former in the store. No reference of ours keeps one alive for longer: its threads have to end
@@ -94,15 +132,16 @@ def _gloo(ranks: tuple[int, ...]) -> Any:
     return group
 
 
-def open_group(process_group: dist.ProcessGroup | None) -> Group:
-    """The job's ranks: `process_group`, else the default group, else this process alone."""
+def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:
+    """The job's ranks: `process_group`, else the default group, else this process alone. `events`: where ranks that do
+    not come are named."""
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise UsageError("process_group= was given, but torch.distributed is not initialized")
         return Alone()
     if process_group is None and dist.get_world_size() == 1:
         return Alone()
-    return TorchGroup(process_group)
+    return TorchGroup(process_group, events)
 
 
 def together(group: Group, work: Callable[[], T]) -> T:

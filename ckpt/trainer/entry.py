@@ -108,7 +108,7 @@ def enter(
 ) -> tuple[Saver, Found]:
     """Runs on every rank. What has to be ended is appended to `ends`. Errors: those of ckpt.Checkpointer, on all
     ranks."""
-    group = collective.open_group(asked.process_group)
+    group = collective.open_group(asked.process_group, events)
     coordinate = _agree_on_coordinate(group, asked, events)
     saver = collective.together(
         group, lambda: _prepare(asked, settings, tasks, events, receipt, ends, coordinate, group.world > 1)

@@ -31,6 +31,29 @@ except ckpt.CkptError as exc:
 os._exit(0)
 """
 
+SECOND_IS_LATE = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+import ckpt
+from ckpt.trainer import collective
+collective.SAY_S = 0.5
+url, told, said = Path(sys.argv[1]), Path(sys.argv[2]), []
+dist.init_process_group("gloo")
+def hear(event):
+    if event.name == "enter.waiting":
+        said.append((event.loud, event.data["ranks"], event.message))
+        told.touch()
+while dist.get_rank() == 1 and not told.exists():
+    time.sleep(0.01)
+for name in "ab":  # the ranks count alike, whoever waited
+    with ckpt.Checkpointer(url / name, {"x": 1}, sinks=(hear,)) as ck:
+        ck.step()
+    collective.SAY_S = 600
+print("said:", said, flush=True)
+dist.destroy_process_group()
+"""
+
 
 def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path: Path) -> None:
     lines = torchrun(tmp_path / "log", 2, "tests.session.apart", str(tmp_path)).end(300)
@@ -57,13 +80,25 @@ def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path
         assert all("the block has to be ended by all ranks at the same step" in end for end in ends)
 
 
+def pair(folder: Path, code: str) -> list[str]:
+    """What two ranks without a launcher said."""
+    command = [sys.executable, "-c", code, str(folder / "store"), str(folder / "there")]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    scripts = [Script(command, folder / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
+    for script in scripts:
+        script.end(240)
+    return [script.log.read_text() for script in scripts]
+
+
 def test_a_rank_that_is_gone_before_the_ranks_could_speak_is_told_of(tmp_path: Path) -> None:
     """As by its own error before the block. It holds the store in which they find each other."""
-    command = [sys.executable, "-c", FIRST_LEAVES, str(tmp_path / "store"), str(tmp_path / "there")]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    scripts = [Script(command, tmp_path / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
-    for script in scripts:
-        script.end(120)
-    text = scripts[1].log.read_text()
+    _, text = pair(tmp_path, FIRST_LEAVES)
     assert "said: the 2 ranks could not agree while entering ckpt.Checkpointer" in text
     assert "A rank died or never entered" in text
+
+
+def test_ranks_that_do_not_come_are_named_while_they_are_waited_for(tmp_path: Path) -> None:
+    first, second = pair(tmp_path, SECOND_IS_LATE)
+    assert "said: [(True, [1], 'ckpt: 0.5 s after this rank, 1 of the 2 ranks have not entered" in first
+    assert "All ranks have to enter the block" in first
+    assert "said: []" in second

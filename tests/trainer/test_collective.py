@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ckpt.events import Events
 from ckpt.trainer.collective import TorchGroup
 
 
@@ -24,4 +25,4 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("data", [b"", b"what a rank has to say"])
 def test_the_default_device_of_the_user_does_not_matter(alone: None, data: bytes) -> None:
     with torch.device("meta"):
-        assert TorchGroup(None).gather(data) == [data]
+        assert TorchGroup(None, Events()).gather(data) == [data]
