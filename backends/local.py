@@ -178,10 +178,11 @@ class LocalBackend:
                 with self._lock:
                     self._make_folder(folder)
                 return path, os.open(path, flags, 0o666)
-            except FileNotFoundError:
+            except FileNotFoundError as exc:
+                error = exc
                 with self._lock:
                     self._durable.clear()
-        raise TransientError(f"{folder} is removed again and again while something is written into it")
+        raise TransientError(f"{folder} cannot be made, or is removed again and again meanwhile: {error}")
 
     def _make_folder(self, folder: str) -> None:
         """Makes it and what is missing above it, each on the disk before what it holds. The lock is held."""

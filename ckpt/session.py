@@ -185,6 +185,12 @@ class Checkpointer:
         self._stored = True  # whether the store has what was restored
         self._hold_at = self._rehearsed = 0
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a Checkpointer cannot be copied or sent to another process: leave it out of what is (a loader's dataset, "
+            "what a spawned process is given)"
+        )
+
     @property
     def state(self) -> dict[str, Any]:
         """What is saved. Assign to its keys to change it."""
@@ -510,7 +516,10 @@ class Checkpointer:
         self._parts.saver.wait(tick, level, timeout_s)
 
     def _leave_superseded(self, by: str) -> NoReturn:
-        text = f"ckpt: {by} owns {shown(self.url)} now; this job leaves and saves nothing more"
+        text = (
+            f"ckpt: {by} owns {shown(self.url)} now; this job leaves and saves nothing more. "
+            "Jobs that are to run beside each other need a URL each"
+        )
         self.events.emit("superseded", text, loud=True)
         raise Leave(SUPERSEDED_CODE)
 
@@ -523,7 +532,10 @@ class Checkpointer:
     def _check_use(self) -> None:
         saver = (self._entered or self._parts).saver  # as in `_end_step`
         if saver.forked:
-            raise UsageError("a Checkpointer belongs to the process that entered it, not to a forked child")
+            raise UsageError(
+                "a Checkpointer belongs to the process that entered it, not to a forked child: leave saving to the "
+                "parent, or construct another one in the child, with a URL of its own"
+            )
         if threading.current_thread() is not saver.thread:
             raise UsageError("a Checkpointer is used by the thread that entered it")
         if self._at_work or saver.is_looking:

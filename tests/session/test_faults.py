@@ -141,7 +141,8 @@ def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path) -> No
         third = train(tmp_path / "3.log", tmp_path / "run", 100_000, "--take-over", "--every", "20", **env)
         third.wait_for(lambda line: "restored" in line)
         assert first.process.wait(90) == 75
-        assert "superseded" in first.log.read_text()
+        assert "owns" in (left := first.log.read_text())
+        assert "need a URL each" in left
         third.kill()
     finally:
         if first.process.poll() is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -460,8 +462,8 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
                         said += "enter "
                     try:
                         ck.step()
-                    except ckpt.UsageError:
-                        said += "step "
+                    except ckpt.UsageError as exc:
+                        said += "step " if "leave saving to the parent" in str(exc) else str(exc)
                     ck.__exit__(None, None, None)
                     os.write(write, (said + "left").encode())
                     os._exit(0)
@@ -470,6 +472,12 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
     os.close(read)
     os.close(write)
     assert ck.receipt["committed_step"] == 6
+
+
+def test_a_checkpointer_that_is_sent_to_another_process_is_named(tmp_path: Path) -> None:
+    for send in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(ckpt.UsageError, match="leave it out of what is"):
+            send(ckpt.Checkpointer(tmp_path, {"x": 1}))
 
 
 def test_a_truth_value_is_no_number_of_steps(tmp_path: Path) -> None:
