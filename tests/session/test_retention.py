@@ -11,8 +11,8 @@ from torch import nn
 import ckpt
 from ckpt.types import Identity
 from tests.cli.stores import ckpt as command
-from tests.session.loops import make, wait_agent_gone
-from tests.session.runs import Seen, kill_agent
+from tests.session.loops import losses, make, wait_agent_gone
+from tests.session.runs import Seen, kill_agent, run
 
 FROZEN_BYTES = 4 << 20
 
@@ -120,3 +120,31 @@ def test_a_running_job_keeps_what_its_rule_says(
     assert any("retired 1 checkpoints" in event.message for event in seen.named("prune.done"))
     with ckpt.Checkpointer(tmp_path, make(seed=3).state) as ck:
         assert ck.restored.step == 5
+
+
+def test_a_prune_of_a_running_job_at_any_moment_costs_it_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for again and again, with a commit or another under way: what is the newest by then stays, and is whole."""
+    job, seen, found, newest, retired = make(), Seen(), list[float](), 0, 0
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6), sinks=(seen,)) as ck:
+        for step in ck.steps(40):
+            found.append(job.train(step))
+            ck.step()
+            handle = ck.save()
+            if step == 1:
+                handle.wait("store", timeout_s=60)
+            elif step % 2:
+                said = command(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
+                assert said.code == 0, said
+                retired += said.out.count("retired: restored no more")
+                last = max(listed(tmp_path, monkeypatch))
+                assert last >= newest
+                newest = last
+    wait_agent_gone(tmp_path)
+    assert retired > 2
+    assert {"save.failed", "commit.failed", "prune.failed", "store.lost"}.isdisjoint(each.name for each in seen.events)
+    assert command(monkeypatch, "verify", tmp_path).code == 0
+    again = run(tmp_path, 43)
+    assert (again.from_step, again.ck.restored.level) == (40, "store")
+    assert found + again.losses == losses(43)
