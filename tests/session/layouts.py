@@ -6,6 +6,7 @@ save: under each layout. load: each under every layout that fits. cross: each un
 one after the other.
 MODE "store": the saving block is left normally. MODE "memory": the saving processes end at once without leaving it, so
 that only the agents' memory and what they still commit is left; nothing can follow it.
+LAYOUTS in the environment: these and no others.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import ckpt
 from tests.session.scripts import say_line
 
 STEPS = 3
-SHARDED = ("ddp", "fsdp", "tp", "hsdp")  # one model of the job, in several layouts
-OTHERS = ("stages", "hand")
+KINDS = os.environ.get("LAYOUTS", "ddp fsdp tp hsdp stages hand").split()
+SHARDED = tuple(kind for kind in KINDS if kind in ("ddp", "fsdp", "tp", "hsdp"))  # one model, in several layouts
+OTHERS = tuple(kind for kind in KINDS if kind not in SHARDED)
 
 
 class Net(nn.Module):

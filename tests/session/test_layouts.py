@@ -72,3 +72,17 @@ def test_fewer_and_more_ranks_restore_every_layout_from_memory(tmp_path: Path) -
     script = launch(tmp_path / "2.log", 2, "load", str(four), "memory", "save", str(two), "memory", **env)
     assert restored(script) == PAIRS
     assert restored(launch(tmp_path / "3.log", 4, "cross", str(two), "memory", **env)) == CROSS
+
+
+@pytest.mark.torchrun
+def test_five_and_six_ranks_restore_from_memory_what_seven_and_five_saved(tmp_path: Path) -> None:
+    """Seven save, five restore each as the other and save, six restore. No tensor parallelism, in which torch does
+    not run this model on seven ranks."""
+    env = {"CKPT_LINGER_S": "120", "LAYOUTS": "ddp fsdp"}
+    seven, five = tmp_path / "seven", tmp_path / "five"
+    seven.mkdir()
+    five.mkdir()
+    launch(tmp_path / "7.log", 7, "save", str(seven), "memory", **env).end(240)
+    script = launch(tmp_path / "5.log", 5, "cross", str(seven), "memory", "save", str(five), "memory", **env)
+    assert restored(script) == 2
+    assert restored(launch(tmp_path / "6.log", 6, "cross", str(five), "memory", **env)) == 2
