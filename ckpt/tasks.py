@@ -3,9 +3,10 @@
 A `Tasks` owns named daemon threads; closing it asks them to stop, joins them outside any lock, with a deadline, and
 fails loudly if one does not end. No thread outlives its owner unnoticed.
 
-What the training thread waits for is a `Condition`, `Flag` or `Outcome` from here, where Ctrl-C, or what a handler of a
-signal raises, may come at any moment. Python's own are left locked by what comes between two of their lines, and the
-next who wants the lock waits for ever; or they end in an error of the lock's, which hides it.
+Where the training thread waits for other threads of ours it does so by a `Condition`, `Flag` or `Outcome` from here
+(not yet where it hands jobs to a pool): Ctrl-C, or what a handler of a signal raises, may come at any moment. Python's
+own are left locked by what comes between two of their lines, and the next who wants the lock waits for ever; or they
+end in an error of the lock's, which hides it (docs/decisions/0020).
 """
 
 from __future__ import annotations
