@@ -95,6 +95,10 @@ class Driver:
         self.group.committed(self.group.committing, error, self.now_s)
         self.decide()
 
+    def copy(self, error: str = "") -> str:
+        """Other nodes have what is on its way to them, or could not get it. As `Group.replicated` returns."""
+        return self.group.replicated(self.group.replicating or 0, error, self.now_s)
+
     def save(self, tick: Tick, why: Why = Why.SAVE, ranks: range | None = None) -> None:
         for rank in ranks or range(self.world):
             self.group.save(rank, tick, why, {"loss": float(rank)}, ("save", rank))
@@ -611,7 +615,7 @@ def test_copies_are_made_of_one_checkpoint_at_a_time_and_the_newest_that_has_the
     assert held is not None
     assert held.round is not None
     assert held.round.tick == first, "it stays until the second has copies too"
-    driver.group.replicated(driver.group.replicating or 0, "a node is gone", driver.now_s)
+    driver.copy("a node is gone")
     driver.decide()
     assert driver.group.safe is held
     tells = [
@@ -627,10 +631,10 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     driver = Driver(slots=2)
     driver.group.replicates = True
     first = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.commit()
     second = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "there is no room", driver.now_s)
+    driver.copy("there is no room")
     driver.decide()
     held = [slot.round.tick for slot in driver.group.slots if slot.round is not None]
     assert sorted(held) == [first, second]
@@ -715,7 +719,7 @@ def test_what_is_safe_stays_though_nobody_has_memory_for_copies_any_more_until_t
         driver = Driver(slots=slots)
         driver.group.replicates = True
         safe = driver.complete()
-        driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+        driver.copy()
         driver.commit("the disk is full")
         driver.group.replicates = False
         newer = driver.complete()
@@ -734,7 +738,7 @@ def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though
     driver = Driver()
     driver.group.replicates = True
     safe = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.commit()
     driver.group.replicates = False
     driver.complete()
@@ -753,13 +757,13 @@ def test_what_is_safe_stays_where_one_slot_is_all_that_can_be_had_until_the_stor
     driver = Driver()
     driver.group.replicates = True
     safe = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.commit("the disk is full")
     newer = driver.complete()
     driver.group.fewer_slots(1, "there is no memory")
     driver.decide()
     assert driver.group.safe is not None
-    driver.group.replicated(driver.group.replicating or 0, "there is no room", driver.now_s)
+    driver.copy("there is no room")
     driver.decide()
     assert driver.group.safe_tick == safe
     assert driver.group.safe is not None
@@ -821,7 +825,7 @@ def test_copies_that_failed_are_tried_again_though_no_newer_snapshot_comes() -> 
     driver = Driver()
     driver.group.replicates = True
     tick = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+    driver.copy("a link was cut")
     driver.decide()
     assert driver.group.replicating is None
     again_s = driver.group.next_wake_s(driver.now_s)
@@ -835,7 +839,7 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     driver = Driver()
     driver.group.replicates = True
     tick = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.commit()
     driver.group.lost(1, driver.now_s)
     driver.group.copies_lost("b")
@@ -847,14 +851,14 @@ def test_what_a_node_that_comes_back_may_have_lost_is_copied_again_and_stays_wha
     assert made() == [tick, tick]
     held = driver.group.safe
     assert held is not None
-    driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+    driver.copy("a link was cut")
     driver.decide()
     assert made() == [tick, tick], "later"
     assert driver.group.safe is held
     driver.now_s += 10.0
     driver.decide()
     assert made() == [tick, tick, tick]
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.now_s += 100.0
     driver.decide()
     assert made() == [tick, tick, tick]
@@ -883,7 +887,7 @@ def test_what_others_keep_a_part_of_only_is_not_called_safe_and_outdoes_nothing(
     driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
     assert not driver.group.is_kept_whole
     tick = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.decide()
     assert driver.levels("peer") == {str(tick): False}
     assert not driver.group.outdoes_former
@@ -903,7 +907,7 @@ def test_what_others_keep_as_a_whole_does_not_go_for_a_part_of_a_newer_one_until
     driver.group.replicates = True
     driver.group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
     whole = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
     newer = driver.complete()
     assert driver.levels("peer") == {str(whole): True, str(newer): False}
@@ -930,13 +934,13 @@ def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_
     tick = driver.complete()
     assert driver.group.copied_ticks == [tick]
     driver.group.copies_lost("b")  # it was the first to have all that it keeps
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.decide()
     assert driver.group.safe is None
     assert driver.levels("peer") == {str(tick): False}
     driver.now_s += 10.0
     driver.decide()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     driver.decide()
     assert driver.group.copied_ticks == [tick]
     assert driver.levels("peer") == {str(tick): True}
@@ -946,18 +950,18 @@ def test_what_went_with_an_agent_is_not_safe_again_since_copies_of_a_newer_one_w
     driver = Driver()
     driver.group.replicates = True
     safe = driver.complete()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     assert driver.group.outlives_a_node
     driver.group.copies_lost("b")
     newer = driver.complete()
     for tick in (safe, newer):
         assert driver.group.copied_ticks == [safe, tick]
-        driver.group.replicated(driver.group.replicating or 0, "a link was cut", driver.now_s)
+        driver.copy("a link was cut")
         assert not driver.group.outlives_a_node
         driver.decide()
     driver.now_s += 10.0
     driver.decide()
-    driver.group.replicated(driver.group.replicating or 0, "", driver.now_s)
+    driver.copy()
     assert driver.group.safe_tick == newer
     assert driver.group.outlives_a_node
 

@@ -180,16 +180,23 @@ class Life:
         return max(safe, default=0)
 
     def _lose(self, job: SimJob, seen: Counter[str]) -> None:
-        rng = self.rng
-        lost = rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
-        seen["lost the lender" if lost == LENDER else "lost a node"] += 1
+        seen["lost the lender" if self.lose_one(job) == LENDER else "lost a node"] += 1
+        self.go_down(job)
+
+    def lose_one(self, job: SimJob) -> int:
+        """Which machine that is."""
+        lost = self.rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
         self.take_away(job, lost)
         if lost == LENDER:
             self.lender = None
         else:
             self.nodes.remove(lost)
-        job.die(rng.choice((0.01, 1.0)))
-        self.wait(rng.uniform(1.0, 10.0))
+        return lost
+
+    def go_down(self, job: SimJob) -> None:
+        """What is left of it, until the next start."""
+        job.die(self.rng.choice((0.01, 1.0)))
+        self.wait(self.rng.uniform(1.0, 10.0))
         self.replace_some()
 
     def take_away(self, job: SimJob, lost: int) -> None:

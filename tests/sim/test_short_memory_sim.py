@@ -210,18 +210,10 @@ class Short(Life):
         self._pass(rng.expovariate(0.1), job)
 
     def _end(self, job: SimJob, seen: Counter[str]) -> None:
-        rng = self.rng
-        if rng.random() < 0.6:
-            lost = rng.choice((*self.nodes, *([LENDER] if LENDER in self.fabric.agents else [])))
+        if self.rng.random() < 0.6:
+            self.lose_one(job)
             seen["lost"] += 1
-            self.take_away(job, lost)
-            if lost == LENDER:
-                self.lender = None
-            else:
-                self.nodes.remove(lost)
-        job.die(rng.choice((0.01, 1.0)))
-        self.wait(rng.uniform(1.0, 10.0))
-        self.replace_some()
+        self.go_down(job)
 
     def _is_settled(self, job: SimJob) -> bool:
         if not job.trains or not self.told(job, "peer"):
