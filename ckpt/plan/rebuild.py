@@ -121,18 +121,24 @@ def _runs(part: Part, sizes: Sequence[tuple[int, int]]) -> Source:
 
 def windows(striped: Striped, missing: Collection[int]) -> Iterator[Window]:
     """All of a stripe, where these ranks are held by nobody."""
-    placed: list[tuple[int, int, int, Run]] = []  # (first byte of the stripe, last, place of the source, run)
+    begins: list[tuple[int, int, Run]] = []  # (first byte of the stripe, place of the source, run)
+    bounds = {0}
     for place, source in enumerate(striped.sources):
         at = 0
         for run in source:
-            placed.append((at, at + run.stop - run.start, place, run))
+            begins.append((at, place, run))
             at += run.stop - run.start
-    bounds = sorted({bound for start, stop, _, _ in placed for bound in (start, stop)})
-    for start, stop in itertools.pairwise(bounds):
+            bounds.add(at)
+    begins.sort(reverse=True)
+    here: dict[int, tuple[int, Run]] = {}  # the last one of each source that has begun
+    for start, stop in itertools.pairwise(sorted(bounds)):
+        while begins and begins[-1][0] == start:
+            first, place, run = begins.pop()
+            here[place] = first, run
         runs = {
             place: Run(run.rank, run.start + start - first, run.start + stop - first)
-            for first, last, place, run in placed
-            if first <= start and stop <= last
+            for place, (first, run) in sorted(here.items())
+            if start < first + run.stop - run.start
         }
         yield Window(striped, start, stop, runs, tuple(p for p, run in runs.items() if run.rank in missing))
 
