@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ckpt.errors import UsageError
-from ckpt.plan.survival import more_lost
 
 EXCHANGES_MAX = 8_000  # of 1 to 150 us each
 _BETTER = 1 - 1e-9  # a float has to fall by more than rounding
@@ -283,6 +282,14 @@ class _Field:
             return 0.0, 0.0
         times = [send_s(self.nodes[a], self.nodes[b]) for a, b in itertools.permutations(group, 2)]
         return max(times, default=0.0), sum(times)
+
+
+def more_lost(risks: Sequence[float], survives: int) -> float:
+    """The probability that more than `survives` of the nodes are lost."""
+    chances = [1.0]
+    for risk in risks:
+        chances = [a * (1 - risk) + b * risk for a, b in zip((*chances, 0.0), (0.0, *chances), strict=True)]
+    return math.fsum(chances[survives + 1 :])
 
 
 def _swapped(one: Sequence[str], other: Sequence[str], i: int, j: int) -> tuple[list[str], list[str]]:

@@ -69,11 +69,6 @@ class Typical:
         return spread / ((1 - 2 * cut / n) * math.sqrt(n))
 
     @property
-    def low(self) -> float:
-        """A value that seven of eight are not below; 0 where there is none."""
-        return self._ordered[len(self._ordered) // 8] if self._ordered else 0.0
-
-    @property
     def high(self) -> float:
         """A value that seven of eight are not above: what a promise is held against. 0 where there is none."""
         return self._ordered[-1 - len(self._ordered) // 8] if self._ordered else 0.0

@@ -81,12 +81,6 @@ def platt(logits: Array, y: Array, weights: Array | None = None) -> tuple[float,
     return (float(slope), float(shift)) if slope > 0 else (0.0, math.log((positive + 1) / (negative + 1)))
 
 
-def log_loss(probabilities: Array, y: Array) -> float:
-    """The mean of -log of what was given to the outcome: a proper score, the least for the true probabilities."""
-    p = np.clip(np.asarray(probabilities, dtype=np.float64), 1e-12, 1 - 1e-12)
-    return float(-np.mean(np.where(np.asarray(y) > 0, np.log(p), np.log1p(-p))))
-
-
 def auc(scores: Array, y: Array) -> float:
     """The probability that a failure's row has the larger score than another's, ties counted half (Mann and Whitney
     1947). Not a number where there is only one kind."""

@@ -100,7 +100,6 @@ class Saver:
         self._unsettled = 0  # appointments in a row that were missed since the structure had changed
         self.thread = threading.current_thread()
         self.forked = False
-        self.restarts_follow = settings.restarts_left > 0
         self._tasks = tasks
 
     def begin(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckpt.errors import UsageError
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Parity, Placement, Replicas, place
-from ckpt.plan.survival import (
+from tests.plan.survival import (
     group_ways,
     loss,
     loss_enumerated,

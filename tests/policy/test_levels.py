@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
-from ckpt.plan.survival import group_ways, survival
 from ckpt.policy import (
     Level,
     Measured,
@@ -27,6 +26,7 @@ from ckpt.policy import (
     store_rate,
     young,
 )
+from tests.plan.survival import group_ways, survival
 from tests.policy import simulated
 
 HOUR = 3600.0

@@ -1,4 +1,4 @@
-"""How likely the state outlives the loss of nodes, exactly; in two ways that are held against each other.
+"""How likely the state outlives the loss of nodes, exactly, in two ways: what placements are held against.
 
 With k of N nodes lost at random, each set of k equally likely, independent groups survive with probability
 [x^k] prod_g W_g(x) / C(N, k), where W_g(x) counts the ways to lose i nodes of group g without losing state: the
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
 from ckpt.errors import UsageError
+from ckpt.plan.groups import more_lost
 
 ENUMERATED_MAX = 20  # units; 2 ** 20 sets
 
@@ -74,14 +75,6 @@ def loss(groups: Sequence[tuple[Sequence[float], int]]) -> float:
     for risks, survives in groups:
         kept *= 1 - more_lost(risks, survives)
     return 1 - kept
-
-
-def more_lost(risks: Sequence[float], survives: int) -> float:
-    """The probability that more than `survives` of the nodes are lost."""
-    chances = [1.0]
-    for risk in risks:
-        chances = [a * (1 - risk) + b * risk for a, b in zip((*chances, 0.0), (0.0, *chances), strict=True)]
-    return math.fsum(chances[survives + 1 :])
 
 
 def loss_enumerated(survives: Callable[[Collection[str]], bool], risks: Mapping[str, float]) -> float:
