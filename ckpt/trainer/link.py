@@ -1,8 +1,6 @@
-"""The trainer's link to its agent: what was offered, what was granted, and what became of each snapshot.
+"""The trainer's link to its agent: what is said to it, what it says, and another one where it dies.
 
 Guarantees:
-- An arena is written only between its grant (`arena`) and the report of a snapshot in it (`staged`, `missed`), and
-  only by this process.
 - The step path reads a few words of shared memory and never waits for the agent.
 - When the agent dies, nothing is appointed until another one serves, started by whoever notices first; the arenas are
   handed over to it, and what they hold is not lost.
@@ -11,38 +9,30 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ckpt.agent import client, replacing, wire
-from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.control import SLOTS_MAX, ControlPage, Place, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
-from ckpt.collector import no_collecting
 from ckpt.errors import AgentError, CkptError, NotLed, Superseded
 from ckpt.events import Event, Events
-from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
-from ckpt.plan.layout import Declaration, Layout, Staging
-from ckpt.plan.staging import stage
+from ckpt.format.declaration import encode_layout
 from ckpt.settings import Settings
-from ckpt.tasks import Flag, Tasks
+from ckpt.tasks import Tasks
 from ckpt.trainer.levels import Levels
+from ckpt.trainer.slots import Offer, Plan, Slots, hashes_but
 from ckpt.types import Epoch, Identity, Tick
 
 RECONNECT_TRIES = 20
 AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
 RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
-HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
-DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
 _NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
 
 
@@ -64,57 +54,6 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A state as the agent knows it: its layout, the hashes of what may be replicated, the tick they are of."""
-
-    layout: Layout
-    hashes: bytes
-    tick: Tick
-    values_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A division as it concerns this rank. `offered`: the layout that it is of, the very object that the rank gave."""
-
-    offered: Layout
-    declaration: Declaration
-    encoded: bytes
-
-    @property
-    def staging(self) -> Staging:
-        return self.declaration.staging
-
-
-@dataclass(slots=True)
-class Slot:
-    """`plan`: the one its arena is bound and warm for; None until then. `declared`: where the declaration lies.
-
-    It has one user at a time, who holds it: whoever makes its arena ready, or fills it, until that is sealed. So what
-    is bound, declared and filled is always of one plan. Who holds it is known by an object, for whom Ctrl-C keeps from
-    hearing that he does."""
-
-    arena: Arena
-    plan: Plan | None = None
-    declared: tuple[int, int] = (0, 0)
-    _holder: object = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def hold(self, by: object) -> bool:
-        """Whether it is held by that one now. Does not wait."""
-        with self._lock:
-            if self._holder is None:
-                self._holder = by
-            return self._holder is by
-
-    def let_go(self, by: object) -> None:
-        """On any thread, by whoever holds it, or may."""
-        with self._lock:
-            if self._holder is by:
-                self._holder = None
-
-
-@dataclass(frozen=True, slots=True)
 class End:
     """The agent's word that no boundary is to be had any more: end where you are. `wait`: for what is being saved.
     `by_s`: until when, on the monotonic clock."""
@@ -126,14 +65,14 @@ class End:
 
 @dataclass(slots=True)
 class Link:
-    """One rank's end. `bind(slot, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`.
-    `quiet()` returns once no snapshot is being written. Both are given by the snapshot side."""
+    """One rank's end. `bind`: see Slots. `quiet()` returns once no snapshot is being written. Both are given by the
+    snapshot side."""
 
     url: str
     settings: Settings
     events: Events
     tasks: Tasks
-    bind: Callable[[int, Plan, memoryview], None]
+    bind: InitVar[Callable[[int, Plan, memoryview], None]]
     quiet: Callable[[], None]
     levels: Levels = field(default_factory=Levels)
     words: memoryview = _NOTHING_APPOINTED
@@ -142,11 +81,10 @@ class Link:
     on_end: Callable[[End], None] = lambda end: None
     on_leave_by: Callable[[float], None] = lambda by_s: None
     on_late: Callable[[int, int], None] = lambda round_, step: None  # see Saver.late
-    slots: dict[int, Slot] = field(default_factory=dict)
+    slots: Slots = field(init=False)
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
     restarts: int = 0
-    calm: Flag = field(default_factory=Flag)  # cleared while training stands still for a copy
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
@@ -158,19 +96,19 @@ class Link:
     _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the words that were seen there
     _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
     _left_by: int = 0  # the round by which an agent that has died told the ranks to leave
-    _offer: Offer | None = None
-    _plan: Plan | None = None
-    _differing: frozenset[str] = frozenset()  # tensors that ceased to be replicas since the offer, as a plan said
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _closed: bool = False
     _given_up: bool = False
     _reconnecting: bool = False
 
+    def __post_init__(self, bind: Callable[[int, Plan, memoryview], None]) -> None:
+        self.slots = Slots(self.events, self.tasks, bind, self._notify)
+
     # -- entering
 
     def connect(self) -> None:
         """Errors: AgentError."""
-        self.calm.set()
+        self.slots.calm.set()
         say = self._on_message, self._on_lost
         self._connection = replacing.meet(self.url, self.settings, self.tasks, self.events, *say)
 
@@ -209,18 +147,19 @@ class Link:
     def join(self, terms: Terms, offer: Offer) -> None:
         """Makes this rank a member of the epoch. Errors: AgentError."""
         self.terms = terms
-        self._offer = offer
+        self.slots.offer(offer)
         self._join(resume=False)
 
     def _join(self, resume: bool) -> None:
-        assert self.terms is not None
-        assert self._offer is not None
-        slots = sorted(self.slots) if resume else []
+        terms, offer = self.terms, self.slots.offered
+        assert terms is not None
+        assert offer is not None
+        slots = sorted(self.slots.by_number) if resume else []
         fields = {
-            **{name: getattr(self.terms, name) for name in self.terms.__slots__ if name != "nodes"},
-            "leader": leader_of(self.terms.nodes),
-            "tick": str(self._offer.tick),
-            "values_bytes": self._offer.values_bytes,
+            **{name: getattr(terms, name) for name in terms.__slots__ if name != "nodes"},
+            "leader": leader_of(terms.nodes),
+            "tick": str(offer.tick),
+            "values_bytes": offer.values_bytes,
             "resume": resume,
             "arenas": slots,
             "verdict": self._verdict,
@@ -230,11 +169,11 @@ class Link:
         answer = self.connection.request(
             "join",
             fields,
-            fds=[self.slots[number].arena.fd for number in slots],
+            fds=[self.slots.by_number[number].arena.fd for number in slots],
             blobs=[
-                encode_layout(self._offer.layout),
-                hashes_but(self._offer, self._differing, self.terms.rank),
-                *([encode_nodes(self.terms.nodes)] if self.terms.nodes else []),
+                encode_layout(offer.layout),
+                hashes_but(offer, self.slots.differing, terms.rank),
+                *([encode_nodes(terms.nodes)] if terms.nodes else []),
             ],
         )
         self._turn_to(ControlPage(answer.fds.pop()))
@@ -275,7 +214,7 @@ class Link:
         """While training stands still for a copy, or waits for what is restored, threads that prepare other arenas give
         way, here and in the agent: they would take half of the memory's bandwidth."""
         page, terms = self._page, self.terms
-        self.calm.clear()
+        self.slots.calm.clear()
         try:
             if page is not None and terms is not None:
                 page.copy(terms.rank, True)
@@ -283,7 +222,7 @@ class Link:
         finally:
             if page is not None and terms is not None:
                 page.copy(terms.rank, False)
-            self.calm.set()
+            self.slots.calm.set()
 
     def look(self, step: int, sub: int) -> list[int]:
         """The words of the control page as they are at that boundary, after `enter`."""
@@ -308,12 +247,7 @@ class Link:
 
     def offer(self, offer: Offer) -> None:
         """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
-        with self._lock:
-            self._offer = offer
-            self._plan = None
-            self._differing = frozenset()
-            for slot in self.slots.values():
-                slot.plan = None
+        self.slots.offer(offer)
         self._notify(
             "layout",
             {"tick": str(offer.tick), "values_bytes": offer.values_bytes},
@@ -393,9 +327,10 @@ class Link:
                 self.fetching.put(message)
                 return
         elif message.kind == "plan":
-            self._on_plan(message)
+            if (terms := self.terms) is not None:
+                self.slots.on_plan(message, terms.rank, terms.world, terms.coordinate)
         elif message.kind == "arena":
-            self._on_arena(message)
+            self.slots.on_arena(message)
         elif message.kind == "level":
             self._in_vain = 0
             self.levels.put(
@@ -421,70 +356,6 @@ class Link:
             self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))
         message.close()
 
-    @no_collecting()
-    def _on_plan(self, message: wire.Message) -> None:
-        layout, share = decode_layout(message.blobs[0]), decode_share(message.blobs[1])
-        with self._lock:
-            offer, terms = self._offer, self.terms
-        if offer is None or terms is None or not _same_shapes(layout, offer.layout):
-            return  # made for a structure that is gone: the plan for the present one follows
-        staging = stage(layout, share, int(message.fields["frame_bytes"]))
-        declaration = Declaration(
-            terms.rank, terms.world, terms.coordinate, str(message.fields["division"]), layout, staging
-        )
-        plan = Plan(offer.layout, declaration, encode(declaration))
-        with self._lock:
-            if self._offer is offer:
-                self._plan = plan
-                self._differing = frozenset(entry.name for entry in layout.entries if entry.owner)
-
-    def _on_arena(self, message: wire.Message) -> None:
-        number = int(message.fields["slot"])
-        with self._lock:
-            if message.fds:
-                old = self.slots.pop(number, None)
-                self.slots[number] = Slot(Arena.adopt(message.fds.pop()))
-                if old is not None:
-                    old.arena.close()
-            plan = self._plan
-            slot = self.slots.get(number)
-            if slot is None or plan is None or plan.declaration.division != message.fields["division"]:
-                return
-        self.tasks.submit(self._prepare, number, slot, plan)
-
-    def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
-        while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
-            if self.tasks.stopping.wait(HELD_S):
-                return
-        try:
-            is_ready = self._warm(number, slot, plan)
-        except (CkptError, OSError, RuntimeError) as exc:  # RuntimeError: torch, when memory cannot be page-locked
-            self.events.emit("arena.failed", f"ckpt: slot {number} cannot be made ready: {exc}", loud=True)
-            return
-        finally:
-            slot.let_go(plan)
-        if is_ready:  # said only now: the slot may be appointed at once
-            self._notify("warm", {"slot": number, "division": plan.declaration.division})
-
-    def _warm(self, number: int, slot: Slot, plan: Plan) -> bool:
-        """Whether the slot, which is held, is ready for that plan, and the plan still the present one."""
-        with self._lock:
-            if not self._is_present(number, slot, plan):
-                return False
-            slot.plan = None
-        slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
-        slot.arena.begin_fill()
-        slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
-        self.bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
-        with self._lock:
-            if not self._is_present(number, slot, plan):
-                return False
-            slot.plan = plan
-        return True
-
-    def _is_present(self, number: int, slot: Slot, plan: Plan) -> bool:
-        return self._plan is plan and self.slots.get(number) is slot
-
     # -- the agent's death
 
     @property
@@ -508,9 +379,7 @@ class Link:
         with self._lock:
             self.words = _NOTHING_APPOINTED
             self._connection = None
-            for slot in self.slots.values():
-                slot.plan = None
-            self._plan = None
+            self.slots.forget_plan()
             # A superseded job leaves at its next step: it needs no other agent.
             restart = not (self._closed or self._reconnecting or self.terms is None or self.superseded_by is not None)
             self._reconnecting = self._reconnecting or restart
@@ -614,9 +483,7 @@ class Link:
             self._closed = True
             self.words = _NOTHING_APPOINTED
         self._drop_connection()
-        for slot in self.slots.values():
-            slot.arena.close()
-        self.slots.clear()
+        self.slots.close()
         for page in (*self._old_pages, *([self._page] if self._page is not None else [])):
             page.close()
         self._old_pages.clear()
@@ -629,29 +496,4 @@ class Link:
         self._page = None
         if self._connection is not None:
             self._connection.abandon_in_child()
-        for slot in self.slots.values():
-            with contextlib.suppress(OSError):
-                os.close(slot.arena.fd)
-            slot.arena.fd = -1
-        self.slots.clear()
-
-
-def _same_shapes(layout: Layout, walked: Layout) -> bool:
-    """Equal but for who owns what, which is the agent's finding."""
-    return len(layout.entries) == len(walked.entries) and all(
-        replace(a, owner=b.owner) == b for a, b in zip(layout.entries, walked.entries, strict=True)
-    )
-
-
-def hashes_blob(hashes: np.ndarray[Any, Any]) -> bytes:
-    return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
-
-
-def hashes_but(offer: Offer, differing: Collection[str], rank: int) -> bytes:
-    """The hashes of an offer that is made again, to an agent that does not know what differs by now: of these tensors
-    they are old, and such are given that no other rank gives."""
-    if not (offer.hashes and differing):
-        return offer.hashes
-    hashes = np.frombuffer(offer.hashes, "<u8").reshape(-1, 2).copy()
-    hashes[[entry.name in differing for entry in offer.layout.entries for _ in entry.boxes]] = DIFFERS, rank
-    return hashes.tobytes()
+        self.slots.abandon_in_child()

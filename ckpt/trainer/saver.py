@@ -30,10 +30,11 @@ from ckpt.settings import Settings
 from ckpt.tasks import Condition, Tasks
 from ckpt.trainer import names, nodes
 from ckpt.trainer.levels import Level
-from ckpt.trainer.link import Link, Offer, Plan, Slot, Terms, hashes_blob
+from ckpt.trainer.link import Link, Terms
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import Replicas
 from ckpt.trainer.samples import Samples, Taken
+from ckpt.trainer.slots import Offer, Plan, Slot, hashes_blob
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
 from ckpt.trainer.walk import StateWalker, Walk, hash_walk
 from ckpt.types import Epoch, Identity, Tick
@@ -195,7 +196,7 @@ class Saver:
             self._note_unsettled(before)
             return "layout"
         self._unsettled = 0
-        slot, filling, is_under_way = self.link.slots.get(number), None, False
+        slot, filling, is_under_way = self.link.slots.by_number.get(number), None, False
         if slot is None:
             return "not granted"
         try:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.trainer.link import Link, Plan, Slot
+from ckpt.trainer.link import Link
+from ckpt.trainer.slots import Plan, Slot
 from ckpt.types import Tick
 from tests.session.loops import wait_agent_gone
 from tests.session.moving import KINDS, Value, bits
@@ -135,7 +136,7 @@ def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_aske
 
 def ready(link: Link) -> tuple[int, Slot, Plan]:
     """A slot that can be used, and the plan that it is ready for."""
-    return next((number, slot, slot.plan) for number, slot in link.slots.items() if slot.plan is not None)
+    return next((number, slot, slot.plan) for number, slot in link.slots.by_number.items() if slot.plan is not None)
 
 
 def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
@@ -162,8 +163,8 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
             bind(slot, walk, staging, data)
 
         monkeypatch.setattr(snapshotter, "bind", slow)
-        link._plan = new
-        thread = threading.Thread(target=link._prepare, args=(number, slot, new))
+        link.slots._plan = new
+        thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
         thread.start()
         assert is_inside.wait(60)
         ck.state["y"] = torch.ones(16)
@@ -173,7 +174,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         snapshotter.bind = bind
         assert saver.take(10**6, number, Tick(2)) == ""
         assert snapshotter.is_bound(number, saver.walk, new.staging)
-        link._plan = slot.plan = old
+        link.slots._plan = slot.plan = old
 
 
 def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_path: Path) -> None:
@@ -186,8 +187,8 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         number, slot, old = ready(link)
         assert slot.hold(link)
         before = bytes(slot.arena.view)
-        link._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
-        thread = threading.Thread(target=link._prepare, args=(number, slot, new))
+        link.slots._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
+        thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
         thread.start()
         time.sleep(0.3)
         assert slot.plan is old
@@ -195,7 +196,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         slot.let_go(link)
         thread.join()
         assert slot.plan is new
-        link._plan = slot.plan = old
+        link.slots._plan = slot.plan = old
 
 
 def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def test_a_slot_can_be_used_as_soon_as_the_agent_hears_of_it(tmp_path: Path, mon
 
     def looking(link: Link, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         if kind in ("warm", "staged"):
-            slot = link.slots[fields["slot"]]
+            slot = link.slots.by_number[fields["slot"]]
             found.append((kind, slot.hold(link)))
             slot.let_go(link)
         notify(link, kind, fields, blobs)

@@ -352,13 +352,13 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
     taken, made = Snapshotter.take, Saver._take
 
     def take(self: Snapshotter, slot: int) -> Any:
-        calm, page = current[0].link.calm.is_set(), current[0].link._page
+        calm, page = current[0].link.slots.calm.is_set(), current[0].link._page
         assert page is not None
         assert page.copies, "the agent sees it too"
         if fails:
             raise RuntimeError("no copy")
         found = taken(self, slot)
-        seen.append((calm, current[0].link.calm.is_set()))
+        seen.append((calm, current[0].link.slots.calm.is_set()))
         return found
 
     def _take(self: Saver, *args: Any) -> str:
@@ -366,7 +366,7 @@ def test_arenas_that_are_being_warmed_wait_while_a_snapshot_is_copied(
         try:
             return made(self, *args)
         finally:
-            assert self.link.calm.is_set()
+            assert self.link.slots.calm.is_set()
             assert self.link._page is not None
             assert not self.link._page.copies
 

@@ -13,9 +13,9 @@ from ckpt.agent.comparing import SAMPLE
 from ckpt.plan.division import agree
 from ckpt.plan.layout import Entry, Layout
 from ckpt.trainer import samples
-from ckpt.trainer.link import Offer, hashes_blob, hashes_but
 from ckpt.trainer.samples import BOXES_MAX, LINE, Samples
 from ckpt.trainer.shard import DTYPES
+from ckpt.trainer.slots import Offer, hashes_blob, hashes_but
 from ckpt.trainer.walk import Walk, hash_walk
 from ckpt.types import Box, Tick
 

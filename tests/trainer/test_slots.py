@@ -1,0 +1,148 @@
+"""When a slot is ready: for the plan of what is offered now, once its arena is bound, and said after that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.agent.arena import Arena, arena_bytes
+from ckpt.agent.wire import Message
+from ckpt.events import Event, Events
+from ckpt.format.declaration import encode_layout, encode_share
+from ckpt.plan.division import undivided
+from ckpt.tasks import Tasks
+from ckpt.trainer.slots import Offer, Plan, Slots
+from ckpt.types import Tick
+from tests.trainer.snapshots import FRAME_BYTES, walk_of
+
+HERE = (0, 1, "rank=0")
+
+
+def offer_of(named: Mapping[str, torch.Tensor]) -> Offer:
+    return Offer(walk_of(named).layout, b"", Tick(1), 100)
+
+
+ONE, TWO = offer_of({"w": torch.zeros(300)}), offer_of({"w": torch.zeros(300), "more": torch.zeros(3)})
+
+
+def planned(offer: Offer, division: str) -> Message:
+    """The agent's word."""
+    fields = {"t": "plan", "division": division, "frame_bytes": FRAME_BYTES}
+    return Message(fields, [], [encode_layout(offer.layout), encode_share(undivided(offer.layout))])
+
+
+def granted(division: str, arena: Arena | None = None) -> Message:
+    """Of slot 0."""
+    return Message({"t": "arena", "slot": 0, "division": division}, [os.dup(arena.fd)] if arena is not None else [])
+
+
+class Made:
+    """What a link would make. `bound`: for which divisions, in that order. `told`: the agent."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self.bound: list[str] = []
+        self.told: list[tuple[str, Any]] = []
+        self.tasks = Tasks("slots", pool_size=1)
+        self.slots = Slots(Events(self.seen.append), self.tasks, self.bind, self.tell)
+        self.slots.calm.set()
+        self.arena = Arena.create(arena_bytes(1 << 16, 4, 1 << 12, 100))
+
+    def bind(self, number: int, plan: Plan, data: memoryview) -> None:
+        slot = self.slots.by_number[number]
+        assert slot.plan is None, "it cannot be used before it is bound"
+        assert not slot.hold(self), "nor by anybody else meanwhile"
+        self.bound.append(plan.declaration.division)
+
+    def tell(self, kind: str, fields: dict[str, Any]) -> None:
+        slot = self.slots.by_number[fields["slot"]]
+        assert slot.hold(self), "it may be appointed at once"
+        slot.let_go(self)
+        self.told.append((kind, fields["division"]))
+
+    def settle(self) -> None:
+        self.tasks.submit(lambda: None).result(60)
+
+    def close(self) -> None:
+        self.tasks.close()
+        self.slots.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    it = Made()
+    yield it
+    it.close()
+
+
+def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted_for(made: Made) -> None:
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    assert (made.bound, made.told) == (["a"], [("warm", "a")])
+    slot = made.slots.by_number[0]
+    assert slot.plan is not None
+    assert slot.plan.offered is ONE.layout
+    made.slots.on_plan(planned(ONE, "b"), *HERE)
+    made.slots.on_arena(granted("b"))
+    made.settle()
+    assert made.told == [("warm", "a"), ("warm", "b")]
+    assert made.slots.by_number[0] is slot
+
+
+def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> None:
+    made.slots.offer(TWO)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    assert (made.bound, made.told) == ([], [])
+    assert made.slots.by_number[0].plan is None
+
+
+@pytest.mark.parametrize("how", ["another offer", "no agent"])
+def test_what_was_warm_is_not_any_more(made: Made, how: str) -> None:
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    made.slots.offer(TWO) if how == "another offer" else made.slots.forget_plan()
+    assert made.slots.by_number[0].plan is None
+    made.slots.on_arena(granted("a"))
+    made.settle()
+    assert made.told == [("warm", "a")], "of a division that is over"
+
+
+def test_an_offer_that_comes_while_an_arena_is_bound_leaves_it_unready(made: Made) -> None:
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    bind = made.slots._bind
+
+    def meanwhile(number: int, plan: Plan, data: memoryview) -> None:
+        bind(number, plan, data)
+        made.slots.offer(TWO)
+
+    made.slots._bind = meanwhile
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    assert (made.bound, made.told) == (["a"], [])
+    assert made.slots.by_number[0].plan is None
+
+
+def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Made) -> None:
+    def full(number: int, plan: Plan, data: memoryview) -> None:
+        raise RuntimeError("no memory can be page-locked")
+
+    made.slots._bind = full
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    assert [event.name for event in made.seen] == ["arena.failed"]
+    assert made.told == []
+    assert made.slots.by_number[0].hold(made)
