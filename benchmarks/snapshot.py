@@ -61,7 +61,7 @@ class Bound:
         self.staging = stage(self.walk.layout, undivided(self.walk.layout), frame_bytes_for(total))
         self.data = memfd(self.staging.data_bytes)
         self.snapshotter = Snapshotter(CpuCopier(threads), lazy, Events())
-        self.snapshotter.bind(0, self.walk, self.staging, self.data)
+        self.snapshotter.bindings.bind(0, self.walk, self.staging, self.data)
 
     def take(self) -> None:
         self.snapshotter.take(0).wait()

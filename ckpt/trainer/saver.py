@@ -224,7 +224,7 @@ class Saver:
     ) -> _Filling | None:
         """None: the values have outgrown the arena."""
         assert self.link.terms is not None
-        if not self._snapshotter.is_bound(number, self.walk, plan.staging):
+        if not self._snapshotter.bindings.is_bound(number, self.walk, plan.staging):
             self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         trees = self.walker.values(self.walk)
         if strays := self.walker.strays(self.walk, trees[0]):
@@ -347,7 +347,7 @@ class Saver:
         holds no longer. The training thread looks before each snapshot, for the state may lie elsewhere by then."""
         walk = self.walk
         if walk.layout is plan.offered:
-            self._snapshotter.bind(number, walk, plan.staging, data)
+            self._snapshotter.bindings.bind(number, walk, plan.staging, data)
             if self._replicated:
                 self._samples_of(walk, plan.declaration.layout)  # now, and not while training stands still
 

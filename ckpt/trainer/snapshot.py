@@ -10,8 +10,9 @@ Guarantees:
 - A snapshot is done at last, however the wait for it ends: one that Ctrl-C ends is abandoned, once nothing writes into
   the arena any more.
 
-The training thread calls `take`, `boundary`, `poll` and `fence`; `bind` may run on another thread. Whoever waits for a
-snapshot on the training thread uses `Snapshot.wait`, which is a `poll`.
+The training thread calls `take`, `boundary`, `poll` and `fence`; what it takes was bound before, maybe on another
+thread (ckpt/trainer/bindings.py). Whoever waits for a snapshot on the training thread uses `Snapshot.wait`, which is a
+`poll`.
 """
 
 from __future__ import annotations
@@ -21,30 +22,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 
-import torch
 from torch.optim.optimizer import Optimizer
 
 from ckpt.errors import CkptError, UsageError, is_from_outside
 from ckpt.events import Events
-from ckpt.plan.layout import Staging
 from ckpt.tasks import Outcome, Tasks
-from ckpt.trainer.copier import Copier, Job, Ticket
-from ckpt.trainer.lazy import (
-    LATE_BYTES_MIN,
-    Key,
-    Spot,
-    StepHook,
-    Trust,
-    Watch,
-    owns_any,
-)
+from ckpt.trainer.bindings import Binding, Bindings, CopyPlan, plain
+from ckpt.trainer.copier import Copier, Ticket
+from ckpt.trainer.lazy import Key, StepHook, Trust, owns_any
 from ckpt.trainer.names import some
-from ckpt.trainer.pieces import Piece, Walked, cut, where
-from ckpt.trainer.shard import storages
+from ckpt.trainer.pieces import Piece
 
 LOOK_S, LOOK_S_MAX = 0.001, 0.05  # between looks whether the training thread has gone on
 
@@ -90,51 +81,14 @@ class Snapshotter:
         self._copier = copier
         self._events = events
         self._trust = Trust(events, lazy)
-        self._bound: dict[int, _Binding] = {}
-        self._newest: Walked | None = None  # of the walks that were to be bound
-        self._regions: dict[int, memoryview] = {}  # what is pinned, by slot
+        self.bindings = Bindings(copier, self._trust, events)
         self._pending: _Pending | None = None
         self._reading: _Reading | None = None  # was looked at, and a device may still read
         self._taken = 0
         self._trainer: int | None = None  # the thread that takes
-        self._binding = threading.Lock()
         self._settling = threading.RLock()  # the hook may run on a thread of autograd
         self._tasks = Tasks("snapshot", pool_size=1)
         self._hook = StepHook(self._is_waiting, self._on_step) if lazy else None
-
-    def bind(self, slot: int, walk: Walked, staging: Staging, data: memoryview) -> None:
-        """Prepares copies of `walk` into `data`, the data region of that slot's arena; on one thread at a time for a
-        slot. Binding the same again costs nothing; bindings of other walks are dropped, since they hold memory that the
-        state has left.
-
-        Errors: CkptError when the staging does not fit."""
-        with _plain():
-            known = self._regions.get(slot)
-            moved = known is None or where(known) != where(data)
-            if not moved and self.is_bound(slot, walk, staging):
-                return
-            with self._binding:
-                self._newest = walk
-            binding = _Binding(walk, staging, cut(walk, staging, data))
-            self._plan(binding)  # now, and not while training stands still for a first snapshot
-            if moved:
-                self._pin(slot, data)
-            with self._binding:
-                if self._newest is not walk:  # it took a while, and the state has moved: bound anew before a snapshot
-                    return
-                self._bound = {n: b for n, b in self._bound.items() if b.walk is walk} | {slot: binding}
-                self._trust.forget_all_but(binding.candidates.keys())
-
-    def is_bound(self, slot: int, walk: Walked, staging: Staging) -> bool:
-        """Whether the next snapshot into that slot is one of `walk`, as `staging` says."""
-        binding = self._bound.get(slot)
-        return binding is not None and binding.walk is walk and binding.staging is staging
-
-    def unbind(self, slot: int) -> None:
-        """Drops all views of that slot's arena; before the arena is unmapped."""
-        with self._binding:
-            self._bound = {n: b for n, b in self._bound.items() if n != slot}
-        self._unpin(slot)
 
     def take(self, slot: int) -> Snapshot:
         """Takes a snapshot of what is bound to `slot`, at a boundary. A former one that still runs is ended first.
@@ -142,13 +96,13 @@ class Snapshotter:
         Errors: UsageError if nothing is bound to the slot."""
         self.boundary()
         started_s = time.perf_counter()
-        binding = self._bound.get(slot)
+        binding = self.bindings.get(slot)
         if binding is None:
             raise UsageError(f"nothing is bound to slot {slot}: bind the present walk to it before a snapshot")
         self._trainer = threading.get_ident()
         snapshot = Snapshot(slot, self._settle_for_waiter)
         try:
-            with self._settling, _plain():
+            with self._settling, plain():
                 self._copy(binding, snapshot, started_s)
         except BaseException as exc:
             begun, self._pending = self._pending, None
@@ -207,30 +161,14 @@ class Snapshotter:
 
     def _drop(self) -> None:
         self._reading = None
-        with self._binding:
-            self._bound, self._newest = {}, None
-        for slot in list(self._regions):
-            self._unpin(slot)
-
-    def _pin(self, slot: int, data: memoryview) -> None:
-        self._unpin(slot)
-        self._regions[slot] = data
-        try:
-            self._copier.pin(data)
-        except CkptError as exc:
-            self._events.emit("snapshot.unpinned", f"snapshots into slot {slot} are slow: {exc}", loud=True)
-
-    def _unpin(self, slot: int) -> None:
-        region = self._regions.pop(slot, None)
-        if region is not None:
-            self._copier.unpin(region)
+        self.bindings.close()
 
     # -- taking
 
-    def _copy(self, binding: _Binding, snapshot: Snapshot, started_s: float) -> None:
+    def _copy(self, binding: Binding, snapshot: Snapshot, started_s: float) -> None:
         if binding.last is not None:
-            binding.last.done.result()  # its buffers are used again now
-        binding.last = snapshot
+            binding.last.result()  # its buffers are used again now
+        binding.last = snapshot.done
         plan = binding.plan(self._trust, self._copier)
         spot = None
         if plan.watch is not None:
@@ -264,7 +202,7 @@ class Snapshotter:
                     pending.snapshot.done.result(delay_s)
                     return
                 delay_s = min(2 * delay_s, LOOK_S_MAX)
-            with self._settling, _plain():
+            with self._settling, plain():
                 if before is not None and self._pending is pending and not self._damage(pending):
                     self._finish(pending)
                     if not pending.plan.unproven_pieces:
@@ -300,7 +238,7 @@ class Snapshotter:
             self._end_aside(pending)
 
     def _settle(self, cause: Cause) -> None:
-        with self._settling, _plain():
+        with self._settling, plain():
             pending = self._pending
             if pending is None:
                 self._hold_back()  # another optimizer was first, maybe on another thread or stream
@@ -396,7 +334,7 @@ class Snapshotter:
             self._trust.prove(plan.unproven_keys - changed)
         if self._trust.version != plan.version:
             with suppress(CkptError):  # closed
-                self._tasks.submit(self._plan_anew)
+                self._tasks.submit(self.bindings.plan_anew)
         if pending.late is None or pending.snapshot.done.done():
             return
         if lost := sorted({key[0] for key in (changed | torn) & plan.late_keys}):
@@ -404,26 +342,12 @@ class Snapshotter:
         else:
             self._finish(pending)
 
-    def _plan_anew(self) -> None:
-        """What is copied late has changed: better here than while training stands still for the next snapshot."""
-        for binding in list(self._bound.values()):
-            with _plain():
-                self._plan(binding)
-
-    def _plan(self, binding: _Binding) -> None:
-        """Ahead of time. What goes wrong, as where a device has no memory left just now, comes again in `take`."""
-        try:
-            binding.plan(self._trust, self._copier)
-        except Exception as exc:
-            if is_from_outside(exc):
-                raise
-
     def _when_there(self, pending: _Pending, then: Callable[[], None]) -> Future[None] | None:
         """Runs it now, or on a thread of ours where the device is still at work."""
 
         def guarded() -> None:
             try:
-                with self._copier.aside(pending.plan.devices), _plain():
+                with self._copier.aside(pending.plan.devices), plain():
                     then()
             except BaseException as exc:  # as in `take`
                 if is_from_outside(exc):
@@ -487,7 +411,7 @@ class _Pending:
     """A snapshot whose late copy runs (`late`), or whose eager copy is kept to be compared (`late` is None)."""
 
     snapshot: Snapshot
-    plan: _Plan
+    plan: CopyPlan
     eager: Ticket
     late: Ticket | None
     spot: tuple[Piece, Piece] | None
@@ -503,88 +427,5 @@ class _Reading:
     storages: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a binding is copied while trust is what it was at `version`."""
-
-    version: int
-    eager: Job
-    late: Job
-    late_keys: set[Key]
-    unproven_pieces: list[Piece]
-    unproven_keys: set[Key]
-    key_of: dict[tuple[int, int], Key]
-    watch: Watch | None  # None: nothing may be late, now or later
-    spot: Spot | None
-    storages: frozenset[int]
-    devices: frozenset[torch.device]
-
-
-@dataclass(slots=True)
-class _Binding:
-    """A walk cut to one arena. `candidates`: what may be copied late once it is proven, with the indices of its
-    pieces. `last`: the newest snapshot of this binding."""
-
-    walk: Walked
-    staging: Staging
-    pieces: tuple[Piece, ...]
-    candidates: dict[Key, list[int]] = field(init=False)
-    devices: frozenset[torch.device] = field(init=False)
-    last: Snapshot | None = None
-    _plan: _Plan | None = None
-    _planning: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.devices = frozenset(piece.source.device for piece in self.pieces)
-        of_tensor: dict[tuple[int, int], list[int]] = {}
-        for n, piece in enumerate(self.pieces):
-            if self.walk.late[piece.entry]:
-                of_tensor.setdefault((piece.entry, piece.box), []).append(n)
-        self.candidates = {}
-        for (entry, box), pieces in of_tensor.items():
-            live = self.walk.tensors[entry][box]
-            if live.nbytes >= LATE_BYTES_MIN and live.dim() > 0 and not live.is_inference():
-                named = self.walk.layout.entries[entry]
-                self.candidates[named.name, named.owner, box, live.data_ptr()] = pieces
-
-    def plan(self, trust: Trust, copier: Copier) -> _Plan:
-        """Any thread; it may take a while where trust has changed. Whoever gets it may use its buffers at once, on any
-        stream: what was to be written there is."""
-        with self._planning:
-            if self._plan is None or self._plan.version != trust.version:
-                with copier.aside(self.devices):
-                    made = self._make(trust, copier)
-                self._plan = made
-            return self._plan
-
-    def _make(self, trust: Trust, copier: Copier) -> _Plan:
-        version = trust.version
-        watched = {key: pieces for key, pieces in self.candidates.items() if trust.is_candidate(key)}
-        late_keys = {key for key in watched if trust.is_proven(key)}
-        late = {n for key in late_keys for n in watched[key]}
-        unproven = [n for key, pieces in watched.items() if key not in late_keys for n in pieces]
-        parts = [[self.pieces[n] for n in pieces] for pieces in watched.values()]
-        live = [self.walk.tensors[of_one[0].entry][of_one[0].box] for of_one in parts]
-        return _Plan(
-            version=version,
-            eager=copier.prepare([p for n, p in enumerate(self.pieces) if n not in late]),
-            late=copier.prepare([self.pieces[n] for n in sorted(late)]),
-            late_keys=late_keys,
-            unproven_pieces=[self.pieces[n] for n in unproven],
-            unproven_keys=set(watched) - late_keys,
-            key_of={(p[0].entry, p[0].box): key for key, p in zip(watched, parts, strict=True)},
-            watch=Watch(list(watched), live, parts) if watched else None,
-            spot=Spot([self.pieces[n] for n in sorted(late)]) if late else None,
-            storages=storages(live),
-            devices=self.devices,
-        )
-
-
-def _plain() -> AbstractContextManager[object]:
-    """Whatever mode the user is in: our views and buffers are ordinary tensors. None of them requires a gradient, so
-    that it is no matter whether those are recorded."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _keys(plan: _Plan, pieces: list[Piece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
+def _keys(plan: CopyPlan, pieces: list[Piece], differing: Callable[[], list[int]]) -> Callable[[], set[Key]]:
     return lambda: {plan.key_of[pieces[n].entry, pieces[n].box] for n in differing()}

@@ -133,7 +133,7 @@ def test_an_interrupt_while_the_block_is_closed_does_not_keep_it_open(
 
         monkeypatch.setattr(ck._parts.parting, "leave", leave_and_break)
     assert is_all_gone(tmp_path)
-    assert not saver._snapshotter._bound, "views of arenas that are gone"
+    assert not saver._snapshotter.bindings._bound, "views of arenas that are gone"
     with ckpt.Checkpointer(tmp_path, {"x": torch.zeros(2)}) as ck:
         assert ck.restored.step == 1
 

@@ -154,7 +154,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         link, snapshotter = saver.link, saver._snapshotter
         number, slot, old = ready(link)
         new = replace(old, declaration=replace(old.declaration, division="new", staging=replace(old.staging)))
-        is_inside, bind = threading.Event(), snapshotter.bind
+        is_inside, bind = threading.Event(), snapshotter.bindings.bind
 
         def slow(slot: int, walk: Any, staging: Any, data: Any) -> None:
             if staging is new.staging:
@@ -162,7 +162,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
                 time.sleep(0.5)
             bind(slot, walk, staging, data)
 
-        monkeypatch.setattr(snapshotter, "bind", slow)
+        monkeypatch.setattr(snapshotter.bindings, "bind", slow)
         link.slots._plan = new
         thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
         thread.start()
@@ -171,9 +171,9 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         assert saver.take(10**6, number, Tick(2)) == "not granted"
         thread.join()
         assert slot.plan is new
-        snapshotter.bind = bind
+        snapshotter.bindings.bind = bind
         assert saver.take(10**6, number, Tick(2)) == ""
-        assert snapshotter.is_bound(number, saver.walk, new.staging)
+        assert snapshotter.bindings.is_bound(number, saver.walk, new.staging)
         link.slots._plan = slot.plan = old
 
 

@@ -67,7 +67,7 @@ class Rig:
         self.places = {entry.name: of_one[0].data_ptr() for entry, of_one in named}
         self.arenas = [bytearray(b"\xa5" * self.staging.data_bytes) for _ in range(self.slots)]
         for slot, arena in enumerate(self.arenas):
-            self.snapshotter.bind(slot, self.walk, self.staging, memoryview(arena))
+            self.snapshotter.bindings.bind(slot, self.walk, self.staging, memoryview(arena))
 
     def is_walk_stale(self) -> bool:
         """The fingerprint: other tensors, or the same in other places."""

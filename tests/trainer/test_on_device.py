@@ -167,8 +167,8 @@ def test_a_graph_can_be_captured_while_other_threads_work(what: str) -> None:
             try:
                 go.wait()
                 arena = memoryview(bytearray(it.staging.data_bytes))
-                it.snapshotter.bind(2, it.walk, it.staging, arena)
-                it.snapshotter.unbind(2)
+                it.snapshotter.bindings.bind(2, it.walk, it.staging, arena)
+                it.snapshotter.bindings.unbind(2)
             except Exception as exc:
                 failed.append(exc)
 
@@ -203,7 +203,7 @@ def test_arenas_larger_than_what_is_locked_at_once_come_over_bit_for_bit(seed: i
             assert snapshot.abandoned is None
             staged = it.staged(snapshot.slot)
             assert [name for name in state if raw(staged[name]) != raw(state[name].cpu())] == []
-            assert copier.same(it.snapshotter._bound[snapshot.slot].pieces)() == []
+            assert copier.same(it.snapshotter.bindings._bound[snapshot.slot].pieces)() == []
 
 
 def test_memory_that_is_freed_behind_a_late_snapshot_is_not_handed_out_while_it_is_read() -> None:
@@ -217,7 +217,7 @@ def test_memory_that_is_freed_behind_a_late_snapshot_is_not_handed_out_while_it_
         snapshot = it.take()
         assert snapshot.lazy
         sizes = [param.shape for param in params.values()]
-        it.snapshotter._bound = {}  # no view of ours holds the memory
+        it.snapshotter.bindings._bound = {}  # no view of ours holds the memory
         for param in params.values():
             param.data = torch.zeros(1, device="cuda")
         over = [torch.full(size, 9.0, device="cuda") for size in sizes]
@@ -251,7 +251,7 @@ def test_a_comparison_finds_one_flipped_bit_and_nan_is_equal_to_itself(seed: int
     copier = made()
     with rig(lambda: (params, ()), copier=copier) as it:
         it.take().wait(60)
-        pieces = it.snapshotter._bound[1].pieces
+        pieces = it.snapshotter.bindings._bound[1].pieces
         assert copier.same(pieces)() == []
         params["large5"].data.view(torch.int32).view(-1)[-1] ^= 1
         params["small2"].data.view(torch.int32).view(-1)[0] ^= 1 << 20
@@ -269,7 +269,7 @@ def test_pages_are_locked_in_place_and_what_cannot_be_locked_breaks_no_kernel() 
             copier.pin(memoryview(it.arenas[0]))
         torch.ones(3, device="cuda").sum().item()
         assert arena.is_pinned()
-        it.snapshotter.unbind(0)
+        it.snapshotter.bindings.unbind(0)
         assert not arena.is_pinned()
         del arena
 

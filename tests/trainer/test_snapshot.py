@@ -162,7 +162,7 @@ def test_binding_another_walk_lets_the_old_storage_go() -> None:
         weakref.finalize(held["w"], gone.append, 1)
         held["w"] = torch.ones(300, 300)
         it.walk = walk_of(held)
-        it.snapshotter.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
         gc.collect()
         assert gone
         assert old() is None, "the old storage lives"
@@ -172,11 +172,11 @@ def test_binding_another_walk_lets_the_old_storage_go() -> None:
 
 def test_binding_the_same_again_builds_nothing() -> None:
     with rig(lambda: ({"w": torch.zeros(300)}, ())) as it:
-        before = it.snapshotter._bound[0]
-        it.snapshotter.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
-        assert it.snapshotter._bound[0] is before
-        it.snapshotter.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
-        assert it.snapshotter._bound[0] is not before
+        before = it.snapshotter.bindings._bound[0]
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
+        assert it.snapshotter.bindings._bound[0] is before
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
+        assert it.snapshotter.bindings._bound[0] is not before
 
 
 def test_binding_prepares_the_copies_so_that_the_first_snapshot_does_not() -> None:
@@ -201,11 +201,11 @@ def test_an_unbound_arena_can_be_unmapped() -> None:
     staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
     region = mmap.mmap(-1, staging.data_bytes)
     snapshotter = Snapshotter(make_copier(), False, Events())
-    snapshotter.bind(0, walk, staging, memoryview(region))
+    snapshotter.bindings.bind(0, walk, staging, memoryview(region))
     snapshotter.take(0).wait()
     with pytest.raises(BufferError):
         region.close()
-    snapshotter.unbind(0)
+    snapshotter.bindings.unbind(0)
     gc.collect()
     region.close()
     snapshotter.close()

@@ -295,7 +295,7 @@ def test_a_comparison_names_what_differs() -> None:
     made = copier(Device())
     with rig(lambda: (params, ()), copier=made) as it:
         it.take().wait(60)
-        pieces = it.snapshotter._bound[1].pieces
+        pieces = it.snapshotter.bindings._bound[1].pieces
         assert made.same(pieces)() == []
         params["w1"].data[-1, -1] += 1
         changed = [n for n, p in enumerate(pieces) if it.walk.layout.entries[p.entry].name == "w1"]
@@ -309,9 +309,9 @@ def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
     with rig(lambda: (state, ()), copier=copier(device)) as it:
         each = it.staging.data_bytes
         assert sum(device.locked.values()) == 2 * each
-        it.snapshotter.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
         assert sum(device.locked.values()) == 2 * each
-        it.snapshotter.unbind(0)
+        it.snapshotter.bindings.unbind(0)
         assert sum(device.locked.values()) == each
         it.walk_again()
         assert sum(device.locked.values()) == 2 * each
@@ -339,7 +339,7 @@ def test_a_region_that_is_locked_already_stays_so_where_locking_it_once_more_fai
             it.snapshotter._copier.pin(region)
         device.status = 0
         assert device.locked == locked
-        it.snapshotter.unbind(0)
+        it.snapshotter.bindings.unbind(0)
         assert not device.locked
 
 
@@ -353,16 +353,16 @@ def test_pages_are_locked_a_part_at_a_time_and_no_transfer_crosses_a_seam(
         assert len(device.locked) > 100
         assert sum(device.locked.values()) == it.staging.data_bytes
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in device.locked.items())
-        (part,) = it.snapshotter._bound[0].plan(it.snapshotter._trust, it.snapshotter._copier).eager._parts
+        (part,) = it.snapshotter.bindings._bound[0].plan(it.snapshotter._trust, it.snapshotter._copier).eager._parts
         targets = [target for _, parts in part._direct for _, target in parts]
         targets += [target for _, target in part._mirror.transfers]
         transfers += [(target.data_ptr(), target.nbytes) for target in targets]
-        assert sum(n for _, n in transfers) == sum(piece.nbytes for piece in it.snapshotter._bound[0].pieces)
+        assert sum(n for _, n in transfers) == sum(piece.nbytes for piece in it.snapshotter.bindings._bound[0].pieces)
         assert all(address // (1 << 14) == (address + n - 1) // (1 << 14) for address, n in transfers)
         it.take().wait(60)
         staged = it.staged(0)
         assert [name for name in state if raw(staged[name]) != raw(state[name])] == []
-        assert it.snapshotter._copier.same(it.snapshotter._bound[0].pieces)() == []
+        assert it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)() == []
 
 
 def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_them(
@@ -371,7 +371,9 @@ def test_clones_take_little_of_a_device_the_smallest_first_and_all_arenas_share_
     monkeypatch.setattr(pinned, "CLONE_BYTES_MAX", 1000)
     state = odd_state(seed)
     with rig(lambda: (state, ()), copier=copier(Device())) as it:
-        plans = [each.plan(it.snapshotter._trust, it.snapshotter._copier) for each in it.snapshotter._bound.values()]
+        plans = [
+            each.plan(it.snapshotter._trust, it.snapshotter._copier) for each in it.snapshotter.bindings._bound.values()
+        ]
         parts = [part for plan in plans for part in (*plan.eager._parts, *plan.late._parts)]
         assert len({part._clone.data_ptr() for part in parts if part._clone.nbytes}) == 1
         (part,) = plans[0].eager._parts
@@ -411,11 +413,11 @@ def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() ->
             optimizer.step()
         it.snapshotter._tasks.submit(lambda: None).result()
         arena = memoryview(bytearray(it.staging.data_bytes))
-        thread = threading.Thread(target=it.snapshotter.bind, args=(1, it.walk, it.staging, arena))
+        thread = threading.Thread(target=it.snapshotter.bindings.bind, args=(1, it.walk, it.staging, arena))
         thread.start()
         thread.join()
-        assert it.snapshotter.is_bound(1, it.walk, it.staging)
-        thread = threading.Thread(target=it.snapshotter.unbind, args=(1,))
+        assert it.snapshotter.bindings.is_bound(1, it.walk, it.staging)
+        thread = threading.Thread(target=it.snapshotter.bindings.unbind, args=(1,))
         thread.start()
         thread.join()
     assert device.strays == []
@@ -426,7 +428,7 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
     params, _ = large_state()
     made, had_to_wait = copier(device), list[bool]()
     with rig(lambda: (params, set(params)), copier=made, slots=1) as it:
-        binding, trust = it.snapshotter._bound[0], it.snapshotter._trust
+        binding, trust = it.snapshotter.bindings._bound[0], it.snapshotter._trust
 
         def meanwhile() -> None:
             device.on_query = lambda: None
@@ -437,7 +439,7 @@ def test_a_plan_is_given_out_once_its_buffers_hold_what_they_begin_with() -> Non
 
         trust.version += 1
         device.on_query = meanwhile
-        it.snapshotter._tasks.submit(it.snapshotter._plan_anew).result()
+        it.snapshotter._tasks.submit(it.snapshotter.bindings.plan_anew).result()
         assert had_to_wait == [True]
 
 
@@ -545,10 +547,10 @@ def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
     with rig(lambda: (params, set(params)), copier=copier(device), slots=1) as it:
         it.take().wait(60)
         device.log.clear()
-        it.snapshotter._copier.same(it.snapshotter._bound[0].pieces)
+        it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)
         assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
         device.log.clear()
-        it.snapshotter.unbind(0)
+        it.snapshotter.bindings.unbind(0)
         assert device.log[0] == "host waits for side"
         assert set(device.log[1:]) == {"unlock"}  # a part at a time, as it lies
 
@@ -561,7 +563,7 @@ def test_ctrl_c_while_pages_are_locked_leaves_none_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pinned, "LOCK_BYTES", 1 << 14)
     device = Device()
     with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
-        it.snapshotter.unbind(0)
+        it.snapshotter.bindings.unbind(0)
         device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
         with pytest.raises(KeyboardInterrupt):
             it.snapshotter._copier.pin(memoryview(it.arenas[0]))
@@ -575,7 +577,7 @@ def test_where_unlocking_fails_the_rest_is_unlocked_all_the_same(monkeypatch: py
         assert len(device.locked) > 3
         device.status = 999
         with pytest.raises(CkptError):
-            it.snapshotter.unbind(0)
+            it.snapshotter.bindings.unbind(0)
         assert not device.locked
 
 
@@ -604,12 +606,12 @@ def test_a_bind_that_ends_after_that_of_a_newer_walk_leaves_it_bound() -> None:
         newer = walk_of(*it.state())
 
         def meanwhile() -> None:
-            it.snapshotter.bind(1, newer, it.staging, memoryview(it.arenas[1]))
+            it.snapshotter.bindings.bind(1, newer, it.staging, memoryview(it.arenas[1]))
 
         device.on_register = meanwhile
-        it.snapshotter.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
-        assert it.snapshotter.is_bound(1, newer, it.staging)
-        assert not it.snapshotter.is_bound(0, it.walk, it.staging)
+        it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(bytearray(it.staging.data_bytes)))
+        assert it.snapshotter.bindings.is_bound(1, newer, it.staging)
+        assert not it.snapshotter.bindings.is_bound(0, it.walk, it.staging)
 
 
 def test_ctrl_c_is_heard_while_a_device_hangs() -> None:
