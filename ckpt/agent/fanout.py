@@ -23,9 +23,10 @@ import numpy as np
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure, told
 from ckpt.agent.fanning import Asked, Given
-from ckpt.agent.fetch import Near, same_frames
+from ckpt.agent.fetch import Near
 from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.pulling import placed, pull
+from ckpt.agent.storeframes import same_frames
 from ckpt.agent.window import Window
 from ckpt.errors import AgentError, CkptError
 from ckpt.events import Event

@@ -11,13 +11,11 @@ All of it runs on the agent's main thread but the window's `cell`, in which the 
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.agent.arena import Arena
-from ckpt.agent.bulk import Bulk, Lane, failure
+from ckpt.agent.bulk import Bulk, told
+from ckpt.agent.cells import Cells, From
 from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.agent.moving import SAY_S, Progress
+from ckpt.agent.storeframes import StoreFrames
 from ckpt.agent.straight import Receiver
-from ckpt.agent.window import Window
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, CkptError, DamagedData, NewerFormat, NotFound, StorageError
+from ckpt.errors import AgentError, DamagedData, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import FRAMES_MAX, Identity
 
@@ -60,23 +59,6 @@ class Asked:
     regions: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
-
-
-class From(enum.Enum):
-    """Whence what a rank was given came, where it was not in this node's memory before."""
-
-    STORE = enum.auto()  # which this node has read for itself
-    HOME = enum.auto()  # which one of the nodes has read from there for all
-    PEER = enum.auto()  # another node's memory
-
-
-@dataclass(slots=True)
-class Cell:
-    """One of the window's, in use: the bytes that all of `frames` have. `waiting`: who has not acknowledged which."""
-
-    source: From
-    frames: list[int]
-    waiting: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Memory(Protocol):
@@ -128,29 +110,28 @@ class Restore:
         self.record: Record | None = None  # once it was opened
         self.sources: dict[str, int] = {}  # bytes that the ranks have got, by level
         self._lengths = manifest.frames["length"].astype(np.int64)
-        self._open_record = open_record
-        self._bulk, self._later, self._post = bulk, later, post
+        self._cells = Cells(int(self._lengths.max(initial=0)), window_bytes, self._pump)
+        self._later = later
         self._waiting: list[Asked] = []
         self._asked: dict[int, Asked] = {}  # by id of the receiver
         self._peers = peers
         if peers is not None:
-            peers.window, peers.guard = self._the_window, self._guard
+            peers.window, peers.guard = self._cells.window, self._guard
             peers.landed, peers.lacking = self._came, self._lacks
         self.fan = fan
         if fan is not None:
-            fan.window, fan.opened, fan.guard = self._the_window, self._opened, self._guard
+            fan.window, fan.opened, fan.guard = self._cells.window, self._opened, self._guard
             fan.read, fan.landed, fan.lacking = self._home_read, self._fanned, self._no_home
         self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
         self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
+        self._store = StoreFrames(manifest, open_record, bulk, post) if open_record is not None else None
+        if (store := self._store) is not None:
+            store.window, store.opened, store.guard = self._cells.window, self._opened, self._guard
+            store.wanted, store.landed, store.free = self._wanted.keys, self._was_read, self._cells.free
+            store.lacking, store.unreadable = self._lacking, self._unreadable
         self._bad: set[int] = set()  # frames that this node's memory does not have right
         self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set()}  # and that are not to be had there
-        self._cells: dict[int, Cell] = {}  # of the window, by offset
-        self._in_window: dict[int, int] = {}  # frame -> the offset of the newest cell that has it
-        self._given: dict[tuple[int, int], int] = {}  # frame, receiver -> the offset of the cell that it was given
-        self._window: Window | None = None
-        self._window_bytes = window_bytes
-        self._reading = False
         self._closed = False
         self._progress = Progress()
         self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
@@ -205,8 +186,7 @@ class Restore:
         self._waiting = [asked for asked in self._waiting if asked.receiver is not receiver]
         if self._asked.pop(id(receiver), None) is None:
             return
-        for frame in [frame for frame, who in self._given if who == id(receiver)]:
-            self._release(frame, receiver)
+        self._cells.drop(receiver)
         if self._peers is not None:
             self._peers.straight.drop(receiver)
         for frame in list(self._wanted):
@@ -228,13 +208,13 @@ class Restore:
         self._wanted.clear()
         self._coming.clear()
         self._shared.clear()
+        if self._store is not None:
+            self._store.close()
         if self.fan is not None:
             self.fan.close()
         if self._peers is not None:
             self._peers.close()
-        if self._window is not None:
-            self._window.close()
-            self._window = None
+        self._cells.close()
 
     # -- inside
 
@@ -248,10 +228,6 @@ class Restore:
                 self._asked[id(asked.receiver)] = asked
                 text = f"{self.identity} cannot be handed out: {type(exc).__name__}: {exc}"
                 self._fail(asked, text, error=AgentError(text))  # it may be as good as any
-
-    def _soon(self, what: Callable[[], None]) -> None:
-        """On the main thread; may be called from any."""
-        self._post(lambda: self._guard(what))
 
     def _begin(self) -> None:
         batch, self._waiting = self._waiting, []
@@ -284,13 +260,14 @@ class Restore:
         near = {frame for frame in frames if self._is_near(frame)}
         if near and self.memory is not None:
             self._name_frames(asked, near, self.memory)
-        ready = {frame for frame in frames - near if self._is_ready(frame)}
-        rest, bad = frames - near - ready, self._bad_from
+        ready = {frame: offset for frame in frames - near if (offset := self._ready(frame)) is not None}
+        rest, bad = frames - near - ready.keys(), self._bad_from
         far = {frame for frame in rest - bad[From.PEER] if self._peers is not None and self._peers.can_have(frame)}
         rest -= far
         shared = self.fan.has_homes(rest - bad[From.HOME]) if self.fan is not None else set()
         straight, asked.whole = far & asked.whole, set()
-        self._from_window(asked, ready)
+        for frame in sorted(ready):  # brought for ranks that asked before
+            self._name_cell(asked, frame, ready[frame])
         self._from_store(asked, rest - shared)
         self._straight(asked, straight)
         self._from_peers(asked, far - straight)
@@ -300,10 +277,10 @@ class Restore:
         memory = self.memory
         return memory is not None and frame not in self._bad and int(memory.ranks[frame]) in memory.arenas
 
-    def _is_ready(self, frame: int) -> bool:
-        """Whether it is in the window, and nobody has found wrong what came from there."""
-        offset = self._in_window.get(frame)
-        return offset is not None and frame not in self._bad_from.get(self._cells[offset].source, ())
+    def _ready(self, frame: int) -> int | None:
+        """Where it lies in the window; None where it does not, or somebody has found wrong what came from there."""
+        found = self._cells.find(frame)
+        return found[0] if found is not None and frame not in self._bad_from.get(found[1], ()) else None
 
     def _name_frames(self, asked: Asked, frames: Iterable[int], memory: Memory, first_region: int = 0) -> None:
         """Tells the rank where they lie."""
@@ -343,11 +320,6 @@ class Restore:
         log.warning("%d frames of %s are not to be had from other nodes: %s", len(frames), self.identity, why)
         self._bad_from[From.PEER].update(frames)
         self._hand_on(frames, self._coming, self._from_store)
-
-    def _from_window(self, asked: Asked, frames: set[int]) -> None:
-        """They are there already, for ranks that asked before."""
-        for frame in sorted(frames):
-            self._name_cell(asked, frame, self._in_window[frame])
 
     def _from_homes(self, asked: Asked, frames: set[int]) -> None:
         fan = self.fan
@@ -395,15 +367,8 @@ class Restore:
     def _opened(self, record: Record) -> None:
         self.record = record
 
-    def _the_window(self) -> Window:
-        if self._window is None:
-            self._window = Window(int(self._lengths.max()), self._window_bytes)
-        return self._window
-
-    def _free(self, offset: int) -> None:
-        """Nobody needs that cell of the window any more."""
-        if self._window is not None:
-            self._window.release(offset)
+    def _pump(self) -> None:
+        """A cell of the window is free."""
         if self._peers is not None:
             self._peers.pump()
         if self.fan is not None:
@@ -412,110 +377,45 @@ class Restore:
     def _from_store(self, asked: Asked, frames: set[int]) -> None:
         if not frames:
             return
-        if self._open_record is None:
+        if self._store is None:
             what = f"frame {min(frames - self._unreached or frames)} of {self.identity}"
             self._fail(asked, f"{what} is not to be had from memory and not in the store", frames)
             return
         for frame in frames:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))
-        self._read()
+        self._store.pump()
 
-    def _read(self) -> None:
-        """Reads what is wanted, one pass at a time; what is wanted meanwhile is read by the next one."""
-        if self._reading or self._closed or not self._wanted or self._open_record is None:
-            return
-        self._reading = True
-        window, open_record, frames = self._the_window(), self._open_record, sorted(self._wanted)
-        work = lambda: self._read_pass(window, open_record, frames)  # noqa: E731
-        self._bulk.run(Lane.FRONT, work, lambda done: self._guard(lambda: self._read_done(done)))
+    def _was_read(self, frames: list[int], offset: int) -> None:
+        self._arrived(frames, offset, From.STORE, self._wanted)
 
-    def _read_pass(self, window: Window, open_record: Callable[[], FrameReader], frames: list[int]) -> Record:
-        """On a thread of its own, which starts others."""
-        reader = open_record()
-        theirs = same_frames(self.manifest, reader.record.manifest, frames)
-        ours: dict[int, list[int]] = {}
-        for frame, their in zip(frames, theirs, strict=True):
-            if their is None:
-                error = CkptError("the store's record does not have it")
-                self._soon(lambda frame=frame, error=error: self._lacking(frame, error))  # type: ignore[misc]
-            else:
-                ours.setdefault(their, []).append(frame)
-        cells: dict[int, tuple[int, memoryview]] = {}
-
-        def out(their: int) -> memoryview:
-            cells[their] = window.cell(int(reader.record.manifest.frames["length"][their]))
-            return cells[their][1]
-
-        def deliver(their: int) -> None:
-            offset = cells.pop(their)[0]
-            self._soon(lambda: self._arrived(ours[their], offset, From.STORE, self._wanted))
-
-        def failed(their: int, error: Exception) -> None:
-            cell = cells.pop(their, None)
-            if cell is not None:
-                self._soon(lambda: self._free(cell[0]))
-            for frame in ours[their]:
-                self._soon(lambda frame=frame: self._lacking(frame, error))  # type: ignore[misc]
-
-        reader.read(ours, deliver, out, failed)
-        return reader.record
-
-    def _read_done(self, done: Future[Record]) -> None:
-        self._reading = False
-        if self._closed:
-            return
-        error = failure(done)
-        if error:
-            text = f"{self.identity} cannot be read from the store: {error}"
-            for asked in list(self._asked.values()):
-                if frames := {frame for frame, receivers in self._wanted.items() if id(asked.receiver) in receivers}:
-                    self._fail(asked, text, frames, done.exception())
-            return
-        self.record = done.result()
-        self._read()
+    def _unreadable(self, error: BaseException) -> None:
+        text = f"{self.identity} cannot be read from the store: {told(error)}"
+        for asked in list(self._asked.values()):
+            if frames := {frame for frame, receivers in self._wanted.items() if id(asked.receiver) in receivers}:
+                self._fail(asked, text, frames, error)
 
     def _arrived(self, frames: list[int], offset: int, source: From, waiting: dict[int, set[int]]) -> None:
         """All of `frames` have these bytes (they are equal). `waiting`: who waits for what comes from there."""
-        if self._window is None:
+        if self._closed:
             return
         self._progress.moved()
-        self._cells[offset] = Cell(source, frames)
+        self._cells.put(frames, offset, source)
         for frame in frames:
-            self._in_window[frame] = offset
             for who in waiting.pop(frame, set()):
                 if who in self._asked:
                     self._name_cell(self._asked[who], frame, offset)
-        self._let_go(offset)
+        self._cells.let_go(offset)
 
     def _name_cell(self, asked: Asked, frame: int, offset: int) -> None:
-        key = frame, id(asked.receiver)
-        self._given[key] = offset
-        self._cells[offset].waiting.add(key)
-        _show(asked, _WINDOW, self._the_window().arena)
+        self._cells.give(frame, offset, asked.receiver)
+        _show(asked, _WINDOW, self._cells.window().arena)
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
     def _release(self, frame: int, receiver: Receiver) -> From | None:
         """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
         if self._peers is not None and self._peers.straight.has_come(frame, receiver):
             return From.PEER
-        offset = self._given.pop((frame, id(receiver)), None)
-        if offset is None:
-            return None
-        source = self._cells[offset].source
-        self._cells[offset].waiting.discard((frame, id(receiver)))
-        self._let_go(offset)
-        return source
-
-    def _let_go(self, offset: int) -> None:
-        """That cell is free, unless somebody still reads it."""
-        cell = self._cells[offset]
-        if cell.waiting:
-            return
-        del self._cells[offset]
-        for frame in cell.frames:
-            if self._in_window.get(frame) == offset:
-                del self._in_window[frame]
-        self._free(offset)
+        return self._cells.take_back(frame, receiver)
 
     def _unwant(self, frame: int, who: int) -> None:
         self._wanted[frame].discard(who)
@@ -575,12 +475,3 @@ def frames_asked(message: Message) -> tuple[list[int], list[int]]:
         raise AgentError("fetch comes with the numbers of frames")
     wanted, whole = (np.frombuffer(blob, dtype="<u4").tolist() for blob in (blobs[0], b"".join(blobs[1:])))
     return wanted, whole
-
-
-def same_frames(manifest: Manifest, other: Manifest, frames: list[int]) -> list[int | None]:
-    """The number of each frame in another manifest of the same checkpoint; None where that one does not have it."""
-    if len(manifest.frames) == len(other.frames) and np.array_equal(manifest.frames, other.frames):
-        return list(frames)
-    columns = ["hash_hi", "hash_lo", "length"]
-    known = {key: number for number, key in enumerate(other.frames[columns].tolist())}
-    return [known.get(key) for key in manifest.frames[columns][frames].tolist()]

@@ -85,9 +85,16 @@ class Carrier:
 
 class Start:
     """Of `count` ranks on a node that has nothing. `holders`: who has which rank of the checkpoint, the first to be
-    asked first."""
+    asked first. `open_record`: of the store; None: it is not there."""
 
-    def __init__(self, turned: Turned, count: int, *holders: tuple[str, ...], cells: int = CELLS) -> None:
+    def __init__(
+        self,
+        turned: Turned,
+        count: int,
+        *holders: tuple[str, ...],
+        cells: int = CELLS,
+        open_record: Callable[[], FrameReader] | None = None,
+    ) -> None:
         self.turned, world = turned, len(holders)
         self.given = staged(STEP, world)
         made = put_together(STEP, Reader().read(STEP, world, self.given, keep_hashes=False), self.given)
@@ -100,7 +107,7 @@ class Start:
         self.timers: list[Callable[[], None]] = []
         later = lambda delay_s, what: self.timers.append(what)  # noqa: E731
         services = turned.bulk, later, turned.post, cells * int(made.manifest.frames["length"].max())
-        self.restore = Restore(STEP, made.manifest, count, None, None, *services, peers=self.peers)
+        self.restore = Restore(STEP, made.manifest, count, None, open_record, *services, peers=self.peers)
         self.frames = list(range(len(made.manifest.frames)))
         self.total = int(made.manifest.frames["length"].sum())
         self.ranks = [Rank(turned.post, self) for _ in range(count)]
@@ -157,7 +164,7 @@ def test_all_of_a_checkpoint_passes_through_the_window_and_comes_once_for_all_ra
         assert rank.outcome is not None
         assert rank.outcome["sources"] == {"peer": start.total}
         assert [arena.bytes for arena in rank.regions.values()] == [cells * FRAME_BYTES]
-    window = start.restore._the_window()
+    window = start.restore._cells.window()
     assert window.free == window.count, "each cell was given back"
 
 
@@ -169,14 +176,16 @@ def test_what_a_rank_still_reads_stays_and_what_nobody_waits_for_any_more_makes_
     slow.deaf = gone.deaf = True
     start.restore.request(slow, start.frames[:1])
     start.restore.request(gone, start.frames)
-    window = start.restore._the_window()
+    window = start.restore._cells.window()
     while start.carrier.coming:
         start.carrier.come()
         turned.until(lambda: start.carrier.coming or not window.free)
     start.restore.drop(gone)
     turned.until(lambda: start.carrier.coming)
     start.carrier.come()
-    offset = start.restore._in_window[0]
+    found = start.restore._cells.find(0)
+    assert found is not None
+    offset = found[0]
     (region,) = slow.regions.values()
     assert bytes(region.view[offset : offset + FRAME_BYTES]) == start.bytes_of[0]
     start.restore.got(slow, [0], [])
@@ -236,7 +245,7 @@ def test_what_a_rank_finds_wrong_of_other_nodes_memory_is_had_nowhere_else_here_
     assert rank.outcome is not None
     assert not rank.outcome["ok"]
     assert "frame 0" in rank.outcome["message"]
-    window = start.restore._the_window()
+    window = start.restore._cells.window()
     assert window.free == window.count
 
 
@@ -257,7 +266,7 @@ def test_one_of_many_holders_that_hangs_keeps_none_of_the_others_waiting(
     start = begin(1, *[(f"n{rank % count}",) for rank in range(32)], cells=64)
     (rank,) = start.ranks
     start.restore.request(rank, start.frames)
-    window = start.restore._the_window()
+    window = start.restore._cells.window()
     assert {peer for peer, _, _ in start.carrier.coming} == {f"n{number}" for number in range(count)}
     assert window.free >= window.count - window.count // IN_FLIGHT
     stuck = [each for each in start.carrier.coming if each[0] == "n0"]
@@ -350,16 +359,15 @@ def test_what_is_damaged_is_called_so_though_another_frame_was_not_had_of_a_node
 def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_rest_of_it(
     begin: Callable[..., Start],
 ) -> None:
-    start = begin(1, ("a",), ("b",))
-    (rank,) = start.ranks
-    away, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
     both = threading.Event()
 
     def open_record() -> FrameReader:
         assert both.wait(60)
         raise NotFound("it was deleted")
 
-    start.restore._open_record = open_record
+    start = begin(1, ("a",), ("b",), open_record=open_record)
+    (rank,) = start.ranks
+    away, damaged = (int(start.peers._places.numbers(each)[0]) for each in (0, 1))
     start.carrier.broken = {"a"}
     start.restore.request(rank, [away, damaged])
 
