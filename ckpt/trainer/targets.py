@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +21,12 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, trees
-from ckpt.trainer.names import join
-from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, Node, ObjectNode, OptimizerNode
-from ckpt.trainer.optimizers import OptimizerView, Param, class_of, group_path, hyper, state_path
-from ckpt.trainer.saved import Group, OptimizerTree, Own, Shared, Tree, is_other
-from ckpt.trainer.shard import Pieces, Shard, changing
+from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
+from ckpt.trainer.optimizer_targets import OptimizerTargets
+from ckpt.trainer.saved import Own, Shared, is_other
+from ckpt.trainer.shard import Shard
 from ckpt.trainer.walk import Scan, StateWalker
-from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_like
-
-# State that torch's optimizers keep on the host, unless they are capturable or fused.
-HOST_STATE = frozenset({"step", "mu_product"})
-# What a group of an optimizer of any class may have.
-_OF_ANY = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+from ckpt.trainer.wants import Wants, empty_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +77,15 @@ def plan_targets(
     """
     scan, saved = walker.scan(), Shared.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
-    wants = Wants.of(manifest, coordinate, alike or {}, scan.aliases, saved.aliases)
-    plan = _Plan(walker, scan, saved, wants)
+    wants = Wants.of(manifest, coordinate, alike or {}, scan.aliases, saved)
+    plan, optimizers = _Plan(walker, scan, wants), OptimizerTargets(scan, wants)
     mine = None if own is None else Own.parse(own)
     everyone = [Own.parse(tree) for tree in others]
     for node in scan.nodes:
         if isinstance(node, ModuleNode):
             plan.module(node)
         elif isinstance(node, OptimizerNode):
-            plan.optimizer(node, scan.views[node.path])
+            optimizers.plan(scan.views[node.path])
         elif isinstance(node, ObjectNode):
             plan.object(node)
         elif isinstance(node, DataNode):
@@ -121,14 +114,12 @@ def _is_in(path: str, node: str) -> bool:
 class _Plan:
     walker: StateWalker
     scan: Scan
-    saved: Shared
     wants: Wants
     parted: dict[str, torch.Tensor] = field(default_factory=dict)  # by its name in the checkpoint
-    hypers: dict[int, torch.Tensor] = field(default_factory=dict)  # by id, tensors of groups that have their value
 
     def module(self, node: ModuleNode) -> None:
         root: torch.nn.Module = node.value
-        saved, live = self.saved.modules.get(node.path, {}), node.payload()["extra"]
+        saved, live = self.wants.saved.modules.get(node.path, {}), node.payload()["extra"]
         loads: dict[str, Callable[[], Any]] = {}
         for key in live:
             if key in saved:
@@ -160,58 +151,38 @@ class _Plan:
                 state[key] = lambda new=new: new  # type: ignore[misc]
 
         def install() -> None:
-            versions = self.saved.versions.get(node.path, {})
+            versions = self.wants.saved.versions.get(node.path, {})
             node.load({key: value() for key, value in state.items()}, versions)
 
         self.wants.installs.append(install)
 
     def object(self, node: ObjectNode) -> None:
-        saved = self.saved.objects.get(node.path)
+        saved = self.wants.saved.objects.get(node.path)
         if saved is None:
-            self.other_kind(node.path, "object")
+            self.wants.other_kind(node.path, "object")
             return
         # What a class of the user's makes of former keys is its own affair; a scheduler takes whatever it is given.
-        if isinstance(node.value, LRScheduler) and self.is_of_another_class(
-            node, type(node.value).__name__, _keys(node.payload()["value"]), _keys(saved.value)
+        if isinstance(node.value, LRScheduler) and self.wants.is_of_another_class(
+            node.path, type(node.value).__name__, _keys(node.payload()["value"]), _keys(saved.value)
         ):
             self.wants.used.update(name for _, name in saved.tensors)
             return
         load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
         self.wants.installs.append(_call(node.value.load_state_dict, load))
 
-    def other_kind(self, path: str, kind: str) -> None:
-        saved = self.saved.kind_of(path)
-        if saved is None:
-            self.wants.missing(path)
-        else:
-            self.wants.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
-
-    def is_of_another_class(self, node: Node, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
-        """Whether the checkpoint has another optimizer or scheduler in this place: of another class than `here` and,
-        unlike one that was only renamed, with other keys (`live` and `kept`). Nothing of it fits then."""
-        there = self.saved.classes[node.path]
-        if there in ("", here) or live == kept:
-            return False
-        keys = [
-            f"{word} {', '.join(sorted(of))}" for word, of in (("without", live - kept), ("with", kept - live)) if of
-        ]
-        line = f"{node.path} is of the class {here}, in the checkpoint of the class {there}, {' and '.join(keys)}{more}"
-        self.wants.differ("retyped", node.path, line)
-        return True
-
     def data(self, node: DataNode, others: Sequence[Own]) -> None:
         """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same
         objects, except where one has two names here and the checkpoint has two tensors."""
-        saved = self.saved.data.get(node.path)
+        saved = self.wants.saved.data.get(node.path)
         if saved is None:
             if not self.is_others(node, others):
-                self.other_kind(node.path, "value")
+                self.wants.other_kind(node.path, "value")
             return
         live = {name: (path, t) for path, name, t in trees.named(node.path, trees.split(node.value, node.path)[1])}
         made: list[tuple[trees.Path, Any]] = []
         for path, name in saved.tensors:
             _, tensor = live.pop(name, (path, None))
-            pieces = self.pieces(name) if tensor is not None else None
+            pieces = self.scan.pieces(name) if tensor is not None else None
             if pieces is not None and isinstance(tensor, Shard) and self.wants.is_parted(name, pieces.boxes):
                 first = self.scan.aliases[name]
                 self.wants.differ("retyped", name, f"{name} is the shard {first}, in the checkpoint one of its own")
@@ -224,7 +195,7 @@ class _Plan:
                 made.append((path, tensor))
         elsewhere = []  # in the tree of another rank: each has other names here
         for name, (path, tensor) in live.items():
-            if self.wants.fill(name, self.pieces(name)):
+            if self.wants.fill(name, self.scan.pieces(name)):
                 elsewhere.append((path, tensor))
             made.append((path, tensor))
 
@@ -239,17 +210,13 @@ class _Plan:
 
         self.wants.installs.append(install)
 
-    def pieces(self, name: str) -> Pieces:
-        """Of a tensor of the state, under any of its names."""
-        return self.scan.tensors[self.scan.aliases.get(name, name)][1]
-
     def is_others(self, node: DataNode, others: Sequence[Own]) -> bool:
         """Whether this rank has nothing where others have an object: a scheduler of the last stage, a loader of the
         first."""
         if node.value is not None:
             return False
         own = any(node.path in rank.loaders or f"state:{node.path}" in rank.generators for rank in others)
-        return own or self.saved.kind_of(node.path) not in (None, "value")
+        return own or self.wants.saved.kind_of(node.path) not in (None, "value")
 
     def part(self, name: str, live: Any) -> torch.Tensor | None:
         """A tensor of its own instead of the live one, which is another's too. What is tied in the checkpoint stays
@@ -314,182 +281,19 @@ class _Plan:
         self.wants.differ("retyped", path, f"{path} is a generator of another kind than in the checkpoint")
         return False
 
-    # --------------------------------------------------------------------------------------------------- optimizers
-
-    def optimizer(self, node: OptimizerNode, view: OptimizerView) -> None:
-        saved = self.saved.optimizers.get(view.path)
-        if saved is None:
-            self.other_kind(view.path, "optimizer")
-            return
-        live = set().union(*(_flags(hyper(group)) for group in view.optimizer.param_groups))
-        kept = set().union(*(_flags(group.hyper.value) for group in saved.groups))
-        state = {join(*path) for held in saved.state.values() if held is not None for path in held.tensors}
-        more = f"; of its parameters it has {', '.join(sorted(state))}" if state else ""
-        if self.is_of_another_class(node, class_of(view.optimizer), live, kept, more):
-            self.wants.used.update(name for name in self.wants.names if name.startswith(f"{view.path}."))
-            return
-        before = len(self.wants.installs)
-        for number, params in enumerate(view.params):
-            stored = [self.stored(param, saved) for param in params]
-            held = {saved.home[name] for name in stored if name is not None}
-            if not params:
-                held = {home for home, group in enumerate(saved.groups) if group.number == number}
-                held = set(sorted(held)[:1])
-            if len(held) > 1:
-                name = group_path(view.path, number)
-                numbers = sorted(saved.groups[home].number for home in held)
-                line = f"{name} holds parameters that the checkpoint has in the groups {numbers}"
-                if len(set(numbers)) < len(numbers):
-                    line += ", and with other hyper-parameters on other ranks"
-                self.wants.differ("reshaped", name, line)
-            if len(held) == 1:
-                self.numbered(view, number, home := saved.groups[held.pop()])
-                self.group(view, number, home)
-            else:
-                tensors = trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1]
-                self.hypers.update((id(tensor), tensor) for _, tensor in tensors if isinstance(tensor, torch.Tensor))
-            for param, known_as in zip(params, stored, strict=True):
-                self.parameter(view, param, known_as, saved)
-        self.rest(view, saved, self.wants.installs[before:])
-
-    def numbered(self, view: OptimizerView, number: int, saved: Group) -> None:
-        """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
-        schedulers = (
-            node.path
-            for node in self.scan.nodes
-            if isinstance(node, ObjectNode)
-            and getattr(getattr(node.value, "optimizer", None), "param_groups", None) is view.optimizer.param_groups
-        )
-        if saved.number != number and (scheduler := next(schedulers, None)) is not None:
-            name = group_path(view.path, number)
-            line = (
-                f"{name} is the group {saved.number} of the checkpoint, and {scheduler} goes by the numbers of groups"
-            )
-            self.wants.differ("reshaped", name, line)
-
-    def stored(self, param: Param, saved: OptimizerTree) -> str | None:
-        """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
-        there; None where it has none."""
-        first = self.scan.aliases.get(param.full, param.full)
-        tied = (param.full, first, *self.wants.also.get(first, ()))
-        names_of = [name for full in tied for name in (full, self.saved.aliases.get(full)) if isinstance(name, str)]
-        return next((name for full in names_of if (name := self.named_there(full)) in saved.home), None)
-
-    def named_there(self, full: str) -> str | None:
-        """What the checkpoint's optimizers call the parameter of that canonical name: where the checkpoint has one
-        module, its name in that. None where another one is called so: one in that module, or one beside it."""
-        if len(self.saved.modules) != 1:
-            return full
-        (module,) = self.saved.modules
-        name = full.removeprefix(f"{module}.")
-        if name == full:
-            return full if self.is_there(full) else None
-        return None if self.is_there(name) and not self.is_there(full) else name
-
-    def is_there(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
-        return name in self.wants.names or name in self.saved.aliases
-
-    def group(self, view: OptimizerView, number: int, saved: Group) -> None:
-        live = dict(trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
-        load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
-
-        def install() -> None:
-            group = view.optimizer.param_groups[number]
-            for key, value in load().items():
-                live = group.get(key)
-                if (known := self.hypers.get(id(live))) is not None and not bool((known == value).all()):
-                    live = known.clone()  # another group's, for which the checkpoint has another value
-                group[key] = now = _as_before(live, value)
-                if isinstance(now, torch.Tensor):
-                    self.hypers[id(now)] = now
-
-        self.wants.installs.append(install)
-
-    def parameter(self, view: OptimizerView, param: Param, stored: str | None, saved: OptimizerTree) -> None:
-        """The state of one parameter: tensors of the saved shape and dtype stay the same objects."""
-        if stored is None:
-            self.wants.missing(state_path(view.path, param.name))
-            return
-        prefix, skeleton = state_path(view.path, stored), saved.state[stored]
-        found = {} if skeleton is None else {path: names.join(prefix, *path) for path in skeleton.tensors}
-        if self.is_misfit(param):
-            self.wants.used.update(found.values())  # the parameter is named; its state does not fit either
-            return
-        pieces = self.wants.cutter.pieces(param.shard or param.tensor, param.full)
-        live = dict(trees.split(view.optimizer.state.get(param.tensor, {}), prefix)[1])
-        flags = saved.groups[saved.home[stored]].hyper.value
-        made: list[tuple[trees.Path, Any]] = []
-        for path, name in found.items():
-            tensor = self.state_tensor(name, path, param, pieces, flags, live.get(path))
-            if tensor is None:
-                return
-            made.append((path, tensor))
-
-        def install() -> None:
-            state = view.optimizer.state
-            if skeleton is None:
-                state.pop(param.tensor, None)
-                return
-            value = trees.merge(copy.deepcopy(skeleton.value), made)
-            state[param.tensor] = trees.settle(state.get(param.tensor), value)
-
-        self.wants.installs.append(install)
-
-    def is_misfit(self, param: Param) -> bool:
-        """Whether what is saved of the parameter (by its module, maybe not as it is) cannot be filled."""
-        if self.scan.aliases.get(param.full, param.full) not in self.scan.tensors:
-            return False
-        pieces = self.pieces(param.full)
-        found = self.wants.find(param.full, pieces.boxes)
-        return found is not None and not found.fits(pieces)
-
-    def rest(self, view: OptimizerView, saved: OptimizerTree, installs: Sequence[Callable[[], None]]) -> None:
-        """What the optimizer's own load_state_dict() gets beside state and groups; `installs` put these there."""
-        live, kept = view.rest["value"], saved.rest.value
-        for key in live.keys() - kept.keys():
-            self.wants.missing(names.join(view.path, key))
-        both = [key for key in live if key in kept]
-        if not both:
-            return
-        tensors = tuple((path, name) for path, name in saved.rest.tensors if path and path[0] in both)
-        tree = Tree({key: kept[key] for key in both}, tensors)
-        load = self.wants.tree(tree, {named.name: named.tensor for named in view.tensors})
-
-        def install() -> None:
-            view.optimizer.load_state_dict({**view.optimizer.state_dict(), **load()})
-
-        # It finds its state in place; what it makes of that (torch casts it to the parameter's dtype) is put right.
-        self.wants.installs += [install, *installs]
-
-    def state_tensor(self, name: str, path: trees.Path, param: Param, pieces: Pieces, flags: Any, live: Any) -> Any:
-        """`pieces`: those of the parameter. `flags`: the saved hyper-parameters."""
-        found = self.wants.find(name, pieces.boxes)
-        if found is None:
-            self.wants.missing(name)
-            return None
-        tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
-        fits = isinstance(live, torch.Tensor) and found.fits(self.wants.cutter.pieces(param.like(live), name))
-        if parted or not fits:
-            tensor = _new_state(found, path, param, flags, pieces.shape)
-        self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
-        return tensor
-
-    # -------------------------------------------------------------------------------------------------------- extra
-
     def extra(self, own: Own | None, others: Sequence[Own]) -> tuple[str, ...]:
         """What the checkpoint has and this state has no place for."""
-        paths = {node.path for node in self.scan.nodes}
+        saved, paths = self.wants.saved, {node.path for node in self.scan.nodes}
         found = set(self.wants.unused())
         found |= {n.path for n in self.scan.nodes if isinstance(n, DataNode) and self.is_others(n, others)}
-        for held in (self.saved.data, self.saved.objects, self.saved.optimizers, self.saved.modules):
+        for held in (saved.data, saved.objects, saved.optimizers, saved.modules):
             found |= {path for path in held if path not in paths}
-        for path, keys in self.saved.modules.items():
+        for path, keys in saved.modules.items():
             node = next((node for node in self.scan.nodes if node.path == path), None)
             live = node.payload()["extra"] if isinstance(node, ModuleNode) else keys
             found |= {names.join(path, key) for key in keys if key not in live}
         for path, view in self.scan.views.items():
-            kept = self.saved.optimizers[path].rest.value if path in self.saved.optimizers else {}
+            kept = saved.optimizers[path].rest.value if path in saved.optimizers else {}
             found |= {names.join(path, key) for key in kept if key not in view.rest["value"]}
         if own is not None:
             places = paths - {n.path for n in self.scan.nodes if isinstance(n, DataNode) and n.value is None}
@@ -502,41 +306,8 @@ def _keys(value: Any) -> set[str]:
     return set(map(str, value)) if isinstance(value, dict) else set()
 
 
-def _flags(group: Any) -> set[str]:
-    """What hyper-parameters an optimizer has; of those that say yes or no (decoupled_weight_decay) what they say. Not
-    how it computes, nor what a scheduler adds: these are no matter of its class."""
-    held = group.items() if isinstance(group, dict) else ()
-    return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _OF_ANY}
-
-
 def _call(function: Callable[[Any], Any], argument: Callable[[], Any]) -> Callable[[], None]:
     def call() -> None:
         function(argument())
 
     return call
-
-
-def _as_before(live: Any, value: Any) -> Any:
-    """A hyper-parameter as the live optimizer keeps it: in the same tensor (a compiled step looks there), or as a
-    number."""
-    if isinstance(live, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape == live.shape):
-        with changing(live):
-            if isinstance(value, torch.Tensor):
-                live.copy_(value)
-            else:
-                live.fill_(value)
-        return live
-    if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
-        return value.item()
-    return value
-
-
-def _new_state(found: Found, path: trees.Path, param: Param, flags: Any, whole: tuple[int, ...]) -> torch.Tensor:
-    """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
-    dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
-    on_device = isinstance(flags, dict) and (flags.get("capturable") or flags.get("fused"))
-    if not shape and path[-1] in HOST_STATE and not on_device:
-        return torch.empty((), dtype=dtype)
-    if shape == whole and path[-1] not in HOST_STATE:
-        return empty_like(param.tensor, dtype)
-    return replicated_like(param.tensor, shape, dtype)

@@ -103,6 +103,10 @@ class Scan:
             return _answer(node.read())
         return _Answer(self.views[node.path].again().tensors)
 
+    def pieces(self, name: str) -> Pieces:
+        """Of a tensor of the state, under any of its names."""
+        return self.tensors[self.aliases.get(name, name)][1]
+
     def buffers(self) -> set[str]:
         """Of modules: what no optimizer trains. DDP keeps rank 0's where ranks differ (a BatchNorm's statistics)."""
         held: set[str] = set()

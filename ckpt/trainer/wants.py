@@ -14,7 +14,7 @@ from ckpt.plan.assemble import part_owner
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import trees
 from ckpt.trainer.names import some
-from ckpt.trainer.saved import Tree
+from ckpt.trainer.saved import Shared, Tree
 from ckpt.trainer.shard import DTYPES, Cutter, Pieces, Shard, changing, is_dtensor
 from ckpt.types import Box
 
@@ -50,8 +50,8 @@ class Found:
 class Wants:
     """Collects wants for the rank at `coordinate`; None where the checkpoint is of another mesh, on which an equal
     coordinate is another rank's: there `alike` says of whom to take what all have the same. `live_aliases`: other names
-    of the state's tensors (name -> first name), and `also` the same backwards; `saved_aliases`: those of the
-    checkpoint's."""
+    of the state's tensors (name -> first name), and `also` the same backwards; `saved`: what
+    the checkpoint has beside tensors."""
 
     coordinate: str | None
     alike: Mapping[str, str]
@@ -59,7 +59,7 @@ class Wants:
     names: frozenset[str]
     live_aliases: Mapping[str, str]
     also: Mapping[str, Sequence[str]]
-    saved_aliases: Mapping[str, str]
+    saved: Shared
     wants: list[Want] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     installs: list[Callable[[], None]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Wants:
         coordinate: str | None,
         alike: Mapping[str, str],
         live: Mapping[str, str],
-        saved: Mapping[str, str],
+        saved: Shared,
     ) -> Wants:
         specs = {(spec.name, spec.owner): spec for spec in manifest.tensors if not spec.values}
         also: dict[str, list[str]] = {}
@@ -96,6 +96,26 @@ class Wants:
                     "as many ranks of that mesh can have it back"
                 )
         self.differ("missing", name, f"{name} is missing in the checkpoint{why}")
+
+    def other_kind(self, path: str, kind: str) -> None:
+        saved = self.saved.kind_of(path)
+        if saved is None:
+            self.missing(path)
+        else:
+            self.differ("retyped", path, f"{path} is of the kind {kind}, in the checkpoint of the kind {saved}")
+
+    def is_of_another_class(self, path: str, here: str, live: set[str], kept: set[str], more: str = "") -> bool:
+        """Whether the checkpoint has another optimizer or scheduler in this place: of another class than `here` and,
+        unlike one that was only renamed, with other keys (`live` and `kept`). Nothing of it fits then."""
+        there = self.saved.classes[path]
+        if there in ("", here) or live == kept:
+            return False
+        keys = [
+            f"{word} {', '.join(sorted(of))}" for word, of in (("without", live - kept), ("with", kept - live)) if of
+        ]
+        line = f"{path} is of the class {here}, in the checkpoint of the class {there}, {' and '.join(keys)}{more}"
+        self.differ("retyped", path, line)
+        return True
 
     def unused(self) -> list[str]:
         """Names that the checkpoint has, for all ranks or for this one, and nothing here wanted. Of another mesh, those
@@ -125,7 +145,7 @@ class Wants:
         this rank's own, whole or in the parts that these boxes are; or what all ranks that saved one have the same."""
         first = self.live_aliases.get(name, name)
         others = self.also.get(first, ())
-        for candidate in (name, self.saved_aliases.get(name), first, self.saved_aliases.get(first), *others):
+        for candidate in (name, self.saved.aliases.get(name), first, self.saved.aliases.get(first), *others):
             if candidate is None:
                 continue
             own = self.alike.get(candidate, "") if self.coordinate is None else self.coordinate
