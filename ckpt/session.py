@@ -1,4 +1,4 @@
-"""`ckpt.Checkpointer`: wires the parts together for one rank, and owns them. It decides nothing itself.
+"""`ckpt.Checkpointer`: wires the parts together for one rank, owns them, and says how a block ends.
 
 The agent decides what is saved when and what is restored; the trainer side (ckpt/trainer) walks, copies and fills.
 """

@@ -62,17 +62,17 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
     meter = _Meter(progress, sum(_raw_bytes(found) for _, found in opened if isinstance(found, Record)))
     sizes = {info.key: info.size for info in run.backend.list(keys.DATA)}
     good: set[_Place] = set()
-    by_checkpoint: dict[Identity, list[_Verified]] = {}
+    by_checkpoint: dict[Identity, list[_Checked]] = {}
     for ref, found in opened:
         one = (
-            _Verified(ref, (found,)) if isinstance(found, Problem) else _verify_one(run, ref, found, sizes, good, meter)
+            _Checked(ref, (found,)) if isinstance(found, Problem) else _verify_one(run, ref, found, sizes, good, meter)
         )
         by_checkpoint.setdefault(ref.identity, []).append(one)
     return [_checkpoint(run, records) for records in by_checkpoint.values()]
 
 
 @dataclass(frozen=True, slots=True)
-class _Verified:
+class _Checked:
     """One record."""
 
     ref: CommitRef
@@ -81,7 +81,7 @@ class _Verified:
     checked_bytes: int = 0
 
 
-def _checkpoint(run: Run, records: Sequence[_Verified]) -> Verified:
+def _checkpoint(run: Run, records: Sequence[_Checked]) -> Verified:
     best = next((each for each in records if not each.problems), records[0])
     problems = tuple(problem for each in records for problem in each.problems)
     is_good = not best.problems
@@ -98,7 +98,7 @@ def _checkpoint(run: Run, records: Sequence[_Verified]) -> Verified:
 
 def _verify_one(
     run: Run, ref: CommitRef, record: Record, sizes: Mapping[str, int], good: set[_Place], meter: _Meter
-) -> _Verified:
+) -> _Checked:
     places = _places(record)
     lengths = record.manifest.frames["length"].tolist()
     todo = [frame for frame, place in enumerate(places) if place not in good]
@@ -131,7 +131,7 @@ def _verify_one(
                 pass
         except CkptError as exc:
             problems = (Problem(keys.record_key(ref.identity, ref.writer), f"its values do not parse: {exc}"),)
-    return _Verified(ref, problems, len(places), sum(lengths[frame] for frame in todo))
+    return _Checked(ref, problems, len(places), sum(lengths[frame] for frame in todo))
 
 
 def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:

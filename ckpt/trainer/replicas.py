@@ -12,7 +12,7 @@ from ckpt.trainer.names import some
 from ckpt.types import ITEMSIZE
 
 
-class Replicas:
+class ReplicaTally:
     """One per rank. Thread-safe."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def read_targets(
     """Fetches the value trees and plans what the state wants of the checkpoint; no tensor is touched. Bytes by level.
 
     Errors: DamagedData, UsageError, AgentError."""
-    stored = _Stored(link, tasks, identity, manifest)
+    stored = _FromAgent(link, tasks, identity, manifest)
     return plan(walker, manifest, stored, strict, identity.tick.step), stored.sources
 
 
@@ -214,7 +214,7 @@ class Overwritten:
         return sorted({name for place, name in self._names.items() if place not in filled})
 
 
-class _Stored:
+class _FromAgent:
     """By way of the agent. The value blobs, each one frame, are fetched at once."""
 
     def __init__(self, link: Link, tasks: Tasks, identity: Identity, manifest: Manifest) -> None:

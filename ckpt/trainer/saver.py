@@ -32,7 +32,7 @@ from ckpt.trainer import names, nodes
 from ckpt.trainer.levels import Level
 from ckpt.trainer.link import Link, Terms
 from ckpt.trainer.receipt import Receipt
-from ckpt.trainer.replicas import Replicas
+from ckpt.trainer.replicas import ReplicaTally
 from ckpt.trainer.samples import Samples, Taken
 from ckpt.trainer.slots import Offer, Plan, Slot, hashes_blob
 from ckpt.trainer.snapshot import Snapshot, Snapshotter
@@ -88,7 +88,7 @@ class Saver:
         self.link.on_late = self.late
         self._snapshotter = snapshotter
         self._replicated = replicated
-        self._replicas = Replicas()
+        self._replicas = ReplicaTally()
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._idle = Condition()
         self._open: set[Snapshot] = set()  # that the stager has not finished

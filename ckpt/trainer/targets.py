@@ -78,7 +78,7 @@ def plan_targets(
     scan, saved = walker.scan(), Shared.parse(shared)
     coordinate = None if own is None else walker.coordinate.text
     wants = Wants.of(manifest, coordinate, alike or {}, scan.aliases, saved)
-    plan, optimizers = _Plan(walker, scan, wants), OptimizerTargets(scan, wants)
+    plan, optimizers = _NodeTargets(walker, scan, wants), OptimizerTargets(scan, wants)
     mine = None if own is None else Own.parse(own)
     everyone = [Own.parse(tree) for tree in others]
     for node in scan.nodes:
@@ -111,7 +111,7 @@ def _is_in(path: str, node: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _NodeTargets:
     walker: StateWalker
     scan: Scan
     wants: Wants

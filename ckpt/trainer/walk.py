@@ -28,6 +28,7 @@ from ckpt.plan.layout import Entry, Layout
 from ckpt.tasks import Tasks
 from ckpt.trainer import generators, names, nodes, optimizers, trees
 from ckpt.trainer.coords import Coordinate
+from ckpt.trainer.fingerprint import Fingerprint, geometry
 from ckpt.trainer.nodes import (
     DataNode,
     GeneratorNode,
@@ -40,7 +41,6 @@ from ckpt.trainer.nodes import (
 )
 from ckpt.trainer.optimizers import OptimizerView, Owners
 from ckpt.trainer.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, storages
-from ckpt.trainer.watch import Watch, geometry
 from ckpt.types import SMALL_BYTES
 
 HASH_BLOCK_BYTES = 8 << 20
@@ -72,7 +72,7 @@ class _Seen:
     `Scan.volatile`, what each said. `gathering`: modules that may be left gathered."""
 
     nodes: list[tuple[Any, ...]]
-    watch: Watch
+    fingerprint: Fingerprint
     volatile: list[Any]
     gathering: list[Any]
 
@@ -154,7 +154,7 @@ class StateWalker:
         """All of it: once per structure; some 15 us a tensor. Values are not read."""
         scan = self.scan()
         modules = [m for node in scan.nodes if isinstance(node, ModuleNode) for _, m in names.modules(node.value)]
-        watch = Watch(
+        fingerprint = Fingerprint(
             modules=[module for module in modules if isinstance(vars(module).get("_parameters"), dict)],
             optimizers=[view.optimizer for view in scan.views.values()],
             dicts=[held for view in scan.views.values() for held in view.plain],
@@ -171,7 +171,7 @@ class StateWalker:
             scan=scan,
             _seen=_Seen(
                 nodes=list(map(_signature, scan.nodes)),
-                watch=watch,
+                fingerprint=fingerprint,
                 volatile=[_fingerprint(said) for _, said in scan.volatile],
                 gathering=names.resharding(modules),
             ),
@@ -188,7 +188,7 @@ class StateWalker:
         if len(now) != len(seen.nodes) or not all(map(_same, now, seen.nodes)):
             return True
         try:
-            if seen.watch.stale():
+            if seen.fingerprint.stale():
                 return True
             return [_fingerprint(walk.scan.ask(node)) for node, _ in walk.scan.volatile] != seen.volatile
         except RuntimeError:  # of a tensor that has no storage by now: a walk refuses it by name

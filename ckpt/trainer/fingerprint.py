@@ -25,7 +25,7 @@ _PLACES = attrgetter("_local_tensor", "_spec")
 _AT_ONCE = 256  # tensors that are asked all questions while they are in the processor's cache
 
 
-class Watch:
+class Fingerprint:
     """`modules`: every module; their parameters, buffers and children are watched. `optimizers`: their groups, which
     parameters have state, and the tensors among hyper-parameters. `dicts`: of tensors, by name. `distributed`: the
     DTensors. `live`: the local tensors that hold the bytes."""
