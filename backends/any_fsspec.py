@@ -47,7 +47,7 @@ from ckpt.errors import (
     UsageError,
 )
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import lost
+from ckpt.storage.failure import lost, make_room
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key, shown
 
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
@@ -61,6 +61,7 @@ _AGAIN_NAMES = {
     *("error_temp", "error_reply", "error_proto"),  # ftplib: try later, and what is no answer to what was asked
     *("SSHException", "ChannelException", "NoValidConnectionsError"),  # paramiko
 }
+_READ_ONLY = {405, 501}  # what an HTTP server answers that knows no PUT
 _NO_LEAVE = {"NoCredentialsError", "ClientAuthenticationError", "AuthenticationException"}
 _MODIFIED = (
     *("mtime", "LastModified", "last_modified", "modified", "modify", "modificationTime"),
@@ -191,7 +192,10 @@ class FsspecBackend:
             self.delete([key])
 
     def close(self) -> None:
-        pass
+        """With the file system go its connection and the thread that SFTP has for it."""
+        if self._has_one and self._turn.acquire(blocking=False):  # else whoever is at work there still needs it
+            self._fs = None
+            self._turn.release()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -301,7 +305,9 @@ def _error(url: str, what: str, exc: BaseException) -> CkptError:
     if isinstance(exc, PermissionError) or type(exc).__name__ in _NO_LEAVE or str(exc).startswith("530 "):  # FTP
         return AccessDenied(f"{told}; check the credentials, and what they allow there")
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-        return StorageError(f"{told}; make room (ckpt prune {url})")
+        return StorageError(f"{told}; {make_room(url)}")
+    if isinstance(exc, NotImplementedError) or getattr(exc, "status", None) in _READ_ONLY:
+        return StorageError(f"{told}; what is at this URL can only be read: give one that can be written")
     return TransientError(told) if _may_pass(exc) else StorageError(told)
 
 

@@ -32,7 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
-from ckpt.storage.failure import check_wanted
+from ckpt.storage.failure import check_wanted, make_room
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
@@ -182,7 +182,9 @@ class LocalBackend:
                 error = exc
                 with self._lock:
                     self._durable.clear()
-        raise TransientError(f"{folder} cannot be made, or is removed again and again meanwhile: {error}")
+        raise StorageError(
+            f"{folder} cannot be made, or is removed again and again meanwhile: {error.strerror}; give another path"
+        ) from error
 
     def _make_folder(self, folder: str) -> None:
         """Makes it and what is missing above it, each on the disk before what it holds. The lock is held."""
@@ -266,7 +268,7 @@ class LocalBackend:
         if exc.errno == errno.ENOENT:
             return NotFound(f"there is no {path}")
         if exc.errno in _FULL:
-            return StorageError(f"{failed}; {_free(self.url)} MiB are free: make room (ckpt prune {self.url})")
+            return StorageError(f"{failed}; {_free(self.url)} MiB are free: {make_room(self.url)}")
         if exc.errno in _DENIED:
             return AccessDenied(f"{failed}; user {os.geteuid()} needs to read and write there")
         if exc.errno in _AGAIN:

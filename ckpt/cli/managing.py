@@ -156,6 +156,8 @@ def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
 
 
 def _say_plan(body: dict[str, Any], yes: bool) -> None:
+    from ckpt.store.prune import GRACE_S
+
     done = "" if yes else "would be "
     for name, text in (
         ("retire", "retired: restored no more, deleted after the grace"),
@@ -178,6 +180,7 @@ def _say_plan(body: dict[str, Any], yes: bool) -> None:
             out.say("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")
         return
     out.say(f"{done}deleted now: {out.size(body.get('deleted_bytes', 0))}")
-    out.say(f"deleted by a later prune: {out.size(body.get('freed_later_bytes', 0))}")
+    later = out.size(body.get("freed_later_bytes", 0))
+    out.say(f"deleted by a prune {GRACE_S / 60:.0f} minutes after it was retired, or later: {later}")
     if not yes:
         out.say("nothing was changed; --yes does it")

@@ -17,7 +17,7 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
     """The error for an HTTP status that is none of success. `text`: the reply's body, or what is known of it."""
     told = f"{url}: {what}: the store answered {status}{_told(text)}"
     if _FULL.search(text) or status in (413, 507):
-        return StorageError(f"{told}; it takes no more: make room (ckpt prune {url}), or raise the quota")
+        return StorageError(f"{told}; it takes no more: {make_room(url)}, or raise the quota")
     if "RequestTimeTooSkewed" in text:
         return AccessDenied(f"{told}; this machine's clock is wrong by more than the store accepts: set it")
     if status in (401, 403) or _CREDENTIALS.search(text):
@@ -36,6 +36,11 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
 def lost(url: str, what: str, why: object) -> TransientError:
     """The error for an exchange that broke off: nobody knows whether the request was carried out."""
     return TransientError(f"{url}: {what}: the connection failed: {why}")
+
+
+def make_room(url: str) -> str:
+    """What to do about a store that is full."""
+    return f"make room (ckpt prune {url} --last 2 --yes, and once more 15 minutes later: then the data goes)"
 
 
 def _told(text: str) -> str:

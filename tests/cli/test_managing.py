@@ -24,6 +24,7 @@ def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1")
     assert said.code == 0
     assert said.out.count("would be retired") == 2
+    assert "deleted by a prune 15 minutes after it was retired, or later: " in said.out
     assert "nothing was changed" in said.out
     assert _files(tmp_path) == before
 

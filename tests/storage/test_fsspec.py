@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ftplib
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,6 +116,34 @@ class BreakingFileSystem(LocalFileSystem):
         if name in ("ls", "info", "cat_file", "pipe_file", "rm_file") and self.failure is not None:
             raise self.failure
         return super().__getattribute__(name)
+
+
+@contextmanager
+def web_server(to_put: int) -> Iterator[str]:
+    """Of nothing. `to_put`: what it answers to whoever writes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(to_put)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_HEAD(self) -> None:
+            self.send_error(404)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class SilentFtp:
@@ -250,6 +282,27 @@ def test_a_connection_that_broke_is_made_anew_by_the_next_operation(tmp_path: Pa
     assert store.get("k", 10) == b"x"
     assert [info.key for info in store.list("")] == ["k"]
     assert len(BreakingFileSystem.made) == 2
+
+
+def test_a_connection_ends_with_the_store(tmp_path: Path) -> None:
+    """Whose thread ends where nobody has it any more, as SFTP's."""
+    ended = threading.Event()
+    store = open_fsspec(f"fsspec+breaking://{tmp_path}")
+    store.put("k", [b"x"])
+    weakref.finalize(BreakingFileSystem.made.pop(), ended.set)
+    store.close()
+    gc.collect()
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("status", [405, 501])
+def test_a_url_that_can_only_be_read_is_told(status: int) -> None:
+    """By a web server that knows no PUT; and where fsspec has no way to move what was put, as for all of HTTP."""
+    for answered, said in ((status, str(status)), (201, "NotImplementedError")):
+        with web_server(answered) as url, pytest.raises(StorageError, match="can only be read: give one") as caught:
+            open_fsspec(f"{url}/run").put("k", [b"x"])
+        assert said in str(caught.value)
+        assert type(caught.value) is StorageError
 
 
 def test_what_is_an_answer_makes_no_new_connection(tmp_path: Path) -> None:

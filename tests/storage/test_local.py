@@ -24,6 +24,7 @@ from ckpt.backends.local import LocalBackend, open_local
 from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, StorageError, TransientError
 from ckpt.storage import PutMode
 from ckpt.storage.names import TEMPORARY
+from ckpt.store.prune import GRACE_S
 
 
 @pytest.fixture
@@ -107,11 +108,12 @@ def test_a_disk_that_fails_leaves_the_old_object_and_no_rubbish(
 
 def test_a_full_disk_is_told_and_leaves_nothing(store: LocalBackend, folder: Path) -> None:
     store.put("k", [b"old"])
+    way_out = f"--last 2 --yes, and once more {GRACE_S / 60:.0f} minutes later"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         for size in (3 << 20, 9 << 20):  # through the page cache, and past it
-            with pytest.raises(StorageError, match=r"MiB are free: make room"):
+            with pytest.raises(StorageError, match=rf"MiB are free: make room \(ckpt prune .* {way_out}"):
                 store.put("k", [bytes(size)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -204,6 +206,12 @@ def test_a_file_where_a_folder_should_be_is_told(store: LocalBackend, folder: Pa
     folder.parent.joinpath("other").write_text("x")
     with pytest.raises(StorageError, match="a file stands where"):
         LocalBackend(os.fspath(folder.parent / "other" / "store")).put("k", [b"x"])
+
+
+def test_a_folder_that_its_file_system_does_not_make_is_told_and_not_tried_again() -> None:
+    with pytest.raises(StorageError, match="/proc/ckpt/run cannot be made") as caught:
+        open_local("/proc/ckpt/run").put("k", [b"x"])
+    assert type(caught.value) is StorageError
 
 
 def test_links_are_not_followed_out_of_the_store(store: LocalBackend, folder: Path, tmp_path: Path) -> None:
