@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 10.0
-CONTACT = "; is the address right (AWS_ENDPOINT_URL and the like)? CKPT_RETRY_S=60 waits for 60 s"
+ADDRESS = "; is the address right (AWS_ENDPOINT_URL and the like)?"
+LONGER = " CKPT_RETRY_S=60 waits for 60 s"
 CANCEL_S = 0.1  # between looks, in a pause, at whether a put is to be broken off
 LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
 
@@ -55,6 +56,7 @@ class Retrying:
         self.inner = inner
         self._retry_s = retry_s
         self._contact_s = None if contact_s is None or contact_s >= retry_s else contact_s
+        self._has_answered = False
         self._events = events or Events()
         self._now_s = now_s
         self._closed = threading.Event()
@@ -150,21 +152,21 @@ class Retrying:
             try:
                 result = attempt()
             except TransientError as exc:
-                contact_s = self._contact_s
+                contact_s = None if self._has_answered else self._contact_s
                 limit_s = self._retry_s if contact_s is None else contact_s
                 left_s = began_s + limit_s - self._now_s()
                 pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(tries - 1, 20)) * self._random.uniform(0.5, 1.0)
                 if left_s <= pause_s or self._closed.is_set():
-                    hint = "" if contact_s is None else CONTACT
+                    hint = "" if self._has_answered else ADDRESS if contact_s is None else ADDRESS + LONGER
                     raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)
             except Exception:
-                self._contact_s = None  # a refusal is an answer
+                self._has_answered = True  # a refusal is an answer
                 raise
             else:
-                self._contact_s = None
+                self._has_answered = True
                 return result
 
     def _wait(self, pause_s: float, cancel: threading.Event | None) -> None:
