@@ -78,7 +78,8 @@ class Events:
 
     def tell(self, event: Event) -> None:
         name, message, loud = event.name, event.message, event.loud
-        log.log(logging.WARNING if loud else logging.INFO, "%s", message)
+        # Where a program has no logging of its own the message is all that is printed: it says who speaks.
+        log.log(logging.WARNING if loud else logging.INFO, "ckpt: %s", message.removeprefix("ckpt: "))
         for sink in list(self._sinks):
             try:
                 sink(event)

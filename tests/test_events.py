@@ -36,6 +36,13 @@ def test_each_event_is_one_json_line_with_what_is_known_of_its_origin(tmp_path: 
     assert (second["loud"], second["numbers"]) == (True, [None, None, 1.0])
 
 
+def test_what_is_logged_says_once_who_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    told = Events()
+    told.emit("layout.differs", "2 tensors differ", loud=True)
+    told.emit("save.failed", "ckpt: step 3 was not saved", loud=True)
+    assert caplog.messages == ["ckpt: 2 tensors differ", "ckpt: step 3 was not saved"]
+
+
 def test_a_full_file_is_renamed_and_one_older_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "FILE_BYTES_MAX", 2000)
     path = tmp_path / "events.jsonl"

@@ -132,7 +132,7 @@ class Carrier(Committing):
             return
         if division.differing and (self._division is None or division.differing != self._division.differing):
             names = ", ".join(sorted(division.differing)[:5])
-            text = f"{len(division.differing)} tensors have one name and other values on each rank: saved per rank"
+            text = f"{len(division.differing)} tensors have one name and different values on the ranks: saved per rank"
             self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
         before, self.plan, self._division = self.plan, plan, division
         self._planned_parts = self._parts_free(plan)

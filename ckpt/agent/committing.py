@@ -242,7 +242,7 @@ class Committing(Basis):
             self.supersede(error)
             self.group.give_up()
         elif error:
-            message = f"the store does not answer; this start is claimed before its first commit: {error}"
+            message = f"the store did not take the claim of this start, which is tried again before a commit: {error}"
             self.emit("claim.postponed", message, True)
 
     def _beat(self) -> None:
