@@ -72,8 +72,8 @@ class Levels:
 
     @property
     def are_open(self) -> bool:
-        """Whether something that was taken here is neither in the store nor given up."""
-        return bool(self._expected)
+        """Whether something that was taken here is neither in the store nor given up, and its fate will be reported."""
+        return bool(self._expected) and self._end is None
 
     def is_staged(self, tick: Tick) -> bool:
         return self.level(tick) != "none"

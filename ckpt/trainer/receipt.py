@@ -122,6 +122,7 @@ class Receipt:
     def line(self) -> str:
         """One line, without a line break."""
         body = self.to_dict()
+        ran = f"steps {self.start_step + 1}..{self.end_step}" if self.end_step > self.start_step else "no steps"
         lost = "" if self.steps_lost is None else f", {self.steps_lost} steps lost"
         stall = (
             ""
@@ -131,7 +132,7 @@ class Receipt:
         staged = f"; {_size(self.staged_bytes)} staged" if self.snapshots else ""
         committed = "nothing committed" if self.committed_step is None else f"step {self.committed_step} committed"
         return (
-            f"ckpt: steps {self.start_step + 1}..{self.end_step} from {self.restored_from}{lost}; "
+            f"ckpt: {ran} from {self.restored_from}{lost}; "
             f"{self.snapshots} snapshots, {self.missed} missed{stall}{staged}; {committed}{self._stored()}"
             f"{self._trust()}"
         )

@@ -104,3 +104,10 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     receipt.fell_back = receipt.fallen
     assert "\n" not in receipt.line() + receipt.restored_line()
     assert all(len(text) <= WORDS_MAX for text in receipt.fallen)
+
+
+def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
+    receipt = Receipt(start_step=48, end_step=48, restored_from="step 48 from the store")
+    assert receipt.line().startswith("ckpt: no steps from step 48 from the store;")
+    receipt.end_step = 50
+    assert receipt.line().startswith("ckpt: steps 49..50 from step 48 from the store;")

@@ -32,3 +32,12 @@ def test_an_interrupt_anywhere_leaves_nothing_locked() -> None:
         thread.start()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_nothing_is_open_any_more_where_nothing_more_is_reported() -> None:
+    """As of a job whose place another has taken: it does not say that it waits."""
+    it = Levels()
+    it.expect(ONE)
+    assert it.are_open
+    it.fail_all("another start owns the run now")
+    assert not it.are_open
