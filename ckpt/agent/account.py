@@ -106,12 +106,13 @@ class Account:
         self._advance(now_s)
         if phase is None:
             phase = self._fallen_back() if self.phase is Phase.STARTING else self.phase
+        at_work = (Phase.TRAINING, Phase.ENDING)
+        if phase in at_work or self.phase in at_work:  # also what was ended between the last look and a failure
+            self._ended_step = max(self._ended_step, ended_step)
         if phase is not self.phase:
             self._enter(now_s, phase)
-        if phase in (Phase.TRAINING, Phase.ENDING):
-            self._ended_step = max(self._ended_step, ended_step)
-            if not self._marks:  # the agent was started again beside a job at work
-                self._marks = [Mark(Tick(self._ended_step), 0.0, None)]
+        if phase in at_work and not self._marks:  # the agent was started again beside a job at work
+            self._marks = [Mark(Tick(self._ended_step), 0.0, None)]
 
     def follow(self, epoch: Epoch) -> None:
         """An epoch that this agent has not started, but came to when it was running."""

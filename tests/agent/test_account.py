@@ -66,6 +66,18 @@ def test_goodput_is_the_time_on_steps_that_were_kept_over_the_wall_time() -> Non
     assert found["ended_step"] == 17
 
 
+def test_steps_that_were_ended_since_the_last_look_before_a_failure_are_lost_by_it_too() -> None:
+    run = Run()
+    run.start()
+    run.train(10)
+    run.snapshot()
+    run.step += 7  # nothing happened that an agent would look for
+    run.wait(7.0, Phase.DOWN)
+    run.start(10, "local", SECOND)
+    found = run.facts()
+    assert (found["lost_steps"], found["lost_s"]) == (7, pytest.approx(7.0))
+
+
 def test_what_a_failure_throws_back_is_lost_and_the_time_until_training_goes_on_is_recovery() -> None:
     run = Run()
     run.start()
