@@ -13,6 +13,7 @@ from ckpt.types import Identity
 from tests.cli.stores import ckpt as command
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.runs import Seen, kill_agent, run
+from tests.session.scripts import losses_of, train
 
 FROZEN_BYTES = 4 << 20
 
@@ -148,3 +149,44 @@ def test_a_prune_of_a_running_job_at_any_moment_costs_it_nothing(
     again = run(tmp_path, 43)
     assert (again.from_step, again.ck.restored.level) == (40, "store")
     assert found + again.losses == losses(43)
+
+
+def test_a_run_that_is_pruned_all_the_time_and_killed_again_and_again_goes_on_from_its_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever carries it out: the agent of the living job, that of a job that was killed, or the command, where both
+    were killed in the midst of a commit."""
+    monkeypatch.setenv("CKPT_HEARTBEAT_S", "0.5")  # who was killed without a word is watched for two of them
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    url, found, newest, retired = tmp_path / "run", dict[int, float](), 0, 0
+
+    def prune() -> None:
+        nonlocal newest, retired
+        said = command(monkeypatch, "prune", url, "--last", "1", "--yes", "--json")
+        assert said.code == 0, said
+        retired += len(said.json["retire"])
+        last = max(listed(url, monkeypatch))
+        assert last >= newest
+        newest = last
+
+    for start, comes_from in enumerate(("none", "local", "store")):
+        job = train(tmp_path / f"{start}.log", url, 100_000, "--every", "2", "--mib", "4", "--seed", str(start and 1))
+        began = job.wait_for(lambda line: "restored" in line)
+        assert began["level"] == comes_from
+        assert began["restored"] >= newest
+        job.wait_for(lambda line: line.get("event") == "commit.done")
+        for _ in range(4):
+            prune()
+        job.kill()
+        if start == 1:
+            kill_agent(url)
+        for _ in range(2):
+            prune()
+        found |= losses_of(job.lines())
+    steps = max(found) + 5
+    lines = train(tmp_path / "last.log", url, steps, "--mib", "4", "--seed", "1").end()
+    assert next(line["restored"] for line in lines if "restored" in line) >= newest
+    found |= losses_of(lines)
+    assert [found[step] for step in range(1, steps + 1)] == losses(steps)
+    assert retired > 2
+    assert command(monkeypatch, "verify", url).code == 0
