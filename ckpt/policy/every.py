@@ -11,7 +11,8 @@ from ckpt.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Save every `steps` steps (at multiples of it), or every `seconds` seconds. Exactly one of the two.
+    """Save every `steps` steps (at multiples of it), or every `seconds` seconds. Exactly one of the two. What comes too
+    soon to be announced to all ranks, or while all memory for snapshots is in use, is passed over.
 
     Errors: UsageError."""
 
