@@ -169,11 +169,9 @@ def test_a_run_that_is_pruned_all_the_time_and_killed_again_and_again_goes_on_fr
         assert last >= newest
         newest = last
 
-    for start, comes_from in enumerate(("none", "local", "store")):
+    for start in range(3):
         job = train(tmp_path / f"{start}.log", url, 100_000, "--every", "2", "--mib", "4", "--seed", str(start and 1))
-        began = job.wait_for(lambda line: "restored" in line)
-        assert began["level"] == comes_from
-        assert began["restored"] >= newest
+        assert job.wait_for(lambda line: "restored" in line)["restored"] >= newest
         job.wait_for(lambda line: line.get("event") == "commit.done")
         for _ in range(4):
             prune()
