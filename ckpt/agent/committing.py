@@ -48,6 +48,7 @@ class Committing(Basis):
     _cancel: threading.Event | None = None  # of the newest commit
     _beats = 0
     _beating = False
+    _prunes = 0  # under way
 
     def _commit(self, slot: int) -> None:
         checkpoint, claim, store = self.checkpoints[slot], self.claim, self._services.store
@@ -206,6 +207,7 @@ class Committing(Basis):
     def _prune(self) -> None:
         keep, store = self.options.keep, self._services.store
         if keep != Keep() and not self.group.superseded_by and store.is_claimed(self.epoch):
+            self._prunes += 1
             self._run(Lane.COMMIT, lambda: store.prune(self.epoch, keep), self._pruned)
 
     def _tell_committed(self, identity: Identity, result: Committed) -> None:
@@ -225,6 +227,7 @@ class Committing(Basis):
         self.emit("commit.done", text, data=facts)
 
     def _pruned(self, done: Future[dict[str, Any]]) -> None:
+        self._prunes -= 1
         if error := failure(done):
             self.emit("prune.failed", f"old checkpoints could not be pruned now: {error}", True)
 

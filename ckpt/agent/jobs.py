@@ -81,7 +81,7 @@ class Job(TakenOver):
         if self.failed:
             return False
         group = self.group
-        if group.at_work or self._is_awaited:
+        if group.at_work or self._is_awaited or self._prunes:
             return True
         return not group.superseded_by and (not group.all_gone or not group.closed_in_store or group.acknowledging)
 

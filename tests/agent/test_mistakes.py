@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,9 +24,11 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.basis import Member, Services
 from ckpt.agent.fetch import Restore
 from ckpt.agent.jobs import Job
+from ckpt.agent.members import Presence
 from ckpt.agent.memory import Taken
 from ckpt.agent.server import Peer, Server
 from ckpt.format.manifest import FRAME, Manifest
+from ckpt.policy.every import Keep
 from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity, Tick
 
@@ -203,6 +206,19 @@ def test_an_epoch_is_not_closed_beside_its_claim_but_after_it(job: tuple[Job, La
     assert lanes.work == [claim], "a claim that lands after it would leave an epoch that nobody closes"
     claim()
     assert len(lanes.work) == 2
+
+
+def test_a_job_that_has_ended_is_needed_until_its_rule_is_carried_out(job: tuple[Job, Lanes, Listener]) -> None:
+    """Else its agent would end before the checkpoints are gone that the last commit lets go, and no other is there."""
+    made, lanes, _ = job
+    made.options = replace(made.options, keep=Keep(last=2))
+    made._services = replace(made._services, store=cast(Any, SimpleNamespace(is_claimed=lambda epoch: True)))
+    made._prune()
+    made.group.members[0].presence = Presence.LEFT
+    made.group.closed()
+    assert made.needed
+    lanes.work.pop()()
+    assert not made.needed
 
 
 def test_what_was_taken_over_and_cannot_be_read_leaves_the_arenas_in_use(job: tuple[Job, Lanes, Listener]) -> None:
