@@ -3,20 +3,24 @@
 A `Tasks` owns named daemon threads; closing it asks them to stop, joins them outside any lock, with a deadline, and
 fails loudly if one does not end. No thread outlives its owner unnoticed.
 
-Where the training thread waits for other threads of ours it does so by a `Condition`, `Flag` or `Outcome` from here
-(not yet where it hands jobs to a pool): Ctrl-C, or what a handler of a signal raises, may come at any moment. Python's
-own are left locked by what comes between two of their lines, and the next who wants the lock waits for ever; or they
-end in an error of the lock's, which hides it (docs/decisions/0020).
+Where the training thread waits for other threads of ours, or hands them jobs, it does so by a `Condition`, `Flag` or
+`Outcome` from here: Ctrl-C, or what a handler of a signal raises, may come at any moment. Python's own are left locked
+by what comes between two of their lines, and the next who wants the lock waits for ever; or they end in an error of the
+lock's, which hides it (docs/decisions/0020).
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -60,11 +64,11 @@ class Outcome(Future[T]):
         super().__init__()
         self._condition = Condition()
 
-
-def _is_queued(error: RuntimeError) -> bool:
-    """Whether a pool has the job, and only lacks a further thread. Else it is broken, or the interpreter ends, and
-    nobody will ever do it."""
-    return str(error).startswith("can't start")  # as CPython says it
+    def settle(self) -> None:
+        """Waits until nobody is at it any more, whatever came of it. Of several: concurrent.futures.wait leaves locked
+        what it was interrupted in."""
+        with suppress(CancelledError):
+            self.exception()
 
 
 def end_all(ends: list[Callable[[], object]]) -> None:
@@ -90,92 +94,165 @@ class Tasks:
     """Named threads and one bounded pool, closed together.
 
     `start` runs a long-lived loop, which should watch `stopping`; `submit` runs a short job in the pool.
-    Thread-safe. After `close` both raise.
+    Thread-safe. After `close` both raise. What is at work when the interpreter ends is waited for, as in `close`: torch
+    aborts the process where a thread is stopped in the midst of it. A forked child has none of the threads or jobs.
     """
 
     def __init__(self, name: str, pool_size: int = 0, begin: Callable[[], None] | None = None) -> None:
-        """`begin`: what each thread of the pool does first."""
+        """`begin`: what each thread of the pool does first. What it raises is the error of the job that is next."""
         self.name = name
         self.stopping = Flag()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(pool_size, f"ckpt-{name}", begin) if pool_size else None
-        self._has_pooled = False
-        self._queued: list[Future[Any]] = []  # for which there was no thread
+        self._pool_size = pool_size
+        self._begin = begin
+        self._forget()
+        _ALL.add(self)
+
+    def _forget(self) -> None:
+        self._lock = Condition()  # also told when a job comes, and when a thread ends
+        self._threads: list[threading.Thread] = []  # which run, or will once the lock is free
+        self._workers: list[threading.Thread] = []  # of the pool, the same
+        self._idle = 0  # so many of them wait for a job, or were told of one and have not taken it
+        self._jobs: deque[tuple[Outcome[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
 
     def start(self, label: str, target: Callable[[], None]) -> threading.Thread:
         """Errors: CkptError once it is closed, and where no more threads are to be had."""
         with self._lock:
             if self.stopping.is_set():
                 raise CkptError(f"{self.name} is closed")
-            thread = threading.Thread(target=target, name=f"ckpt-{self.name}-{label}", daemon=True)
-            self._threads = [t for t in self._threads if t.is_alive()]
-            self._threads.append(thread)
+            return self._start(label, target, self._threads)
+
+    def _start(self, label: str, target: Callable[[], None], among: list[threading.Thread]) -> threading.Thread:
+        def run() -> None:
+            with self._lock:
+                if thread not in among:  # Ctrl-C came while it was started
+                    return
             try:
-                thread.start()
-            except RuntimeError as exc:
-                raise CkptError(self._no_thread(exc)) from exc
+                target()
+            finally:
+                with self._lock:
+                    among.remove(thread)
+                    self._lock.notify_all()
+
+        thread = threading.Thread(target=run, name=f"ckpt-{self.name}-{label}", daemon=True)
+        thread._started = Flag()  # type: ignore[attr-defined]  # who starts it waits for that
+        try:
+            among.append(thread)
+            thread.start()
+        except BaseException as exc:
+            if thread in among:
+                among.remove(thread)
+            if isinstance(exc, RuntimeError):
+                why = "memory is used up, as many run as the control group allows (pids.max), or Python ends"
+                raise CkptError(f"{self.name} got no further thread ({exc}): {why}") from exc
+            raise
         return thread
 
-    def submit(self, fn: Callable[..., T], *args: Any) -> Future[T]:
-        """Where the pool gets no further thread, those that it has do it. Errors: as `start`, where it has none; then
-        `fn` is not called."""
-        if self._pool is None or self.stopping.is_set():
-            raise CkptError(f"{self.name} is closed, or has no pool")
-        job: Future[T] = Future()
-
-        def run(job: Future[T]) -> T:
-            if not job.set_running_or_notify_cancel():
-                raise CkptError(f"{self.name} was to do it when it got no thread for it")
-            try:
-                result = fn(*args)
-            except BaseException as exc:
-                job.set_exception(exc)
-                del job  # the error knows this frame: it would keep itself alive, and the memory in the frames of `fn`
-                raise
-            job.set_result(result)
-            return result
-
+    def submit(self, fn: Callable[..., T], *args: Any, into: list[Outcome[T]] | None = None) -> Outcome[T]:
+        """Where the pool gets no further thread, those that it has do it. `into`: gets the job before it can begin, so
+        that the caller knows of it where Ctrl-C keeps this from returning it. Errors: as `start`, where it has none;
+        what has not begun when this raises never does."""
+        job = Outcome[T]()
         try:
-            taken = self._pool.submit(run, job)
-        except RuntimeError as exc:
-            with self._lock:  # so that `close` sees it
-                if self.stopping.is_set() or not self._has_pooled or not _is_queued(exc):
-                    job.cancel()
-                    raise CkptError(self._no_thread(exc)) from exc
-                self._queued = [each for each in self._queued if not each.done()] + [job]
-            return job
-        self._has_pooled = True  # a thread, until the end
-        return taken
+            if into is not None:
+                into.append(job)
+            with self._lock:
+                if self.stopping.is_set() or not self._pool_size:
+                    raise CkptError(f"{self.name} is closed, or has no pool")
+                if self._idle <= len(self._jobs) and len(self._workers) < self._pool_size:
+                    try:
+                        self._start(str(len(self._workers)), self._work, self._workers)
+                    except CkptError:
+                        if not self._workers:
+                            raise
+                self._lock.notify()
+                self._jobs.append((job, fn, args))
+        except BaseException:
+            job.cancel()
+            raise
+        return job
 
-    def _no_thread(self, error: RuntimeError) -> str:
-        if self.stopping.is_set():
-            return f"{self.name} is closed"
-        if not _is_queued(error):
-            return f"{self.name} does nothing any more: {error}"
-        why = "memory is used up, or as many run as the control group allows (pids.max)"
-        return f"{self.name} got no further thread ({error}): {why}"
+    def _work(self) -> None:
+        begin = self._begin
+        while True:
+            with self._lock:
+                while not (self._jobs or self.stopping.is_set()):
+                    self._idle += 1
+                    self._lock.wait()
+                    self._idle -= 1
+                if self.stopping.is_set():
+                    return
+                job = self._jobs.popleft()
+            begin = _do(begin, *job)
+            del job  # it may be long until the next
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Sets `stopping`, drops jobs that have not begun, and waits. Raises if a thread is still alive then."""
-        self.stopping.set()
         deadline = time.monotonic() + timeout_s
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        with self._lock:
-            queued = self._queued
-        for job in queued:
-            job.cancel()
-        with self._lock:  # one that is not alive has ended, or Ctrl-C came before it was started
-            threads = [t for t in self._threads if t.is_alive() and t is not threading.current_thread()]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        alive = [t.name for t in threads if t.is_alive()]
+        self._end_pool()
+        alive = self._join(self._threads, max(0.0, deadline - time.monotonic()))
         if alive:
-            raise CkptError(f"threads did not end within {timeout_s:g} s: {', '.join(alive)}")
+            raise CkptError(f"threads did not end within {timeout_s:g} s: {', '.join(t.name for t in alive)}")
+
+    def _end_pool(self) -> None:
+        self.stopping.set()
+        with self._lock:  # from here on nobody takes a job
+            self._lock.notify_all()
+        for job, _, _ in list(self._jobs):
+            job.cancel()
+        self._jobs.clear()
+        self._join(self._workers)
+
+    def _join(self, threads: list[threading.Thread], timeout_s: float | None = None) -> list[threading.Thread]:
+        """Those that have not ended by then. (What Ctrl-C ends a Thread.join of is taken for dead, up to Python
+        3.12.)"""
+        with self._lock:
+            others = [t for t in threads if t is not threading.current_thread()]
+            self._lock.wait_for(lambda: set(others).isdisjoint(threads), timeout_s)
+            alive = [t for t in others if t in threads]
+        for thread in others:
+            if thread not in alive:
+                thread.join()  # its last lines
+        return alive
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _do(
+    begin: Callable[[], None] | None, job: Outcome[T], fn: Callable[..., T], args: tuple[Any, ...]
+) -> Callable[[], None] | None:
+    """`begin`, unless it is None, and then the job. Returns what is still to be done before the next."""
+    if not job.set_running_or_notify_cancel():
+        return begin
+    try:
+        if begin is not None:
+            begin()
+            begin = None
+        result = fn(*args)
+    except BaseException as exc:
+        job.set_exception(exc)
+        del job, fn, args  # the error knows this frame: it would keep itself alive, and the memory that `fn` had
+    else:
+        job.set_result(result)
+    return begin
+
+
+_ALL: weakref.WeakSet[Tasks] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_pools() -> None:
+    for tasks in list(_ALL):
+        if tasks._workers:
+            tasks._end_pool()
+
+
+def _in_child() -> None:
+    for tasks in list(_ALL):
+        tasks._forget()
+
+
+os.register_at_fork(after_in_child=_in_child)

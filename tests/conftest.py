@@ -159,7 +159,7 @@ def nothing_left_behind(runtime_dir: Path, request: pytest.FixtureRequest) -> It
 def _threads_left(before: set[threading.Thread], deadline: float) -> list[str]:
     left = []
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith(LIBRARY_THREADS):
+        if thread.name.startswith(LIBRARY_THREADS) or thread.ident is None:  # Ctrl-C came before it was started
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import _base as futures
+from concurrent.futures import thread as pools
 from typing import Any
 
 import pytest
@@ -99,23 +101,160 @@ def test_what_has_got_no_thread_by_the_end_is_called_off() -> None:
     assert done == []
 
 
-def test_what_is_to_be_done_once_the_interpreter_ends_is_refused_and_not_waited_for_for_ever() -> None:
+def said_by(code: str) -> list[str]:
+    """What a process that runs this writes, until it ends by itself."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not ran.stderr, ran
+    return ran.stdout.splitlines()
+
+
+def test_what_is_to_be_done_once_the_interpreter_ends_is_done_or_refused_and_not_waited_for_for_ever() -> None:
     """As a save where a block is left by atexit."""
     code = """
 import atexit
+def ask(when):
+    try:
+        print(when, tasks.submit(int).result(10))
+    except CkptError as exc:
+        print(when, "refused:", exc)
+atexit.register(ask, "last")  # what was imported before us
 from ckpt.errors import CkptError
 from ckpt.tasks import Tasks
 tasks = Tasks("some", pool_size=1)
 tasks.submit(int).result()
-def late():
-    try:
-        tasks.submit(int).result(10)
-    except CkptError as exc:
-        print("refused:", exc)
-atexit.register(late)
+atexit.register(ask, "first")
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert said.stdout.startswith("refused:"), said
+    assert said_by(code) == ["first 0", "last refused: some is closed, or has no pool"]
+
+
+def test_what_has_begun_when_the_interpreter_ends_is_waited_for_and_what_has_not_is_dropped() -> None:
+    """Torch aborts the process where a thread is stopped in the midst of it."""
+    code = """
+import time
+from ckpt.tasks import Tasks
+def work():
+    print("begun", flush=True)
+    time.sleep(0.5)
+    print("done", flush=True)
+tasks = Tasks("some", pool_size=1)
+first, second = tasks.submit(work), tasks.submit(work)
+while not first.running():
+    time.sleep(0.001)
+"""
+    assert said_by(code) == ["begun", "done"]
+
+
+def test_a_forked_child_has_threads_of_its_own_and_ends_without_its_parents() -> None:
+    code = """
+import os, threading
+from ckpt.tasks import Tasks
+go = threading.Event()
+tasks = Tasks("some", pool_size=2)
+tasks.submit(int).result(10)
+tasks.start("loop", go.wait)
+tasks.submit(go.wait)
+child = os.fork()
+if child == 0:
+    print("done", tasks.submit(int).result(10))
+    tasks.close()
+else:
+    print("ended", os.waitpid(child, 0)[1])
+    go.set()
+"""
+    assert said_by(code) == ["done 0", "ended 0"]
+
+
+def test_what_a_thread_fails_with_before_its_first_job_is_that_jobs_error() -> None:
+    begun: list[str] = []
+
+    def begin() -> None:
+        begun.append("begun")
+        if len(begun) == 1:
+            raise ValueError("not now")
+
+    with Tasks("some", pool_size=1, begin=begin) as tasks:
+        with pytest.raises(ValueError, match="not now"):
+            tasks.submit(int).result(60)
+        for _ in range(2):
+            assert tasks.submit(lambda: list(begun)).result(60) == ["begun", "begun"]
+
+
+def beside(what: Callable[[], object]) -> None:
+    """Does it on a thread of its own; fails where it does not end."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            what()
+        except BaseException as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not failed
+
+
+PYTHONS = {threading.__file__, futures.__file__, pools.__file__}
+
+
+def test_an_interrupt_anywhere_in_handing_over_a_job_keeps_nobody_from_the_next() -> None:
+    def use(tasks: Tasks) -> None:
+        assert tasks.submit(int).result(60) == 0
+
+    for tasks in interrupted_anywhere({module.__file__, *PYTHONS}, lambda: Tasks("some", pool_size=2), use):
+        beside(lambda tasks=tasks: use(tasks))  # type: ignore[misc]
+        beside(tasks.close)
+        for thread in threading.enumerate():
+            if thread.name.startswith("ckpt-some") and thread.is_alive():  # else it was never started
+                thread.join(60)  # one whose start was interrupted ends by itself
+                assert not thread.is_alive()
+
+
+def test_a_job_is_known_before_it_begins_and_called_off_where_nobody_is_told_of_it(tasks: Tasks) -> None:
+    class Slow(list[Outcome[None]]):
+        def append(self, job: Outcome[None]) -> None:
+            threading.Event().wait(0.05)
+            super().append(job)
+
+    known, seen = Slow(), list[int]()
+
+    def look() -> None:
+        seen.append(len(known))
+
+    with without_threads(), pytest.raises(CkptError, match="no further thread"):
+        tasks.submit(look, into=known)
+    tasks.submit(look, into=known).result(60)
+    for job in known:
+        beside(job.settle)
+    assert [job.cancelled() for job in known] == [True, False]
+    assert seen == [2]
+
+
+def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_again() -> None:
+    """Python's own join takes the thread for dead then."""
+    ran: list[str] = []
+
+    def work() -> None:
+        while not tasks.stopping.wait(0.01):
+            pass
+        never.wait(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        never.wait(0.3)
+        ran.append("to its end")
+
+    never = threading.Event()
+    tasks = Tasks("some", pool_size=1)
+    job = tasks.submit(work)
+    while not job.running():
+        never.wait(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.close()
+    tasks.close()
+    assert ran == ["to its end"]
 
 
 def use_flag(flag: Flag) -> None:

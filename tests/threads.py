@@ -49,13 +49,15 @@ def interrupted_anywhere(files: Collection[str], make: Callable[[], T], use: Cal
 
 
 class _Interrupt:
-    """Behind the `place`-th call, or before the first line of what is called: there the interpreter hears it."""
+    """Behind the `place`-th call, or before the first line of what is called: there the interpreter hears it. What is
+    raised behind a call seems to come from the next instruction; so not where that, as in `return f()` inside `with`,
+    has another handler: the interpreter has the handler of the call."""
 
     def __init__(self, files: Collection[str], place: int) -> None:
         self._files = files
         self._left = place
-        self._names: dict[CodeType, dict[int, str]] = {}
-        self._before: dict[FrameType, str] = {}
+        self._places: dict[CodeType, dict[int, tuple[str, int | None]]] = {}
+        self._before: dict[FrameType, tuple[str, int | None]] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
@@ -65,9 +67,11 @@ class _Interrupt:
         if event == "call":
             self._hear()
         elif event == "opcode":
-            names = self._names.setdefault(code, {i.offset: i.opname for i in dis.get_instructions(code)})
-            before, self._before[frame] = self._before.get(frame, ""), names[frame.f_lasti]
-            if before.startswith("CALL"):
+            if code not in self._places:
+                self._places[code] = dict(_places(code))
+            name, handler = self._before.get(frame, ("", None))
+            self._before[frame] = self._places[code][frame.f_lasti]
+            if name.startswith("CALL") and handler == self._before[frame][1]:
                 self._hear()
         return self
 
@@ -75,3 +79,11 @@ class _Interrupt:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
+
+
+def _places(code: CodeType) -> Iterator[tuple[int, tuple[str, int | None]]]:
+    """Each instruction: its name, and where its handler is."""
+    found = dis.Bytecode(code)
+    for each in found:
+        inside = [e.target for e in found.exception_entries if e.start <= each.offset < e.end]
+        yield each.offset, (each.opname, inside[0] if inside else None)

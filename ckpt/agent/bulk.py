@@ -56,6 +56,7 @@ class Bulk:
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` in that lane, and `then` with its settled future on the main thread, also where there is no
         thread for it."""
+        future: Future[T]
         try:
             future = self._lanes[lane].submit(self._nicely, lane, work)
         except CkptError as exc:

@@ -17,7 +17,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CkptError
-from ckpt.tasks import Tasks
+from ckpt.tasks import Outcome, Tasks
 from ckpt.trainer.pieces import Piece, flat_bytes, split
 
 Unit = Callable[[], None]
@@ -148,8 +147,9 @@ class CpuCopier:
     def aside(self, devices: Collection[torch.device]) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def submit(self, work: Unit, late: bool = False) -> Future[None]:
-        return (self._late_tasks if late else self._tasks).submit(work)
+    def submit(self, work: Unit, late: bool = False, into: list[Outcome[None]] | None = None) -> Outcome[None]:
+        """`into`: as `Tasks.submit`."""
+        return (self._late_tasks if late else self._tasks).submit(work, into=into)
 
     def close(self) -> None:
         self._late_tasks.close()
@@ -188,18 +188,18 @@ class CpuTicket:
     def __init__(self, copier: CpuCopier, lanes: Sequence[Sequence[Unit]]) -> None:
         self._copier = copier
         self._lanes = [deque(lane) for lane in lanes]
-        self._running: list[Future[None]] = []
+        self._running: list[Outcome[None]] = []
 
     def start(self) -> None:
         for n in self._busy():
-            self._running.append(self._copier.submit(partial(self._drain, n), late=True))
+            self._copier.submit(partial(self._drain, n), late=True, into=self._running)
 
     def fence(self) -> None:
         """The caller's thread helps with what is left, and others that are no nicer, and it waits for all."""
         busy = self._busy()
         try:
             for n in busy[:-1]:
-                self._running.append(self._copier.submit(partial(self._drain, n)))
+                self._copier.submit(partial(self._drain, n), into=self._running)
             try:
                 if busy:
                     self._drain(busy[-1])
@@ -211,8 +211,8 @@ class CpuTicket:
         self.wait()
 
     def _let_end(self) -> None:
-        if not all(map(Future.done, self._running)):  # asked first: to wait for what is over takes a tenth of a ms
-            wait(self._running)
+        for running in self._running:
+            running.settle()
 
     def cancel(self) -> None:
         """Copies no more than what was begun, and waits for that: a unit for each thread."""

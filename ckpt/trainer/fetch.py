@@ -25,7 +25,7 @@ from ckpt.agent.peers.sockets import Receiver, cut
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher
-from ckpt.tasks import Tasks
+from ckpt.tasks import Outcome, Tasks
 from ckpt.trainer.link import Link
 from ckpt.types import Identity
 
@@ -71,11 +71,10 @@ def fetch(
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link.fetching = inbox
     regions: dict[int, Arena] = {}
-    jobs: list[Future[None]] = []
+    jobs: list[Outcome[None]] = []
 
     def begin(work: Callable[..., None], *args: Any) -> None:
-        job = tasks.submit(work, link, *args)
-        jobs.append(job)
+        job = tasks.submit(work, link, *args, into=jobs)
         job.add_done_callback(lambda done: inbox.put(done) if done.exception() is not None else None)
 
     received = _Received()
@@ -116,7 +115,7 @@ def fetch(
         for sock in streams:  # where all is well they have come to their end
             cut(sock)
         for job in jobs:
-            job.exception()
+            job.settle()
         while not inbox.empty():  # nobody else ends what came with it
             left = inbox.get()
             if isinstance(left, Message):

@@ -8,7 +8,6 @@ clock that moves from one event to the next. So a minute takes milliseconds, and
 from __future__ import annotations
 
 import _thread
-import collections
 import contextlib
 import heapq
 import itertools
@@ -22,7 +21,6 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -213,41 +211,6 @@ class World:
         return "\n".join(said)
 
 
-class Pool:
-    """As a ThreadPoolExecutor, with threads that take turns."""
-
-    def __init__(self, world: World, size: int, name: str) -> None:
-        self._world, self._size, self._name = world, size, name
-        self._jobs: collections.deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = collections.deque()
-        self._at_work: list[Turn] = []
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.append((future, fn, args))
-        self._at_work = [turn for turn in self._at_work if not turn.done]
-        if len(self._at_work) < self._size:
-            self._at_work.append(self._world.spawn(self._name, self._work))
-        return future
-
-    def _work(self) -> None:
-        while self._jobs:
-            future, fn, args = self._jobs.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = fn(*args)
-            except Exception as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(result)
-
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        while cancel_futures and self._jobs:
-            self._jobs.popleft()[0].cancel()
-        for turn in self._at_work if wait else ():
-            turn.join()
-
-
 def each_life(live: Callable[[int], object], count: int, part: int) -> None:
     """That tenth of so many lives, from the seed CKPT_TEST_SEED on. The seed of one that fails is printed."""
     first = int(os.environ.get("CKPT_TEST_SEED", "0")) + part * count // 10
@@ -332,7 +295,6 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(random, "sample", draw.sample)
     given = {name: getattr(threading, name) for name in ("Event", "Lock", "current_thread")}
     patch.setattr(ckpt.tasks, "threading", types.SimpleNamespace(Thread=thread, **given))
-    patch.setattr(ckpt.tasks, "ThreadPoolExecutor", lambda size, name, _: Pool(world, size, name))
     patch.setattr(ckpt.store.packs, "queue", types.SimpleNamespace(SimpleQueue=queue.Queue, Empty=queue.Empty))
 
 

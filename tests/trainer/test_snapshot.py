@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import math
 import mmap
@@ -10,23 +9,27 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import _base as futures
 from types import FrameType
 
 import pytest
 import torch
 from torch import Tensor
 
+from ckpt import tasks
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
 from ckpt.plan.division import undivided
 from ckpt.plan.layout import Part
 from ckpt.plan.staging import stage
+from ckpt.tasks import Outcome
+from ckpt.trainer import copier as copying
 from ckpt.trainer.copier import LATE_NICE, CpuCopier, CpuJob, is_same
 from ckpt.trainer.pieces import Piece, blocks, cut
 from ckpt.trainer.pinned import make_copier
 from ckpt.trainer.snapshot import Snapshotter
 from ckpt.types import DTYPES
+from tests.threads import interrupted_anywhere
 from tests.trainer.snapshots import FRAME_BYTES, LARGE, raw, rig, walk_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -295,7 +298,7 @@ def test_ctrl_c_in_the_wait_for_a_copy_returns_when_nothing_is_copied_any_more()
     begun, interrupted, never = threading.Event(), threading.Event(), threading.Event()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code is not concurrent.futures.wait.__code__:
+        while frame is not None and frame.f_code is not Outcome.settle.__code__:
             frame = frame.f_back
         if frame is not None and not interrupted.is_set():
             interrupted.set()
@@ -353,12 +356,14 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
     begun, never = threading.Event(), threading.Event()
 
     class Interrupted(CpuCopier):
-        def submit(self, work: Callable[[], None], late: bool = False) -> Future[None]:
+        def submit(
+            self, work: Callable[[], None], late: bool = False, into: list[Outcome[None]] | None = None
+        ) -> Outcome[None]:
             if begun.is_set():
                 raise KeyboardInterrupt
-            future = super().submit(work, late)
+            job = super().submit(work, late, into)
             assert begun.wait(60)
-            return future
+            return job
 
     def unit() -> None:
         begun.set()
@@ -371,6 +376,34 @@ def test_ctrl_c_where_a_late_copy_begins_ends_what_has_begun_of_it() -> None:
     assert ran == ["to its end"]
     copier.close()
     assert ran == ["to its end"]
+
+
+def test_ctrl_c_anywhere_in_a_late_copy_returns_when_nothing_is_copied_any_more() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+    never = threading.Event()
+
+    def unit() -> None:
+        begun.append(1)
+        never.wait(0.001)
+        ended.append(1)
+
+    def use(job: CpuJob) -> None:
+        ticket = job.late()
+        try:
+            ticket.fence()
+        except BaseException:
+            ticket.cancel()
+            raise
+
+    copier = CpuCopier(2)
+    files = {copying.__file__, tasks.__file__, threading.__file__, futures.__file__}
+    for _ in interrupted_anywhere(files, lambda: CpuJob(copier, [(1, unit)] * 4), use):
+        count = len(begun)
+        assert len(ended) == count
+        never.wait(0.003)
+        assert len(begun) == count
+    copier.close()
 
 
 def test_a_late_copy_is_a_little_nicer_than_training_and_never_waits_for_an_idle_core() -> None:
