@@ -10,6 +10,7 @@ import enum
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.agent.actions import Action, Request, Tell
 from ckpt.agent.control import AMID, SLOTS_MAX
@@ -25,6 +26,7 @@ LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
 UNKEPT = "no other node has memory for a part of it"
+TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
 
@@ -174,6 +176,8 @@ class Facts:
         self.former_saves = False  # a former job commits what this one went on from: who leaves waits for that
         self._abandoned: deque[int] = deque(maxlen=64)
         self._closing = False
+        self.recovering = False  # what the trainers bring from a former agent is not looked at yet
+        self._told: dict[tuple[Tick, str], dict[str, Any]] = {}  # the newest word on each tick and level, newest last
         self._out: list[Action] = []
 
     # -- facts
@@ -324,8 +328,18 @@ class Facts:
 
     def recovered(self) -> None:
         """After a restart of the agent: `holds` was called for all that there is."""
+        self.recovering = False
         ticks = [str(s.round.tick) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
         self._out.append(Tell({"t": "recovered", "ticks": ticks}))
+
+    def again(self) -> list[dict[str, Any]]:
+        """What is said to a rank that was away, and may not have heard what became of its snapshots meanwhile."""
+        if self.recovering:
+            return []  # `recovered` says it to all
+        ticks = {s.round.tick for s in self.slots if s.round is not None and not s.round.missed}
+        ticks |= {tick for tick, _ in self._told}
+        known = {"t": "recovered", "ticks": sorted(map(str, ticks))}
+        return [known, *({**body, "again": True} for body in self._told.values())]
 
     def staged(self, rank: int, number: int, tick: Tick, slot: int, division: str, stall_s: float) -> None:
         round_ = self._open_round_of(number)
@@ -446,8 +460,10 @@ class Facts:
         self.safe_tick = tick
         for slot in self.slots:
             if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
-                slot.round.peer = Store.DONE if slot.round.peer is Store.NEW else slot.round.peer
                 slot.round.kept = (Kept("", int(whole)),)
+                if slot.round.peer is Store.NEW:  # else it is being copied, and `replicated` tells it
+                    slot.round.peer = Store.DONE
+                    self._tell_level(slot.round.tick, "peer", whole, "" if whole else UNKEPT)
         under_way = self.slots[self.replicating].round if self.replicating is not None else None
         if under_way is not None and not self.undoes_safe:  # who is to keep it may have been decided anew meanwhile
             under_way.kept = self.kept
@@ -656,8 +672,11 @@ class Facts:
         return self.is_planned and not holding
 
     def _tell_level(self, tick: Tick, level: str, ok: bool, message: str) -> None:
-        self._out.append(
-            Tell({"t": "level", "tick": str(tick), "level": level, "ok": ok, "message": message, "step": tick.step})
-        )
+        body = {"t": "level", "tick": str(tick), "level": level, "ok": ok, "message": message, "step": tick.step}
+        self._out.append(Tell(body))
+        self._told.pop((tick, level), None)
+        self._told[tick, level] = body
+        if len(self._told) > TOLD_MAX:
+            del self._told[next(iter(self._told))]
         if level == "store" and not ok and not self.replicates:  # nothing else will be said to who waits for "peer"
             self._tell_level(tick, "peer", False, f"no other node keeps copies, and the store has none: {message}")

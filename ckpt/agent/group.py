@@ -155,7 +155,7 @@ class Group(Verdicts):
             if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
-                if self.replicates and round_.peer is Store.NEW:
+                if round_.peer is Store.NEW and (self.replicates or round_.store is Store.FAILED):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
 
@@ -572,6 +572,7 @@ class Group(Verdicts):
     def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
         number = self._next_round
         self._next_round = number % ROUND_MAX + 1
+        self._told = {key: body for key, body in self._told.items() if key[0] != tick}  # of an attempt that has failed
         slot.state = State.GRANTED
         slot.round = Round(number, slot.number, why, tick, self.division, now_s, sum(self._need))
         return slot.round

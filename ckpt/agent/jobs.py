@@ -247,6 +247,8 @@ class Job(TakenOver):
         self.group.told_before(int(fields.get("verdict") or 0))
         self.group.joined(rank)
         self.group.layout(rank)
+        for body in self.group.again() if resume else ():  # before it can ask for the same ticks anew
+            peer.send(body)
         peer.reply(request_id, {}, fds)
         if self._recovery is not None and len(self._members) == self.world:
             self._recover(self._recovery)

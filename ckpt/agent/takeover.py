@@ -29,7 +29,7 @@ class TakenOver(Carrier):
 
     def recover_from_trainers(self) -> None:
         """This agent takes over a running job: the trainers bring the arenas."""
-        self.taken_over = True
+        self.taken_over = self.group.recovering = True
         self._recovery = Recovery(self.world, len(self.group.slots))
         self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
 

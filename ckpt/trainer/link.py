@@ -332,7 +332,7 @@ class Link:
         elif message.kind == "arena":
             self.slots.on_arena(message)
         elif message.kind == "level":
-            self._in_vain = 0
+            self._in_vain = self._in_vain if fields.get("again") else 0
             self.levels.put(
                 Tick.parse(fields["tick"]), fields["level"], bool(fields["ok"]), str(fields.get("message", ""))
             )
@@ -350,7 +350,7 @@ class Link:
             self._awaited(int(fields["word"]))
         elif message.kind == "recovered":
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
-            self.levels.fail_unknown(known, "the agent was restarted before all ranks had staged it")
+            self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
         elif message.kind == "event":
             told, data = (str(fields["name"]), str(fields["message"])), dict(fields.get("data") or {})
             self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))

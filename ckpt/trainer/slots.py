@@ -169,6 +169,9 @@ class Slots:
         with self._lock:
             if not self._is_present(number, slot, plan):
                 return False
+            ready = slot.plan
+            if ready is not None and ready.offered is plan.offered and ready.encoded == plan.encoded:
+                return True  # it is granted again since other ranks came back, and may hold a snapshot by now
             slot.plan = None
         slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
         slot.arena.begin_fill()

@@ -325,9 +325,12 @@ class FakeRank:
         return answer
 
     def wait_level(self, tick: Tick, level: str, timeout_s: float = 60) -> bool:
+        """As a trainer's: what failed to reach this host's memory reaches nothing else."""
         with self.changed:
-            assert self.changed.wait_for(lambda: (str(tick), level) in self.levels, timeout_s), (tick, level)
-            return self.levels[str(tick), level][0]
+            failed = lambda: not self.levels.get((str(tick), "local"), (True, ""))[0]  # noqa: E731
+            told = lambda: (str(tick), level) in self.levels or failed()  # noqa: E731
+            assert self.changed.wait_for(told, timeout_s), (tick, level)
+            return not failed() and self.levels[str(tick), level][0]
 
     def leave(self, outcome: str = "normal") -> dict[str, Any]:
         told = {"why": "", "left_s": 30.0, "committed": None} if outcome == "notice" else {}
@@ -402,9 +405,13 @@ class FakeRank:
         if message.fds:
             if slot in self.slots:
                 self.slots[slot].close()
+            self.warm.pop(slot, None)
             self.slots[slot] = Arena.adopt(message.fds.pop())
         plan = self.plan
         if plan is None or plan.declaration.division != fields["division"]:
+            return
+        if self.warm.get(slot) == fields["division"]:  # it is granted again, and may hold a snapshot by now
+            self.notify("warm", {"slot": slot, "division": fields["division"]})
             return
         self.slots[slot].begin_fill()
         data_bytes = plan.declaration.staging.data_bytes

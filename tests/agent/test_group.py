@@ -880,6 +880,36 @@ def test_who_waits_for_other_nodes_where_nobody_keeps_copies_hears_that_the_stor
     assert driver.levels("peer") == {str(second): False}
 
 
+def test_who_waits_for_other_nodes_that_have_no_memory_any_more_hears_so_though_the_store_had_failed_before() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    driver.complete()  # which is being copied
+    tick = driver.complete()
+    driver.commit()
+    driver.commit("the disk is full")
+    driver.copy()
+    driver.group.replicates = False
+    assert driver.levels("peer").get(str(tick)) is None
+    driver.complete()
+    assert driver.levels("peer").get(str(tick)) is False
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_waits_for_what_is_found_to_be_safe_after_a_restart_hears_that_it_is(whole: bool) -> None:
+    """What the former agent may have said of it is lost with that."""
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.replicates = driver.group.unsure = True
+    driver.group.holds(0, Tick(40), False)
+    driver.group.holds(1, Tick(50), False)
+    driver.decide()
+    driver.group.found_safe(Tick(40), whole)
+    driver.decide()
+    assert driver.levels("peer") == {str(Tick(40)): whole}
+    driver.copy()
+    driver.decide()
+    assert driver.levels("peer") == {str(Tick(40)): whole, str(Tick(50)): True}
+
+
 def test_what_others_keep_a_part_of_only_is_not_called_safe_and_outdoes_nothing() -> None:
     """For want of memory nobody keeps what this node staged."""
     driver = Driver()
@@ -1251,6 +1281,33 @@ def test_no_memory_at_all_fails_saves_and_nothing_else() -> None:
     driver.decide()
     driver.save(Tick(1, 1))
     assert set(driver.answers("save").values()) == {"save-failed"}
+
+
+def test_a_rank_that_comes_back_hears_what_became_of_its_snapshots_and_of_which_nobody_knows() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    tick = driver.complete()
+    driver.copy()
+    driver.commit()
+    lost = driver.word()  # it takes that one too, and its word for it goes with the connection
+    driver.group.lost(1, 0.0)
+    driver.decide()
+    driver.group.joined(1)
+    known, *levels = driver.group.again()
+    assert known == {"t": "recovered", "ticks": [str(tick)]}
+    assert lost.step > tick.step
+    assert [(each["tick"], each["level"], each["ok"]) for each in levels] == [
+        (str(tick), level, True) for level in ("local", "peer", "store")
+    ]
+    driver.group.layout(1)
+    driver.decide()
+    assert driver.group.planned(3, "d", (100, 100), 3)
+    driver.make_ready()
+    newer = driver.word()
+    driver.stage(newer.round, Tick(newer.step), newer.slot)
+    assert {str(tick), str(Tick(newer.step))} <= set(driver.group.again()[0]["ticks"])
+    driver.group.recovering = True  # it is another agent's that was started again
+    assert driver.group.again() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,7 +16,7 @@ from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.plan.division import undivided
 from ckpt.tasks import Tasks
 from ckpt.trainer.slots import Offer, Plan, Slots
-from ckpt.types import Tick
+from ckpt.types import Epoch, Identity, Tick
 from tests.trainer.snapshots import FRAME_BYTES, walk_of
 
 HERE = (0, 1, "rank=0")
@@ -94,6 +94,21 @@ def test_a_slot_is_warm_once_its_arena_is_bound_for_the_plan_that_it_was_granted
     made.settle()
     assert made.told == [("warm", "a"), ("warm", "b")]
     assert made.slots.by_number[0] is slot
+
+
+def test_a_slot_that_is_granted_again_for_the_same_keeps_what_it_holds_by_now(made: Made) -> None:
+    """Ranks of another node came back while this one's word that it is warm was on its way: it counts for the second
+    grant, too, and what is staged then must not go when that arrives."""
+    held = Identity(Epoch(1, "0" * 16), Tick(5))
+    made.slots.offer(ONE)
+    for arena in (made.arena, None):
+        made.slots.on_plan(planned(ONE, "a"), *HERE)
+        made.slots.on_arena(granted("a", arena))
+        made.settle()
+        if arena is not None:
+            made.arena.seal(held, 0, 1, 1200, made.slots.by_number[0].declared, b"", b"", b"")
+    assert made.told == [("warm", "a")] * 2
+    assert made.arena.header().identity == held
 
 
 def test_a_plan_for_a_structure_that_is_gone_makes_nothing_ready(made: Made) -> None:

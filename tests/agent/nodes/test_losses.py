@@ -11,7 +11,7 @@ from ckpt.errors import NoCheckpoint
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.types import Tick
 from tests.agent.fake import full
-from tests.agent.nodes.cluster import Cluster, together, train
+from tests.agent.nodes.cluster import LEVELS, Cluster, together, train
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +105,21 @@ def test_one_node_after_the_other_may_be_lost_once_what_has_lost_its_copies_has_
     assert decision.fields["candidate"]["step"] == step == cluster.job[0].step
     assert set(cluster.fetched()) == {"local"}
     assert cluster.checkpoint("local") > step
+
+
+def test_a_rank_whose_agent_was_gone_hears_what_has_become_of_its_snapshots_meanwhile(cluster: Cluster) -> None:
+    cluster.start(0, 1)
+    tick = Tick(cluster.checkpoint("peer"))
+    far = cluster.job[1]
+    cluster.kill_agent(1)
+    assert far.lost.wait(60)
+    far.levels.clear()
+    cluster.allow_commits()
+    near = cluster.job[0]
+    with near.changed:
+        assert near.changed.wait_for(lambda: near.levels.get((str(tick), "store"), (False, ""))[0], 60), near.levels
+    cluster.come_back(1)
+    assert {level: ok for (at, level), (ok, _) in far.levels.items() if at == str(tick)} == dict.fromkeys(LEVELS, True)
 
 
 def test_copies_that_are_made_again_keep_to_the_limit_of_the_network(cluster: Cluster) -> None:
