@@ -1,6 +1,7 @@
 """Who keeps copies of whose state, within what each node lends.
 
 Groups (plan/groups.py) say what is best; then room decides. At the end, for `place_copies`:
+- a first copy of each state comes before a second of any, and so on;
 - no copy is left out while a node that does not keep that state yet has room for it (it may exist all the same: packing
   states of different sizes at best is hard, and only one other copy is moved out of the way at a time);
 - all copies of a state lie in its owner's domain, at any level, only where no node outside has room;
@@ -33,11 +34,12 @@ def place_copies(
     count = len(rest) // copies
     sizes = [copies] * (count - 1) + [len(rest) - copies * (count - 1)]
     groups = [plan.ring(group, copies) for group in grouped(rest, sizes, copies - 1, before)]
-    for group in groups:
-        for i, owner in enumerate(group):
-            if owner in plan.holders:
-                for j in range(1, copies):
-                    plan.keep_if_room(owner, group[(i + j) % len(group)])
+    for further_on in range(1, copies):  # a first copy of each before a second of any
+        for group in groups:
+            for i, owner in enumerate(group):
+                if owner in plan.holders:
+                    plan.keep_if_room(owner, group[(i + further_on) % len(group)])
+        plan.fill(len(whole) + further_on)
     plan.settle()
     return [*groups, *((id,) for id in whole)], plan.holders
 
@@ -91,42 +93,46 @@ class _Copies:
 
     def settle(self) -> None:
         """Copies that are missing, and copies that should lie elsewhere, until neither can be helped. Comes to an end:
-        the number of copies only grows, and between two that come in, each move leaves fewer domains exposed."""
+        the number of copies only grows, between two that come in they are spread more evenly, and then each move leaves
+        fewer domains exposed."""
         more = True
         while more:
-            more = False
-            for owner in self.holders:
-                while self._one_more(owner):
-                    more = True
+            more = sum(self.fill(count) for count in range(1, self.wanted + 1)) > 0
             moved = 1
             while moved:
                 moved = sum(self._one_outside(owner, at) for at in range(self.depth) for owner in self.holders)
                 more = more or moved > 0
 
+    def fill(self, count: int) -> int:
+        """One more copy of each state that has less than so many, where one can be had; how many came."""
+        by_size = sorted(self.holders, key=lambda id: -self.nodes[id].bytes)  # the largest is hardest to find room for
+        return sum(len(self.holders[owner]) < count and self._one_more(owner) for owner in by_size)
+
     def keep_if_room(self, owner: str, holder: str) -> bool:
-        if self.room[holder] < self.nodes[owner].bytes:
+        if self.room[holder] < self.nodes[owner].bytes or holder in self.holders[owner]:
             return False
         self.room[holder] -= self.nodes[owner].bytes
         self.holders[owner].append(holder)
         return True
 
     def _one_more(self, owner: str) -> bool:
-        """One more copy where one is missing: on a node with room, else where another owner's copy can make room."""
-        if len(self.holders[owner]) >= self.wanted:
-            return False
-        size = self.nodes[owner].bytes
+        """One more copy where one is missing: on a node with room, else where a copy of another state can make room, by
+        lying elsewhere, or not at all where of that one there are two more."""
+        size, count = self.nodes[owner].bytes, len(self.holders[owner])
         if free := self._with_room(owner):
             return self.keep_if_room(owner, self._best(owner, free))
-        for other, held in self.holders.items():
-            instead = self._with_room(other)
-            for holder in held if instead else ():
-                if holder in self.whole:
-                    continue
-                fits = self.room[holder] + self.nodes[other].bytes >= size
-                if fits and holder != owner and holder not in self.holders[owner]:
-                    self._drop(other, holder)
-                    self.keep_if_room(other, self._best(other, instead))
-                    return self.keep_if_room(owner, holder)
+        for elsewhere in (True, False):
+            for other, held in self.holders.items():
+                instead = self._with_room(other) if elsewhere else []
+                for holder in held if instead or not (elsewhere or len(held) < count + 2) else ():
+                    if holder in self.whole:
+                        continue
+                    fits = self.room[holder] + self.nodes[other].bytes >= size
+                    if fits and holder != owner and holder not in self.holders[owner]:
+                        self._drop(other, holder)
+                        if instead:
+                            self.keep_if_room(other, self._best(other, instead))
+                        return self.keep_if_room(owner, holder)
         return False
 
     def _one_outside(self, owner: str, level: int) -> bool:

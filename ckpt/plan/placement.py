@@ -6,6 +6,9 @@ Guarantees of `place`, for any number of nodes:
 - nobody keeps its own state for others, or more than it lends (in all generations at once);
 - no copy is left out while some node has room for it; parity is left out only where its group, widened by every node
   with room, cannot keep it;
+- what is lent goes evenly: a first copy of each state comes before a second of any, and one parity of all before two of
+  some, for a checkpoint of which one state is kept by nobody is lost with its node (packing is hard: where states
+  differ in size it may be missed);
 - with copies, a memory-only node that lends enough keeps one of each state; where none does a note says so;
 - what is lost together is apart as far as can be (plan/groups.py); with copies, one lies outside the owner's domain,
   at each level, wherever a node outside has room;

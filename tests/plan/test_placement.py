@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -339,6 +340,30 @@ def test_two_parities_become_one_before_none():
     assert "too little memory is lent" in placement.shortfalls[0].why
 
 
+@pytest.mark.parametrize("count", [4, 7, 8, 12])
+def test_what_is_too_little_for_the_parity_asked_for_is_enough_for_less_of_all_states(count):
+    """As with copies: what one group has no parity of is lost with any of its nodes, and the checkpoint with that."""
+    for pages in (20, 30, 40):  # 3 + 1 nodes need 20 each, 2 + 2 need 60
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * pages * PAGE) for i in range(count)]
+        placement = place(lent, Parity(2, 2))
+        assert min(kept.losses for kept in placement.kept) >= 1
+        is_sound(lent, placement, Parity(2, 2))
+
+
+@pytest.mark.parametrize("option", [Parity(2, 2), Parity(3, 1)])
+def test_where_groups_are_too_short_for_what_is_lent_they_are_as_long_as_it_takes(option):
+    lent = [trainer(f"n{i:02d}", lend=GENERATIONS * 9 * PAGE) for i in range(8)]  # 7 + 1 nodes need 9 pages each
+    assert {kept.losses for kept in place(lent, option).kept} == {1}
+
+
+def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
+    """The agent that places it does nothing else meanwhile."""
+    began_s = time.process_time()
+    lent = [trainer(f"n{i:03d}", nbytes=1000 * PAGE, lend=GENERATIONS * PAGE) for i in range(128)]
+    assert {kept.losses for kept in place(lent, Parity(6, 2)).kept} == {0}
+    assert time.process_time() - began_s < 5  # one helper after the other takes a minute
+
+
 def test_fewer_nodes_than_were_asked_for_is_said():
     alone = place(many(1), Replicas(1))
     assert [(s.got, s.why) for s in alone.shortfalls] == [(0, "there is no other node")]
@@ -357,6 +382,22 @@ def test_a_copy_moves_out_of_the_way_of_one_that_fits_nowhere_else():
     placement = place(nodes, Replicas(1))
     assert holders(placement) == {"a": ("c",), "b": ("c",), "c": ("b",)}
     assert placement.shortfalls == ()
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 8, 16])
+def test_no_state_has_one_copy_more_than_there_is_room_for_of_each(count):
+    """A state of which there is none makes the copies of the others worth nothing: no checkpoint outlives its node."""
+    for asked, room in itertools.combinations_with_replacement(range(1, min(count, 6)), 2):
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * room) for i in range(count)]
+        assert {kept.losses for kept in place(lent, Replicas(asked)).kept} == {asked}
+        lent = [trainer(f"n{i:02d}", lend=GENERATIONS * STATE * asked) for i in range(count)]
+        assert {kept.losses for kept in place(lent, Replicas(room)).kept} == {asked}
+
+
+def test_a_second_copy_gives_way_to_the_first_one_of_a_larger_state():
+    pages = {"a": (2, 4), "b": (1, 1), "c": (4, 3)}  # of state, and of room
+    lent = [trainer(name, nbytes=size * PAGE, lend=GENERATIONS * room * PAGE) for name, (size, room) in pages.items()]
+    assert [kept.losses for kept in place(lent, Replicas(2)).kept] == [1, 1, 1]
 
 
 # -- stability
