@@ -29,6 +29,8 @@ from ckpt.storage.names import shown
 if TYPE_CHECKING:
     from ckpt.agent.lending import Lend
 
+LENT_BYTES_MIN = 1 << 20  # each arena has at least that
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parse(arguments)
@@ -78,6 +80,8 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
     from ckpt.agent.client import places
     from ckpt.agent.lending import LendingNode
 
+    if terms.memory_bytes < LENT_BYTES_MIN:
+        raise UsageError(f"no snapshot fits into {terms.memory_bytes} bytes; give a unit, such as 64GiB")
     free = memory.free_bytes()
     if terms.memory_bytes > free:
         raise UsageError(

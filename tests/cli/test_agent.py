@@ -172,6 +172,14 @@ def test_more_memory_than_the_machine_has_is_refused(
     assert "lend less" in said.err
 
 
+def test_memory_without_a_unit_that_no_snapshot_fits_into_is_refused(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", "64")
+    assert said.code == Exit.USAGE
+    assert "64GiB" in said.err
+
+
 @pytest.mark.parametrize("where", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
 def test_what_is_no_address_is_refused(
     where: str, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
