@@ -89,6 +89,19 @@ def test_from_the_answer_to_a_start_until_its_outcome_what_was_listed_stays_thou
     assert at_work.save("peer").step > newest.tick.step
 
 
+def test_from_the_answer_to_a_start_until_its_outcome_no_memory_that_was_listed_is_made_anew(
+    at_work: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """The start has reached one node only. The job before it has a larger state from here on."""
+    starting, node = liar("starting"), node_of(at_work, 1)
+    listed = held(starting, node).holders
+    for rank in at_work.job:
+        rank.relayout(extra=1 << 20)
+    at_work.await_event("memory.short")
+    assert listed
+    assert held(starting, node).holders == listed
+
+
 def test_a_coordinator_that_was_asked_decides_nothing_until_the_outcome_and_is_superseded_by_it(
     at_work: Cluster, liar: Callable[..., Liar]
 ) -> None:
