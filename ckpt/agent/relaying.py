@@ -1,8 +1,9 @@
 """Notices that another node than the coordinator's hears, on their way to it. Pure.
 
 That node says all that stands there, each time something changes and when its ranks join again: so a word that was lost
-with a connection is made up for. Clocks of two hosts differ: how much time is left travels, not the time. What is told
-as passed was ahead when it was heard first: nobody who hears of it only now leaves by it.
+with a connection is made up for. Clocks of two hosts differ, and one may be set anew between two tellings: how much
+time is left travels, not the time, and once a notice is heard its time goes by the monotonic clock. What is told as
+passed was ahead when it was heard first: nobody who hears of it only now leaves by it.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ class Standing:
     """What stands on this node, for the coordinator."""
 
     def __init__(self) -> None:
-        self._notices: dict[Name, tuple[Notice, When]] = {}
+        self._notices: dict[Name, tuple[Notice, When, float]] = {}  # and its deadline, on the monotonic clock
 
     def hear(self, word: Word, when: When = When.IN_TIME) -> None:
         if isinstance(word, Notice):
-            self._notices[word.source, word.key] = word, when
+            by_s = time.monotonic() + word.deadline_s - time.time()
+            self._notices[word.source, word.key] = word, when, by_s
         else:
             self._notices.pop((word.source, word.key), None)
 
-    def told(self, now_s: float | None = None) -> list[dict[str, Any]]:
-        """`now_s`: Unix time."""
-        now_s = time.time() if now_s is None else now_s
+    def told(self) -> list[dict[str, Any]]:
+        now_s = time.monotonic()
         return [
             {
                 "source": notice.source[:200],
                 "key": notice.key[:200],
-                "left_s": notice.deadline_s - now_s,
+                "left_s": by_s - now_s,
                 "certain": notice.certain,
                 "message": notice.message[:500],
                 "when": when.value,
             }
-            for notice, when in list(self._notices.values())[-NOTICES_MAX:]
+            for notice, when, by_s in list(self._notices.values())[-NOTICES_MAX:]
         ]
 
 

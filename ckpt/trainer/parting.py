@@ -46,7 +46,7 @@ class Parting:
         self._settings = settings
         self._restart_follows = settings.restarts_left > 0
         self._signals: Signals | None = None
-        self._came: list[Notice] = []
+        self._came: dict[str, float] = {}  # signals by their names, and until when each leaves, on the monotonic clock
         self._stop = Flag()  # listening; other threads of `tasks` may still be needed then
         self._changed = Condition()
         self._at_work = False  # whether the thread that tells and ends is there
@@ -145,7 +145,7 @@ class Parting:
 
     def _names(self) -> list[str]:
         """Of what came here, as an outcome names them."""
-        return sorted(f"{SIGNAL} {notice.key}" for notice in self._came)
+        return sorted(f"{SIGNAL} {key}" for key in self._came)
 
     def _write_outcome(self, why: str, left_s: float, error: AgentError) -> None:
         terms, newest = self._link.terms, self._link.levels.newest("store")
@@ -194,9 +194,10 @@ class Parting:
             return
         if self._signals is not None and word.key == signal.SIGUSR1.name:
             self._signals.consume(signal.SIGUSR1)  # it says nothing but that: to whom else should it be delivered?
-        self._bring_forward(time.monotonic() + word.deadline_s - time.time())
+        by_s = time.monotonic() + word.deadline_s - time.time()  # here and now: this host's clock may be set meanwhile
+        self._bring_forward(by_s)
         with self._changed:
-            self._came.append(word)
+            self._came[word.key] = by_s
         self._attend()
 
     def _on_repeat(self, number: signal.Signals) -> None:
@@ -232,7 +233,7 @@ class Parting:
         heard = (-1, 0)  # the restarts of the agent, and how many notices it was told
         while True:
             with self._changed:
-                came, by_s, exiting, closed = list(self._came), self.leave_by_s, self._exiting, self._closed
+                came, by_s, exiting, closed = dict(self._came), self.leave_by_s, self._exiting, self._closed
                 end = self._link.end
             if closed:
                 return
@@ -247,11 +248,11 @@ class Parting:
                 if not self._closed and self._link.end is end and len(self._came) == len(came):
                     self._changed.wait(min(max(left_s, 0.0), AGAIN_S))
 
-    def _tell(self, came: list[Notice], heard: tuple[int, int]) -> tuple[int, int]:
+    def _tell(self, came: dict[str, float], heard: tuple[int, int]) -> tuple[int, int]:
         restarts = self._link.restarts
         try:
-            for notice in came:
-                told = {"key": notice.key, "left_s": notice.deadline_s - time.time()}  # other hosts have other clocks
+            for key, by_s in came.items():
+                told = {"key": key, "left_s": by_s - time.monotonic()}  # other hosts have other clocks
                 self._link.request("notice", told, TELL_S)
         except CkptError:
             return heard  # there is no agent just now

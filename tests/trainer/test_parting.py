@@ -147,6 +147,26 @@ def test_a_signal_is_told_by_the_time_that_is_left_since_the_coordinator_may_hav
     assert 0.0 < told["left_s"] <= 30.0
 
 
+@pytest.mark.parametrize("by_s", [20.0, -3600.0])
+def test_a_clock_that_is_set_after_a_signal_came_does_not_move_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, by_s: float
+) -> None:
+    """An agent that is started again is told of it as well, which may be a while later."""
+    link = Hears()
+    with Tasks("rank", pool_size=1) as tasks:
+        parting = Parting(cast(Link, link), tasks, Events(), read({}))
+        parting._on_signal(Notice(time.time() + 30.0, "signal", True, "SIGTERM", ""))
+        assert link.told.wait(30)
+        link.told.clear()
+        right_s = time.time
+        monkeypatch.setattr(time, "time", lambda: right_s() + by_s)
+        link.restarts += 1
+        assert link.told.wait(30)
+        parting.end_threads()
+    first, again = link.heard
+    assert first["left_s"] - 9.0 < again["left_s"] <= first["left_s"]
+
+
 def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, is_ended = list[int](), threading.Event()
     settings = read({"CKPT_NOTICES": "off"})
