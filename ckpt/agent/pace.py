@@ -12,6 +12,7 @@ STEP_S = 1.0  # a step, before one was measured
 PACE_S = 1.0  # a pace is measured over at least so long
 LONG = 3  # a step that has taken so many times as long as usual may take any time: an evaluation is in it
 LONG_S = 0.01  # and no step is long that takes less
+DOUBTS_MAX = 10  # times that it is doubted: a step that takes a thousand times as long is one of which nothing is known
 TOLD_S = 1.0  # where ranks of other nodes are is known so much later
 
 
@@ -61,7 +62,7 @@ class Pace:
 
     def missed_poll(self, step: int) -> None:
         """What was appointed at a poll of that step came to nothing: it ended sooner, say."""
-        self._in_vain, self._vain_step = self._in_vain + (step != self._vain_step), step
+        self._in_vain, self._vain_step = min(self._in_vain + (step != self._vain_step), DOUBTS_MAX), step
 
     def completed(self) -> None:
         """What was appointed became complete, wherever that was."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.agent.control import SUB_MAX
-from ckpt.agent.pace import LONG, STEP_S, Pace
+from ckpt.agent.pace import DOUBTS_MAX, LONG, STEP_S, Pace
 from ckpt.types import Tick
 
 
@@ -114,3 +114,15 @@ def test_a_step_has_to_take_twice_as_long_each_time_that_polls_of_another_one_ca
     assert looks(11, 2 * LONG + 0.1) == (False, True)
     pace.completed()
     assert looks(11, LONG + 0.1) == (True, True)
+
+
+def test_however_many_evaluations_came_to_nothing_one_that_can_be_saved_in_is_tried_again() -> None:
+    pace, now_s = trained(1.0)
+    for step in range(10, 2000):
+        pace.missed_poll(step)
+    for for_s, is_long in ((LONG * 2**DOUBTS_MAX - 1.0, False), (LONG * 2**DOUBTS_MAX + 1.0, True)):
+        pace.see(now_s + for_s, [2000] * 2, [1, 1], [now_s, None], None)
+        assert pace.is_long is is_long
+    for _ in range(DOUBTS_MAX):
+        pace.completed()
+    assert pace.is_poll_next
