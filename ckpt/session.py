@@ -453,7 +453,7 @@ class Checkpointer:
             restarts = link.restarts
             try:
                 self._save_now("exit", tick, {}, deadline)
-                parts.saver.wait(tick, "store", max(0.0, deadline - time.monotonic()))
+                parts.saver.wait(tick, "store", max(0.0, deadline - time.monotonic()), "exit")
                 return parting.leave("normal", deadline)
             except CkptError as exc:
                 failure = exc

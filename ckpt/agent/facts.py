@@ -304,11 +304,11 @@ class Facts:
         if self._start_step is not None and not self._retries:
             self._due_s = min(self._due_s, now_s + local_s)
 
-    def wanted(self, tick: Tick) -> None:
-        """Somebody waits until that snapshot is in the store: it does not skip the level."""
+    def wanted(self, tick: Tick, why: Why = Why.SAVE) -> None:
+        """Somebody waits until that snapshot is in the store: it does not skip the level. `why`: EXIT at the end."""
         for slot in self.slots:
             if slot.round is not None and slot.round.tick == tick and slot.round.why is Why.STEP:
-                slot.round.why = Why.SAVE
+                slot.round.why = why
 
     def resumed(self, now_s: float) -> None:
         """The agent was started again beside trainers that are at work."""

@@ -275,7 +275,7 @@ class Job(TakenOver):
             case "missed":
                 group.missed(rank, int(fields["round"]), str(fields["why"]))
             case "save":
-                kind = Why.EXIT if fields["why"] == "exit" else Why.SAVE
+                kind = _why(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
                 group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
             case "unsavable":
@@ -283,7 +283,7 @@ class Job(TakenOver):
             case "held":
                 group.held(rank, int(fields["round"]), (peer, int(fields["id"])))
             case "wanted":
-                group.wanted(Tick.parse(str(fields["tick"])))
+                group.wanted(Tick.parse(str(fields["tick"])), _why(fields))
             case "leave":
                 in_order = fields.get("outcome") != "exception"
                 sent_away = fields.get("outcome") == "notice"
@@ -529,6 +529,10 @@ class Job(TakenOver):
         if not 0 <= values_bytes <= VALUES_BYTES_MAX:
             raise UsageError(f"values_bytes is {values_bytes}, not within 0 and {VALUES_BYTES_MAX}")
         return Held(coordinate, layout, hashes, str(fields["tick"]), values_bytes)
+
+
+def _why(fields: dict[str, Any]) -> Why:
+    return Why.EXIT if fields["why"] == "exit" else Why.SAVE
 
 
 def finite(value: Any, name: str) -> float:

@@ -179,7 +179,10 @@ class Verdicts(Leaving):
         elif self.members.seen.any_left or self._at_end:
             return  # it has come to its end in order: the others do, too; or all have, and wait for the commit
         elif now_s >= last_s or (now_s >= boundary_s and not self._somebody_holds()):
-            self._end("no boundary came in time", True, signals)
+            short = min(each.told_s for each in signals) >= last_s
+            self._end(
+                "there was no time to wait for a boundary" if short else "no boundary came in time", True, signals
+            )
 
     def _end(self, why: str, wait: bool, signals: list[Standing]) -> None:
         deadline_s = min(each.deadline_s for each in signals)

@@ -91,7 +91,7 @@ class Link:
     _page: ControlPage | None = None
     _old_pages: list[ControlPage] = field(default_factory=list)
     _entered: tuple[int, int] = (0, 0)
-    _wanted: Tick | None = None  # that somebody waits for until it is in the store
+    _wanted: tuple[Tick, str] | None = None  # that somebody waits for until it is in the store, and why
     _gave_up: dict[str, str] | None = None  # the newest save that this rank does not ask for, or no longer does
     _looked: tuple[int, int, list[int]] = (0, 0, [])  # the last boundary, and the words that were seen there
     _standing: tuple[float, list[dict[str, Any]]] = (0.0, [])  # notices, and when they were told
@@ -307,10 +307,10 @@ class Link:
         with self._lock:
             return round_ in (self._left_by, self._page.leaves() if self._page is not None else 0)
 
-    def want(self, tick: Tick) -> None:
-        """Somebody waits until that snapshot is in the store. A hint."""
-        self._wanted = tick
-        self._notify("wanted", {"tick": str(tick)})
+    def want(self, tick: Tick, why: str) -> None:
+        """Somebody waits until that snapshot is in the store. A hint, also for the next agent. `why`: of the save."""
+        self._wanted = tick, why
+        self._notify("wanted", {"tick": str(tick), "why": why})
 
     def _notify(self, kind: str, fields: dict[str, Any], blobs: list[bytes] | None = None) -> None:
         connection = self._connection
@@ -422,6 +422,8 @@ class Link:
                 self._reconnecting = False
             self.restarts += 1
             self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
+            if self._wanted is not None:
+                self.want(*self._wanted)
             self._look_for_wanted()
             return
         with self._lock:
@@ -434,9 +436,10 @@ class Link:
     def _look_for_wanted(self) -> None:
         """What somebody waits for may be in the store, and nobody left to say so: whoever has put it there is dead, and
         the other ranks, without whom the next agent knows of nothing, have heard it and left."""
-        tick, terms, connection = self._wanted, self.terms, self._connection
-        if tick is None or terms is None or connection is None or self.levels.level(tick) == "store":
+        wanted, terms, connection = self._wanted, self.terms, self._connection
+        if wanted is None or terms is None or connection is None or self.levels.level(wanted[0]) == "store":
             return
+        tick, _ = wanted
         with contextlib.suppress(CkptError):
             identity = Identity(Epoch.parse(terms.epoch), tick)
             if connection.request("stored", {"identity": str(identity)}).fields["stored"]:

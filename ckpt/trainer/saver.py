@@ -166,13 +166,14 @@ class Saver:
         if missed:
             raise NotStaged(f"step {tick.step} was not staged: {missed}")
 
-    def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
-        """On any thread. Returns when that tick has reached `level`. Errors: SaveFailed; UsageError."""
+    def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
+        """On any thread. Returns when that tick has reached `level`. `why`: as for `save`. Errors: SaveFailed;
+        UsageError."""
         began_s = time.monotonic()
         if threading.current_thread() is self.thread:  # nobody else could end copies that run under the step
             self.quiet(timeout_s)
         if level == "store":
-            self.link.want(tick)
+            self.link.want(tick, why)
         left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began_s))
         self.link.levels.wait(tick, level, left_s)
 

@@ -832,6 +832,19 @@ def test_they_end_when_none_comes_to_a_boundary_within_a_few_steps() -> None:
     assert driver.answers("held")[0]["leave"] is True
 
 
+@pytest.mark.parametrize("lead_s", [0.5, END_S, END_S + 0.5])
+def test_of_a_signal_that_leaves_no_time_it_is_not_said_that_no_boundary_came(lead_s: float) -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.train(2.0)
+    driver.warn(lead_s, source=SIGNAL, key="SIGTERM", when=When.AT_ONCE)
+    driver.now_s += 1.0
+    driver.decide()
+    (end,) = driver.ends()
+    short = "there was no time to wait for a boundary"
+    assert end["why"] == (short if lead_s <= END_S else "no boundary came in time")
+
+
 @pytest.mark.parametrize("why", [Why.SAVE, Why.EXIT])
 def test_ranks_that_wait_in_a_save_for_its_turn_are_at_a_boundary(why: Why) -> None:
     driver = Warned(slots=1)
@@ -991,6 +1004,21 @@ def test_so_they_do_where_a_last_appointment_was_made_already() -> None:
     driver.commit()
     (body,) = driver.outcomes()
     assert (body["how"], body["level"], body["error"]) == ("left", "store", "")
+
+
+def test_so_they_do_where_the_agent_was_started_again_in_that_commit() -> None:
+    """It learns from whoever waits that it is the last one."""
+    driver = Warned()
+    driver.train(2.0)
+    driver.group.holds(1, Tick(20), False)
+    driver.group.wanted(Tick(20), Why.EXIT)
+    signalled(driver)
+    driver.now_s += 20.0
+    driver.decide()
+    assert (driver.ends(), driver.word()) == ([], None)
+    driver.commit()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"]) == ("left", "store", 20)
 
 
 @pytest.mark.parametrize(("lead_s", "said"), [(10.0, ["left"]), (3600.0, [])])

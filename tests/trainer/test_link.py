@@ -17,17 +17,20 @@ from ckpt.settings import Settings, read
 from ckpt.tasks import Tasks
 from ckpt.trainer import link
 from ckpt.trainer.link import Link
+from ckpt.types import Tick
 
 
 class Away(Link):
-    """`says`: what each try meets; after that it is let in."""
+    """`says`: what each try meets; after that it is let in. `told`: what the agent was told then."""
 
     says: list[AgentError]
+    told: list[dict[str, Any]]
 
     def _rejoin(self) -> None:
         if self.says:
             raise self.says.pop(0)
-        self._connection = cast(Connection, SimpleNamespace(is_open=True, close=lambda: None))
+        notify = lambda kind, fields, blobs: self.told.append({"t": kind, **fields})  # noqa: E731
+        self._connection = cast(Connection, SimpleNamespace(is_open=True, close=lambda: None, notify=notify))
 
 
 def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them(runtime_dir: Path) -> None:
@@ -74,3 +77,15 @@ def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_
         assert made.is_given_up != comes_back
         made.close()
     assert [event.name for event in seen][-1] == ("agent.restarted" if comes_back else "agent.given_up")
+
+
+@pytest.mark.parametrize("why", ["save", "exit"])
+def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_that_is_the_last(why: str) -> None:
+    with Tasks("away") as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing)
+        made.says, made.told = [], []
+        made.want(Tick(7), why)
+        made._reconnect()
+        assert made.told == [{"t": "wanted", "tick": str(Tick(7)), "why": why}]
+        made.close()
