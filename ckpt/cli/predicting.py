@@ -102,7 +102,7 @@ def _facts(recorded: Recorded, found: Found) -> dict[str, Any]:
 
 
 def _say(recorded: Recorded, found: Found) -> None:
-    from ckpt.cli.view import span
+    from ckpt.policy.adaptive import span
 
     score = found.score
     readings = sum(len(run.times_s) for run in recorded.runs)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.cli import out
+from ckpt.policy.adaptive import span
 
 Facts = dict[str, Any]
 Row = tuple[str, str, str]  # label, text, style; without a label it belongs to the one before
@@ -356,16 +357,3 @@ def _predictions(found: Facts | None) -> Iterator[Row]:
         number += 1
     if unseen:
         yield "foreseen" * (not number), f"nothing seen yet of {', '.join(unseen)}", ""
-
-
-def span(seconds: float) -> str:
-    """How long, for people: to two units at most."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    for small, large, unit, units in ((1, 60, "s", "min"), (60, 3600, "min", "h"), (3600, 86_400, "h", "d")):
-        if seconds < 100 * large or units == "d":
-            whole, rest = divmod(round(seconds / small), large // small)
-            return f"{whole} {units}" + (f" {rest} {unit}" if rest and whole < 10 else "")
-    raise AssertionError("unreachable")

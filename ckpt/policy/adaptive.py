@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt.errors import UsageError
+from ckpt.policy.every import LEAST, MOST, is_limit
 from ckpt.policy.levels import Measured
 
 LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]
@@ -40,17 +41,14 @@ class Adaptive:
     at_risk_s: float | None = None
 
     def __post_init__(self) -> None:
-        _limit("overhead", self.overhead, 1.0, "a part of the run's time, more than 0, at most 1")
-        if self.store_mb_s is not None:
-            _limit("store_mb_s", self.store_mb_s, math.inf, "megabytes per second, more than 0, or None")
-        if self.at_risk_s is not None:
-            _limit("at_risk_s", self.at_risk_s, math.inf, "seconds, more than 0, or None")
-
-
-def _limit(name: str, value: object, most: float, what: str) -> None:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most and value < math.inf
-    if not right:
-        raise UsageError(f"ckpt.Adaptive({name}={value!r}): {what}")
+        if not is_limit(self.overhead, 1.0):
+            raise UsageError(
+                f"ckpt.Adaptive(overhead={self.overhead!r}): a part of the run's time, from {LEAST:g} to 1"
+            )
+        for name, unit in (("store_mb_s", "megabytes per second"), ("at_risk_s", "seconds")):
+            value = getattr(self, name)
+            if value is not None and not is_limit(value):
+                raise UsageError(f"ckpt.Adaptive({name}={value!r}): {unit}, from {LEAST:g} to {MOST:g}, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +95,18 @@ class Decision(Chosen):
         m = self.measured
         local, store, costs = _WHY[self.local_by], _WHY[self.store_by], ""
         if self.local_by != "start":
-            local += f"; it stalls {_span(m.snapshot_stall_s)} ({self.stalls} measured)"
+            local += f"; it stalls {span(m.snapshot_stall_s)} ({self.stalls} measured)"
         if self.store_by != "start":
             slows = f"slows training by {_share(m.slowdown)}"
-            store += f"; it takes {_span(m.commit_s)}, {slows} ({self.commits} measured)"
+            store += f"; it takes {span(m.commit_s)}, {slows} ({self.commits} measured)"
             costs = f"; saving costs {_share(self.saving)}, with failures {_share(self.overhead)}"
         if self.unmet:
             costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet)}"
         return (
-            f"a snapshot every {_span(self.local_s)}: {local}; "
-            f"memory is needed every {_span(1 / m.memory_rate)} ({self.memory_failures} failures seen)\n"
-            f"a commit every {_span(self.store_s)}: {store}; "
-            f"the store is needed every {_span(1 / m.store_rate)} ({self.store_failures} failures seen){costs}"
+            f"a snapshot every {span(self.local_s)}: {local}; "
+            f"memory is needed every {span(1 / m.memory_rate)} ({self.memory_failures} failures seen)\n"
+            f"a commit every {span(self.store_s)}: {store}; "
+            f"the store is needed every {span(1 / m.store_rate)} ({self.store_failures} failures seen){costs}"
         )
 
 
@@ -129,12 +127,17 @@ _WHY = {
 }
 
 
-def _span(seconds: float) -> str:
-    """To two or three digits, in the unit that people would use."""
-    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+def span(seconds: float) -> str:
+    """How long, for people: to two units at most."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds else "0 s"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    for small, large, unit, units in ((1, 60, "s", "min"), (60, 3600, "min", "h"), (3600, 86_400, "h", "d")):
+        if seconds < 100 * large or units == "d":
+            whole, rest = divmod(round(seconds / small), large // small)
+            return f"{whole} {units}" + (f" {rest} {unit}" if rest and whole < 10 else "")
+    raise AssertionError("unreachable")
 
 
 def _share(part: float) -> str:

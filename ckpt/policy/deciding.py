@@ -64,7 +64,7 @@ def decide(
     `current`: what was decided before and is in force; None: nothing was. `slots`: for how many snapshots there is
     memory; with one, each is committed before the next is taken. `unsaved_s`: ckpt.Limits(unsaved_s=): a job that has
     no commit for so long leaves, so one lands twice as often, or at least as often as that where a commit takes long.
-    Errors: UsageError where nodes is below 1, or unsaved_s is no number above 0.
+    Errors: UsageError where nodes is below 1, or unsaved_s is none that ckpt.Limits takes.
 
     Pure: the same arguments, the same answer. It takes a fraction of a millisecond: ask after every observation that
     matters (a snapshot, a commit, a failure), and now and then while nothing happens, since that is news as well.
@@ -191,6 +191,9 @@ class _Limits(Adaptive):
     """All that are kept."""
 
     unsaved_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """The user's were checked; those that `surely` makes of them may be tighter than any that a user may give."""
 
 
 class _Needs:

@@ -60,6 +60,8 @@ STEPS_APART = 3  # snapshots that go by the clock, at least: one is announced tw
 # A connection has to move 16 KiB in 30 s, or counts as stuck, and 64 of them may share what there is (agent/peers).
 PEER_BANDWIDTH_MIN = 1 << 16
 
+LEAST, MOST = 1e-9, 1e18  # of a limit by which intervals are chosen: what follows from one beyond is no number
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -88,7 +90,12 @@ class Limits:
         if self.exit_s is None:
             raise UsageError("ckpt.Limits(exit_s=None): a number of seconds")
         _positive("ckpt.Limits(exit_s=)", self.exit_s)
-        _positive("ckpt.Limits(unsaved_s=)", self.unsaved_s)
+        if self.unsaved_s is not None and not is_limit(self.unsaved_s):
+            raise UsageError(f"ckpt.Limits(unsaved_s={self.unsaved_s!r}): seconds, from {LEAST:g} to {MOST:g}, or None")
+
+
+def is_limit(value: object, most: float = MOST) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and LEAST <= value <= most
 
 
 def _whole(what: str, value: object, least: int) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from ckpt.cli import view
 from ckpt.errors import AgentError
+from ckpt.policy.adaptive import span
 from tests.agent import test_agent
 from tests.agent.fake import FakeRank
 from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
@@ -254,7 +255,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_how_long_is_said_in_at_most_two_units(seconds: float, text: str) -> None:
-    assert view.span(seconds) == text
+    assert span(seconds) == text
 
 
 def test_what_others_wrote_does_not_reach_the_terminal_as_it_is() -> None:

@@ -24,7 +24,7 @@ from ckpt.policy import (
     overhead_first_order,
     with_predictions,
 )
-from ckpt.policy.every import STEPS_APART
+from ckpt.policy.every import LEAST, MOST, STEPS_APART
 from ckpt.policy.typical import LONG
 
 DAY_S = 86_400.0
@@ -100,7 +100,7 @@ LIMITED = st.builds(Job.with_, JOBS, unsaved_s=st.sampled_from([None, None, 60, 
 # -- what a user may ask
 
 
-@pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf, True, "5"])
+@pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf, True, "5", 5e-324, 1e-110, 1e110])
 @pytest.mark.parametrize("name", ["overhead", "store_mb_s", "at_risk_s", "unsaved_s"])
 def test_a_limit_outside_its_domain_is_refused_by_name(name, bad):
     with pytest.raises(UsageError, match=name):
@@ -354,11 +354,13 @@ def test_however_wild_what_is_measured_the_same_asks_for_no_change_and_intervals
             known = known.stepped(1, wild()).stepped_beside_commit(1, wild()) if draw.random() < 0.5 else known
             known = known.failed(draw.choice(list(Failure)))
         known = known.foreseen(draw.choice((0, 0.5, 0.999)), draw.choice((1e-9, 0.5, 1)))
-        limits = Adaptive(draw.choice((1e-9, 0.05, 1)), draw.choice((None, 1e-9, 1)), draw.choice((None, 1e-6, 100)))
+        beyond = (None, LEAST, 1, MOST)
+        limits = Adaptive(draw.choice((LEAST, 0.05, 1)), draw.choice(beyond), draw.choice((*beyond, 1e-6, 100)))
+        unsaved_s = draw.choice((None, *beyond))
         found = None
         for peers in (True, False):
-            found = decide(known, limits, 4, peers, found)
-            again = decide(known, limits, 4, peers, found)
+            found = decide(known, limits, 4, peers, found, unsaved_s=unsaved_s)
+            again = decide(known, limits, 4, peers, found, unsaved_s=unsaved_s)
             assert (again.local_s, again.snapshots) == (found.local_s, found.snapshots)
             assert 0 < found.local_s < math.inf
             assert found.overhead >= 0
@@ -647,12 +649,12 @@ def test_it_says_what_was_measured_which_term_decided_and_the_interval():
     found = Job().decide(Adaptive()).explain()
     snapshot, commit = found.splitlines()
     assert snapshot == (
-        "a snapshot every 4.07 min: the least expected loss; it stalls 250 ms (3 measured); "
-        "memory is needed every 34.4 h (3 failures seen)"
+        "a snapshot every 4 min 4 s: the least expected loss; it stalls 250 ms (3 measured); "
+        "memory is needed every 34 h (3 failures seen)"
     )
     assert commit == (
-        "a commit every 32.5 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
-        "the store is needed every 16.9 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
+        "a commit every 32 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
+        "the store is needed every 16 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
     )
 
 
