@@ -71,6 +71,7 @@ class Committing(Basis):
         self._parts = None
         if isinstance(ranks, Nodes) and (kept or ranks.others):  # else nobody but this node has any of it
             elsewhere = self._elsewhere(slot, checkpoint, ranks)
+        self._tell_commits(checkpoint.identity)
 
         def commit() -> Committed:
             if left_over:  # nor what a newer start has passed over
@@ -78,6 +79,12 @@ class Committing(Basis):
             return store.commit(claim, checkpoint, options, about, elsewhere, cancel)
 
         self._run(Lane.COMMIT, commit, lambda done: self._committed(slot, checkpoint.identity, done))
+
+    def _tell_commits(self, identity: Identity | None) -> None:
+        """The other nodes keep their parts of it until that is over: it may take long until these are asked for."""
+        if isinstance(self.ranks, Nodes):
+            for share in self.ranks.others.values():
+                share.tell({"t": "commits", "identity": str(identity) if identity is not None else None})
 
     def _elsewhere(self, slot: int, checkpoint: Checkpoint, nodes: Nodes) -> Parts:
         """Each node writes the frames that lie there, this one too, or who keeps copies of them does, or makes them
@@ -178,6 +185,7 @@ class Committing(Basis):
 
     def _committed(self, slot: int, identity: Identity, done: Future[Committed]) -> None:
         error = failure(done)
+        self._tell_commits(None)
         if isinstance(done.exception(), Superseded):
             self.supersede(error)
             self.group.give_up()

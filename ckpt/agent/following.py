@@ -89,6 +89,7 @@ class Following:
         self.leader = nodes[0]
         self.over = False
         self.terms: Terms | None = None  # how its coordinator commits, and its claim, once it has begun
+        self.commits: Identity | None = None  # what its coordinator commits now, and may soon want our part of
         self.ranks = Ranks(world, bulk, lambda: taken(epoch))
         self._mine = next((frozenset(node.ranks) for node in nodes if node.name == network.me), frozenset[int]())
         self._network, self._server, self._bulk, self._store = network, server, bulk, store
@@ -122,6 +123,11 @@ class Following:
     def has_ranks(self) -> bool:
         """Whether some rank of it is there."""
         return any(each.peer.open and not each.left for each in self._here.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is there, nor at work on what they left."""
+        return not self.has_ranks and self.commits is None
 
     @property
     def leaves(self) -> bool:
@@ -249,6 +255,7 @@ class Following:
 
     def closed(self) -> None:
         """Its connection is gone: nothing is appointed, and what is under way is missed."""
+        self.commits = None
         self.ranks.appoint_nothing()
         self._lose_ranks()
 
@@ -265,6 +272,9 @@ class Following:
                 self.ranks.announce(int(fields["slot"]), Word.unpack(int(fields["word"])))
             case "verdict":
                 self.ranks.leave(int(fields["round"]))
+            case "commits":
+                told = fields["identity"]
+                self.commits = Identity.parse(str(told)) if told is not None else None
             case "offer":
                 slot = int(fields["slot"])
                 if self.ranks.lacks(slot):  # it went with a former agent

@@ -269,7 +269,7 @@ class Keeper:
         jobs = {job.epoch: job for job in self.former}  # the current one outdoes them all once it can
         followings = {each.epoch: each for each in self.followings}
         held = [relief.Held(job.epoch, job.own.arena_bytes, job.has_complete, job.is_idle) for job in self.former]
-        held += [relief.Held(each.epoch, each.ranks.arena_bytes, False, not each.has_ranks) for each in self.followings]
+        held += [relief.Held(each.epoch, each.ranks.arena_bytes, False, each.is_idle) for each in self.followings]
         held.sort(key=lambda each: each.epoch)
         epochs = relief.which_go(held, missing, self._begun())
         for epoch in epochs:

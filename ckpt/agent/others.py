@@ -329,7 +329,8 @@ class Others(Leading):
         return "" if again else self.fence.refusal(name, epoch_of(fields), time.monotonic())
 
     def _is_read(self, identity: Identity) -> bool:
-        return super()._is_read(identity) or any(each == identity for _, each, _ in self._writing)
+        committed = [each.commits for each in self.followings] + [each for _, each, _ in self._writing]
+        return super()._is_read(identity) or identity in committed
 
     def _held(self, identity: Identity, ranks: Sequence[int], hashed: bool = True) -> dict[int, Arena]:
         """Errors: AgentError where a snapshot of one of these ranks is not here."""

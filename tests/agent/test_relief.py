@@ -164,7 +164,7 @@ def test_a_node_that_follows_gives_back_copies_of_earlier_starts_before_its_own_
     agent = Agent([], Begun(THREE, parent))
     for epoch in (ONE, TWO, THREE):
         share = SimpleNamespace(arena_bytes=GIB // 2)
-        agent.followings.append(SimpleNamespace(epoch=epoch, ranks=share, has_ranks=epoch is THREE, over=False))
+        agent.followings.append(SimpleNamespace(epoch=epoch, ranks=share, is_idle=epoch is not THREE, over=False))
     for identity in (parent, older, failed, Identity(THREE, Tick(13))):
         agent.copies.add((identity, 0), Arena.create(1 << 20))
     agent.look(100.0)
@@ -239,7 +239,7 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     assert [Keeper._may_go(cast(Any, agent), each) for each in (older, safe, parent)] == [True, False, False]
     for identity in (older, safe):
         agent.copies.add((identity, 0), Arena.create(1 << 20))
-    before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), has_ranks=False, over=False)
+    before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), is_idle=True, over=False)
     agent.followings = [before]
     agent.look(100.0)
     assert (agent.copies.identities, before.over) == ({safe}, False)

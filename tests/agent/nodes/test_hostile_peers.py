@@ -79,6 +79,7 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "lose": {"rank": 0, "number": 77},
     "word": {"word": 0},
     "verdict": {"round": 0},
+    "commits": {"identity": WHICH},
     "failed": {},
     "pace": {"ratio": 1.5},
     "offer": {"slot": 3, "division": "x"},

@@ -3,11 +3,24 @@ for is planned around that, and anew once it has gone."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from ckpt.agent.committing import Committing
+from ckpt.agent.following import Following
+from ckpt.agent.network import Network
+from ckpt.agent.nodes import Nodes
+from ckpt.agent.others import Others
+from ckpt.agent.outdoing import Begun
+from ckpt.agent.remote import RemoteRanks
+from ckpt.agent.server import Server
+from ckpt.agent.wire import Message
+from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster
+from tests.agent.nodes.staged import EPOCH, Net, identity, staged
+from tests.agent.nodes.test_clocks import NODES, Quiet
 
 
 def slots_of(status: dict[str, Any]) -> int:
@@ -80,3 +93,39 @@ def test_nodes_that_are_started_again_keep_each_others_copies_again_once_what_wa
         cluster.checkpoint("local", "store")
         cluster.await_status(0, lambda status: all_kept(status["job"]["peers"]))
         cluster.checkpoint("peer")
+
+
+class Node(Others):
+    """Which follows a job of an earlier start, and one that has begun after it."""
+
+    def __init__(self, former: Following) -> None:
+        newer = Epoch(EPOCH.number + 1, "0" * 16)
+        cramped = SimpleNamespace(epoch=newer, ranks=SimpleNamespace(is_cramped=True), commits=None)
+        self.former = []
+        self.current = None
+        self.followings = cast(Any, [former, cramped])
+        self.begun = Begun(newer, identity(9))
+        self.copies = cast(Any, SimpleNamespace(is_offered=lambda which: False))
+        self._writing, self._replanned_s = [], 0.0
+
+    def _begun(self) -> Begun | None:
+        return self.begun
+
+
+def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_not_asked_for_it_yet() -> None:
+    """The store answers slowly, and a start has gone on from something newer meanwhile."""
+    net, server, nothing = cast(Network, Net("b")), cast(Server, Quiet()), cast(Any, None)
+    former = Following(EPOCH, 2, NODES, net, server, nothing, nothing, nothing, lambda which: {})
+    node = Node(former)
+    nodes = Nodes(cast(Any, SimpleNamespace(world=2)), [RemoteRanks(net, "b", EPOCH, 2, (1,))], "a")
+    leading = cast(Any, SimpleNamespace(ranks=nodes))
+    for now_s, committed, left in ((100.0, identity(5), 1), (200.0, identity(4), 0)):
+        former.ranks.arenas = {0: staged(identity(5), 1)}
+        Committing._tell_commits(leading, committed)
+        former.led(nothing, Message(cast(Net, net).told[-1][1], [], []))
+        assert not former.is_idle
+        node._tend_room(now_s)
+        assert len(former.ranks.arenas) == left
+    former.closed()
+    assert former.is_idle
+    former.drop()
