@@ -114,9 +114,12 @@ class Account:
         if phase in at_work and not self._marks:  # the agent was started again beside a job at work
             self._marks = [Mark(Tick(self._ended_step), 0.0, None)]
 
-    def follow(self, epoch: Epoch) -> None:
-        """An epoch that this agent has not started, but came to when it was running."""
+    def follow(self, epoch: Epoch, parent: Tick | None = None) -> None:
+        """An epoch that this agent has not started, but came to when it was running. `parent`: what it goes on from, as
+        far as that is known."""
         self._epoch = self._epoch or epoch
+        if epoch == self._epoch and parent is not None:
+            self._from = parent
 
     def started(
         self, now_s: float, epoch: Epoch, tick: Tick, level: str, read_bytes: Mapping[str, int], age_s: float | None

@@ -22,6 +22,7 @@ from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
 from ckpt.agent.facts import UNKEPT
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.relief import PERIOD_S
 from ckpt.events import Event
 from ckpt.types import Identity, Tick
 
@@ -44,6 +45,7 @@ class Carrier(Committing):
         self._disagreed: set[str] = set()
         self._planned_parts: dict[str, int] = {}  # see `_parts_free`
         self._not_before_s = -math.inf  # it is planned again
+        self._patience_s = PERIOD_S  # from a look that finds no more to be had until the next one
         self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
         self._told_placed = False  # whether it was told at all who keeps what
@@ -134,6 +136,7 @@ class Carrier(Committing):
             names = ", ".join(sorted(division.differing)[:5])
             text = f"{len(division.differing)} tensors have one name and different values on the ranks: saved per rank"
             self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
+        self.plan_soon()
         before, self.plan, self._division = self.plan, plan, division
         self._planned_parts = self._parts_free(plan)
         self._tell_memory(before is None or (plan.slots, plan.slot_bytes) != (before.slots, before.slot_bytes))
@@ -148,12 +151,10 @@ class Carrier(Committing):
 
     @property
     def is_cramped(self) -> bool:
-        """Whether it has fewer slots, or copies, than it is to have, and may have more of them now."""
+        """Whether it has fewer slots, or copies, than it is to have."""
         group, protection = self.group, self.protection
         if self.plan is None or not group.is_planned or group.superseded_by or group.all_gone:
             return False  # or it is planned anew anyway
-        if time.monotonic() < self._not_before_s:
-            return False
         unkept = protection is not None and protection.is_wanted and not group.is_kept_whole
         return unkept or group.slots_in_use < memory.slots_for(group.policy)
 
@@ -164,8 +165,13 @@ class Carrier(Committing):
 
     def plan_again(self) -> None:
         """There may be other memory than when it was planned, since earlier starts' checkpoints have gone, or what else
-        was there: the same division may have more of it now, and never less."""
-        division, version = self._division, self.group.layouts_version
+        was there: the same division may have more of it now, and never less. As long as there is not, other nodes are
+        asked less and less often."""
+        division, version, now_s = self._division, self.group.layouts_version, time.monotonic()
+        if now_s < self._not_before_s:
+            return
+        if len(self.nodes) > 1:
+            self._not_before_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, FULL_S)
 
         def measured(plan: memory.MemoryPlan | None, error: str) -> None:
             if plan is None or division is None or self._division is not division:
@@ -185,6 +191,10 @@ class Carrier(Committing):
         if division is not None:
             sizes, slots = dict(enumerate(division.arena_bytes)), memory.slots_for(self.group.policy)
             self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
+
+    def plan_soon(self) -> None:
+        """There may be more memory than a moment ago."""
+        self._not_before_s, self._patience_s = -math.inf, PERIOD_S
 
     def _place(self, division: Division, slots: int, used: int = 0) -> int:
         """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `used`: as many

@@ -373,6 +373,14 @@ class Job(TakenOver):
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
             self.emit("peers.lost", f"{text}, and its copies may be; they are made again when that can be", True, facts)
 
+    def parent_is_safe(self, is_safe: bool) -> None:
+        """Whether what it goes on from is as safe in other nodes' memory as was asked for, is shown."""
+        account, parent = self._services.account, self.claim.parent if self.claim is not None else None
+        if parent is not None and is_safe:
+            account.found("peer", parent.epoch, parent.tick)
+        elif parent is not None and account.safe.get("peer", (None, None))[0] == parent.tick:
+            account.unprotected()
+
     def _follow(self, policy: Every | Adaptive) -> None:
         now_s = time.monotonic()
         known = self.learning.known if self.learning is not None else NOTHING

@@ -172,6 +172,8 @@ class Keeper:
         newer = self.current is not None and self.current.group.outdoes_former
         if newer and self.current is not None and not self.current.told_newer:
             self.current.told_newer = True
+            self.current.plan_soon()
+            self.current.parent_is_safe(False)  # nobody keeps it for that any more
             self._tell_others_to_forget(self.current)
         for job in list(self.former):
             outdone = newer or job.epoch < self.newest_elsewhere

@@ -341,7 +341,7 @@ class Leading(Starts):
         intact = inventory.protected(identity, losses)
         named = {rank: [name or network.me for name in names] for rank, names in holders.items() if rank not in intact}
         services = network, self.copies, [*job.nodes, *self.lenders.nodes()], identity, named, sizes
-        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit)
+        job.reprotecting = Reprotecting(*services, self._arenas_of, self._server.later, job.emit, job.parent_is_safe)
 
     def _tend_protection(self) -> None:
         """As soon as it is known what memory the job leaves, and until it has a checkpoint of its own that is safe."""

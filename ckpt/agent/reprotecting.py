@@ -43,7 +43,7 @@ def again_after_s(failures: int) -> float:
 class Reprotecting:
     """Of the checkpoint that a job goes on from. `holders`: by rank, the names of the nodes that have its snapshot, of
     `sizes` bytes. `nodes`: of the job, and memory-only ones, which give. `own(identity)`: the arenas of it on this
-    node. `later`: a timer."""
+    node. `later`: a timer. `safe`: told whether it is as safe now as was asked for."""
 
     def __init__(
         self,
@@ -56,8 +56,10 @@ class Reprotecting:
         own: Callable[[Identity], Mapping[int, Arena]],
         later: Callable[[float, Callable[[], None]], None],
         emit: Emit,
+        safe: Callable[[bool], None],
     ) -> None:
         self.identity = identity
+        self._safe = safe
         self._network, self._copies, self._own, self._later, self._emit = network, copies, own, later, emit
         self._nodes = {node.name: node for node in nodes}
         self._holders = {rank: set(names) for rank, names in holders.items()}
@@ -88,6 +90,7 @@ class Reprotecting:
             text = f"{len(plan.short)} ranks of step {self.identity.tick.step} stay on fewer nodes than was asked for"
             self._emit("peers.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])})
         self._short = plan.short
+        self._safe(not (plan.copies or plan.short))
         if not plan.copies:
             self._over = True
             return

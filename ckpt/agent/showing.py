@@ -122,7 +122,8 @@ class Showing:
         before = self.account.phase
         self._is_of(job)
         if job is not None:
-            self.account.follow(job.epoch)
+            parent = job.claim.parent if job.claim is not None else None
+            self.account.follow(job.epoch, parent.tick if parent is not None else None)
         ended = max(0, job.ranks.hindmost() - 1) if job is not None else 0
         self.account.look(time.monotonic(), self._phase(job, starting), ended)
         if self.account.phase is not before and self.account.phase in (Phase.DOWN, Phase.IDLE):

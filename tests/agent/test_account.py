@@ -229,6 +229,22 @@ def test_what_other_nodes_have_lost_is_not_safe_there_until_they_have_it_again()
     assert run.facts()["safe"]["peer"]["step"] == 10
 
 
+def test_what_a_start_goes_on_from_is_safe_in_other_nodes_memory_once_it_is_found_to_be_there_again() -> None:
+    run = Run()
+    run.step = 500
+    run.account.follow(SECOND)
+    run.account.found("peer", FIRST, Tick(490))
+    assert "peer" not in run.facts()["safe"], "it is not known yet that this is on the line"
+    run.account.follow(SECOND, Tick(490))
+    run.account.found("peer", FIRST, Tick(495))
+    assert "peer" not in run.facts()["safe"], "it is not what is gone on from"
+    run.account.found("peer", FIRST, Tick(490))
+    assert run.facts()["safe"]["peer"]["step"] == 490
+    run.account.follow(FIRST, Tick(1))
+    run.account.found("peer", FIRST, Tick(480))
+    assert run.facts()["safe"]["peer"]["step"] == 490
+
+
 def test_the_safe_step_of_each_level_is_the_newest_on_the_line_and_says_its_age() -> None:
     run = Run()
     run.start()

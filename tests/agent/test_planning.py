@@ -11,15 +11,16 @@ import pytest
 from ckpt.agent import carrier, memory
 from ckpt.agent.carrier import FULL_S, Carrier
 from ckpt.agent.group import Group
+from ckpt.agent.relief import PERIOD_S
 from ckpt.policy.every import Every
 
 MIB = 1 << 20
 
 
 class Planned:
-    """A job on one node, whose slots take a MiB each. `free`: MiB of the machine."""
+    """A job on one node, or on more, whose slots take a MiB each. `free`: MiB of the machine."""
 
-    def __init__(self, free: float) -> None:
+    def __init__(self, free: float, nodes: int = 1) -> None:
         self.free = free
         self.measured = self.placed = 0
         self.said: list[tuple[str, bool]] = []
@@ -37,6 +38,8 @@ class Planned:
             emit=lambda name, text, loud: self.said.append((name, loud)),
             _planned_parts={},
             _not_before_s=0.0,
+            _patience_s=PERIOD_S,
+            nodes=("",) * nodes,
             _least_slots=9,
         )
         self.carrier._parts_free = lambda plan: Carrier._parts_free(self.me, plan)
@@ -103,6 +106,33 @@ def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once
         now[0] += FULL_S
         assert (job.look(), job.measured) == (3, tries)
     assert job.said == [("memory.short", True), ("memory.short", False), ("memory.short", False)]
+
+
+def test_as_long_as_there_is_no_more_memory_other_nodes_are_asked_less_and_less_often_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
+    job = Planned(free=2.5, nodes=1000)
+
+    def asked(looks: int) -> list[int]:
+        """At which of so many looks."""
+        found = []
+        for number in range(looks):
+            before = job.measured
+            job.look()
+            found += [number] * (job.measured - before)
+            now[0] += PERIOD_S
+        return found
+
+    assert asked(60) == [0, 1, 3, 7, 15, 27, 39, 51]
+    job.free = 9.0
+    assert len(asked(12)) == 1
+    assert job.look() == 3
+    job.group.fewer_slots(2, "others took it")
+    job.free = 2.5
+    Carrier.plan_soon(job.me)
+    assert asked(4) == [0, 1, 3], "there is news"
 
 
 def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_there_is_as_much_as_before() -> None:

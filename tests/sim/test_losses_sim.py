@@ -330,6 +330,71 @@ def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_trai
         del memory._STORES[life.url]
 
 
+def test_a_node_knows_of_a_commit_before_its_part_of_it_is_asked_for_and_until_it_is_over() -> None:
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.nodes, life.refuses, life.lender = [0, 1], False, None
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, (0, 1), life.key, life.options)
+            job.start(1000, lambda rank: 1.0)
+            world.run(lambda: job.trains, LONG_S)
+            (there,), writing = life.fabric.agents[1].node.followings, life.fabric.agents[1].node._writing
+            world.run(lambda: there.commits is not None, LONG_S)
+            committed = there.commits
+            assert committed is not None
+            assert not writing
+            world.run(lambda: bool(writing), LONG_S)
+            world.run(lambda: there.commits != committed, LONG_S)
+            assert life.told(job, "store") == committed.tick.step
+            job.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at the start", "by an agent that was started again"])
+def test_what_a_start_goes_on_from_is_shown_to_be_safe_once_it_has_its_copies_again(again: bool) -> None:
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.nodes, life.refuses, life.lender, life.fabric.frame_s = [0, 1, 2], True, None, 1.0
+        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 5, "seconds": None}}
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, (0, 1, 2), life.key, life.options)
+            job.start(1000, lambda rank: 5.0)
+            world.run(lambda: life.told(job, "peer") > 0, LONG_S)
+            life.safe = life.told(job, "peer")
+            life.take_away(job, 2)
+            job.die(0.1)
+            life.wait(3.0)
+            job = SimJob(life.fabric, (0, 1), life.key, life.options)
+            job.start(1000, lambda rank: 100.0)
+            if again:
+                world.run(lambda: job.trains, LONG_S)
+                life.fabric.kill(0)
+                world.run(lambda: 0 in life.fabric.agents, LONG_S)
+            node, copying = life.fabric.agents[0].node, 0
+
+            def is_shown() -> bool:
+                nonlocal copying
+                now, safe = node.current, node.showing.account.safe.get("peer")
+                if now is not None and now.reprotecting is not None and now.reprotecting._left:
+                    assert safe is None, "they are on their way"
+                    copying += 1
+                return copying > 0 and safe is not None
+
+            world.run(is_shown, LONG_S)
+            assert node.showing.account.safe["peer"][0].step == life.safe == job.restored_step
+            world.run(lambda: life._is_again(job), LONG_S)
+            job.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
+
+
 @pytest.mark.timeout(300 * max(1, SCHEDULES // 50))
 @pytest.mark.parametrize("part", range(10))
 def test_lives(part: int) -> None:

@@ -27,6 +27,7 @@ class Made:
 
     def __init__(self, *holders: str) -> None:
         self.net, self.events = Net("me"), list[tuple[str, dict[str, Any]]]()
+        self.said: list[bool] = []  # whether it is safe
         self.arenas = staged(WHICH, 1)
         self.sent = encode_described(described(WHICH, self.arenas))
         self.reprotecting = Reprotecting(
@@ -39,6 +40,7 @@ class Made:
             lambda which: {},
             lambda delay_s, what: None,
             lambda name, text, loud, data: self.events.append((name, data)),
+            self.said.append,
         )
 
     def tend(self, copies: int) -> list[str]:
@@ -112,6 +114,27 @@ def test_the_only_one_who_has_it_is_asked_again(made: Callable[..., Made]) -> No
     job.give()
     assert len(job.each("keep", lambda asked: asked.answer({}))) == 1
     assert job.tend(1) == []
+
+
+def test_that_it_is_safe_again_is_said_once_each_has_its_copy_and_no_more_once_one_is_lost(
+    made: Callable[..., Made],
+) -> None:
+    job = made("a")
+    assert job.tend(1) == ["a"]
+    job.give()
+    (holder,) = job.each("keep", lambda asked: asked.answer({}))
+    assert job.said == [False]
+    assert job.tend(1) == []
+    assert job.said == [False, True]
+    job.reprotecting.lost(holder)
+    assert job.tend(1)
+    assert job.said == [False, True, False]
+
+
+def test_what_there_is_too_little_memory_for_is_not_said_to_be_safe(made: Callable[..., Made]) -> None:
+    job = made("a")
+    job.reprotecting.tend({}, 1)
+    assert (job.said, job.names()) == ([False], ["peers.short"])
 
 
 def test_what_fails_is_tried_again_ever_later_and_at_least_once_a_minute() -> None:
