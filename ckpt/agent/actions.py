@@ -99,6 +99,11 @@ class Unprotect:
 
 
 @dataclass(frozen=True, slots=True)
+class Unkeep:
+    """What other nodes keep of this job's checkpoints is wanted no more, and none is to come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     request: Request
     body: dict[str, Any]
@@ -171,6 +176,7 @@ Acts = (
     | GiveUp
     | Recycle
     | Unprotect
+    | Unkeep
     | Acknowledge
     | LeftBy
     | Close

@@ -31,7 +31,7 @@ _SAID = {
     Who.ANYONE: ("look", "parts", "borrow"),  # the latter is refused, unless to a memory-only node
     Who.AWAITED: ("start",),
     Who.ASKED: ("outcome", "serve"),
-    Who.DROPS: ("keep", "kept", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
+    Who.DROPS: ("keep", "kept", "unkeep", "stripe", "forget", "drop", "word", "offer", "make", "close-arenas"),
     Who.SERVES: ("publish", "lend", "rebuild", "write", "keeps"),
     Who.MEMBER: ("rank", "gone", "lacks", "steps", "candidate", "signals", "notices", "take-back"),
     Who.OWNER: ("unserve", "unwrite", "withdraw", "bring", "brought"),  # the latter: see FanOut, whose nodes are known

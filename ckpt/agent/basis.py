@@ -114,8 +114,7 @@ class Basis:
         self.launch = launch
         self.failed = ""
         self.taken_over = False  # from an agent that has died
-        self.asks_for_safe = False  # what is safe in other nodes' memory only they know
-        self.asks_for_former = False  # what they have of the checkpoint that it goes on from, too
+        self.asks_for_former = False  # what other nodes have of the checkpoint that it goes on from only they know
         self.group = Group(world, Every(seconds=600), random.randrange(1, ROUND_MAX))
         self.group.one_page = len(nodes) <= 1
         self.protection: Protection | None = None  # where there are several nodes

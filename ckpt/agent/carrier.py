@@ -20,9 +20,10 @@ from ckpt.agent.committing import Committing
 from ckpt.agent.comparing import Comparing
 from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
-from ckpt.agent.facts import UNKEPT
+from ckpt.agent.facts import ROOMLESS, UNKEPT
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.relief import PERIOD_S
+from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.types import Identity, Tick
 
@@ -76,6 +77,8 @@ class Carrier(Committing):
                 self.checkpoints.pop(slot, None)
             case do.Unprotect(tick):
                 self._unprotect(tick, "its memory is needed here, since copies of newer ones have failed")
+            case do.Unkeep():
+                self._unkeep()
             case do.Answer((peer, request_id), body):
                 peer.reply(request_id, body)
             case do.Refuse((peer, request_id), kind, message):
@@ -206,7 +209,6 @@ class Carrier(Committing):
         slots = protection.place(sizes, nodes.plans_by_name(), used)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.wants_copies = protection.is_wanted
-        self.group.unsure = self.group.unsure and (protection.protects or self._services.awaits_lenders())
         is_whole = self.group.is_kept_whole
         if self.learning is not None and self.learning.peers != is_whole:
             self.learning.peers = is_whole
@@ -259,7 +261,7 @@ class Carrier(Committing):
             why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
-                loud = why_not != UNKEPT  # the placement has said that
+                loud = why_not not in (UNKEPT, ROOMLESS)  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return why_not == UNKEPT and self.group.outdoes_former  # all that is to be had is there
             if self.learning is not None:
@@ -277,22 +279,22 @@ class Carrier(Committing):
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
-            self.asks_for_safe = False
             is_whole = found.whole == found.newest
             self.group.found_safe(found.newest.tick if found.newest is not None else None, is_whole)
             if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
 
-        if not self.group.replicates:
-            ended("no other node has room for any of it any more")
-            return
-        if self.asks_for_safe and self._services.awaits_lenders():
+        if self.group.unsure and self._services.awaits_lenders():
             self._later(AWAIT_S, lambda: self._replicate(slot, identity))
             return
-        if self.asks_for_safe:
+        if self.group.unsure:
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
+            return
+        if not self.group.replicates:
+            is_safe = identity.tick == self.group.safe_tick  # as was found now
+            ended("" if is_safe else ROOMLESS)
             return
         if self.group.undoes_safe:  # as was found only now
             ended(UNKEPT)
@@ -309,6 +311,17 @@ class Carrier(Committing):
         account.unprotected()
         text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: {why}"
         self.emit("peers.lost", text, True, {"identity": str(identity)})
+
+    def _unkeep(self) -> None:
+        network, copies = self._services.network(), self._services.copies
+        assert network is not None  # else nothing was ever kept
+        assert copies is not None
+        try:
+            copies.unkeep(self.epoch)
+        except AgentError:  # a start asks what lies here: it stays
+            return
+        for node in (*self.nodes[1:], *(each.node for each in self._services.lenders())):
+            network.tell(node.name, {"t": "unkeep", "epoch": str(self.epoch)})
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:

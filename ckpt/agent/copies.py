@@ -392,6 +392,13 @@ class Copies:
         self.told_safe = max(newer, self.told_safe or newer)
         self.forget(lambda identity: identity < newer)
 
+    def unkeep(self, epoch: Epoch) -> None:
+        """The job of that epoch wants none of its checkpoints kept any more. Errors: AgentError, see `check`."""
+        self.check(epoch)
+        if self.told_safe is not None and self.told_safe.epoch == epoch:
+            self.told_safe = None
+        self.forget(lambda identity: identity.epoch == epoch)
+
     def epochs_before(self, epoch: Epoch) -> None:
         """Nothing of these is kept from here on. Errors: AgentError, see `check`."""
         self.check(epoch)

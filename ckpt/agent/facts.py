@@ -27,6 +27,7 @@ RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
 UNKEPT = "no other node has memory for a part of it"
 TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
+ROOMLESS = "no other node has room for any of it any more"
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
 
@@ -165,6 +166,7 @@ class Facts:
         self._copy_failures = 0
         self._lost_with: set[str] = set()  # the nodes whose agents copies went with, until there are copies again
         self._lost_meanwhile = False  # whether such went since the copies that are under way were begun
+        self._has_copies = False  # whether other nodes may have any, also of attempts that failed
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the earliest deadline then, or since
@@ -416,7 +418,7 @@ class Facts:
 
     def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
         """What that slot holds is on its way to other nodes from here on, until `replicated`."""
-        self._lost_meanwhile = False
+        self._lost_meanwhile, self._has_copies = False, True
         if round_.peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
             round_.peer = Store.RUNNING
         round_.copy_began_s, round_.kept = now_s, self.kept
@@ -438,7 +440,8 @@ class Facts:
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
         if entry.round is not None and entry.round.peer is not Store.DONE:  # else it was safe, and stays so
             entry.round.peer = Store.FAILED if error else Store.DONE
-            self._tell_level(entry.round.tick, "peer", not why_not, why_not)
+            if self.replicates or not why_not:  # else what becomes of it in the store is told to who waits for this
+                self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error:
             self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
         return why_not
@@ -525,6 +528,12 @@ class Facts:
         needed."""
         complete = [(slot, slot.round) for slot in self.slots if slot.state is State.COMPLETE]
         return next((slot for slot, each in complete if each is not None and each.tick == self.safe_tick), None)
+
+    @property
+    def _safe_is_outdone(self) -> bool:
+        """Whether the store has something newer than what other nodes keep."""
+        stored = self.committed_tick
+        return stored is not None and self.safe_tick is not None and stored > self.safe_tick
 
     @property
     def _safe_whole(self) -> Round | None:

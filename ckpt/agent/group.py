@@ -39,6 +39,7 @@ from ckpt.agent.actions import (
     Refuse,
     Replicate,
     SetWord,
+    Unkeep,
     Unprotect,
 )
 from ckpt.agent.choosing import Course
@@ -81,6 +82,7 @@ class Group(Verdicts):
         self._assemble_staged()
         if not (self.frozen or self.unsure):
             self._free_older()
+            self._give_up_copies()
         if not self.frozen:
             self._replicate_newest(now_s)
         self._make_way(now_s)
@@ -144,9 +146,9 @@ class Group(Verdicts):
                 self._out.append(Assemble(slot.number, round_.number, round_.tick))
 
     def _free_older(self) -> None:
-        newest, safe, stored = self.newest, self.safe, self.committed_tick
+        newest, safe = self.newest, self.safe
         waits = self.replicates and not self._is_stuck  # for a newer one that other nodes keep, too
-        if not waits and stored is not None and self.safe_tick is not None and stored > self.safe_tick:
+        if not waits and self._safe_is_outdone:
             safe = None
         for slot in self.slots:
             round_ = slot.round
@@ -159,11 +161,20 @@ class Group(Verdicts):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
 
+    def _give_up_copies(self) -> None:
+        """Where nobody has room for them any more none comes that takes the place of those that are there: of what is
+        safe, once the store has something newer and its slot is gone, and of attempts that failed."""
+        if self.replicates or self.replicating is not None or self.superseded_by or not self._has_copies:
+            return
+        if self.safe is None and (self.safe_tick is None or self._safe_is_outdone):
+            self.safe_tick, self._has_copies = None, False
+            self._out.append(Unkeep())
+
     def _replicate_newest(self, now_s: float) -> None:
         """One at a time, and again after it failed, or a node that may have lost its copies is back; what is overtaken
-        meanwhile skips the level."""
+        meanwhile skips the level. What is safe is found out with the first, also where nobody keeps any more."""
         newest = self.newest
-        if not self.replicates or self.replicating is not None or self.superseded_by:
+        if not (self.replicates or self.unsure) or self.replicating is not None or self.superseded_by:
             return
         if self.all_gone and not self._copies_first(now_s):
             return

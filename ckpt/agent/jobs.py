@@ -400,7 +400,7 @@ class Job(TakenOver):
             return
         if self.protection is None or self.protection.option != option:
             self.protection = Protection(network, copies, parities, self.nodes, option, self._services.lenders)
-            self.group.unsure = self.asks_for_safe = self.taken_over
+            self.group.unsure = self.taken_over and option is not None
 
     def _limit_copies(self, rank: int) -> None:
         """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""

@@ -38,7 +38,8 @@ log = logging.getLogger("ckpt")
 
 # What it does as any other node, once its sender is known to lead the job that is lent to.
 PASSED_ON = (
-    *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "forget", "absent", "keeps"),
+    *("parts", "serve", "unserve", "write", "unwrite", "publish", "withdraw", "lend", "unkeep", "forget", "absent"),
+    "keeps",
 )
 
 

@@ -204,6 +204,8 @@ class Others(Leading):
                 self._keep(channel, message)
             case "kept":
                 self.copies.before(Identity.parse(str(fields["identity"])))
+            case "unkeep":
+                self.copies.unkeep(Epoch.parse(str(fields["epoch"])))
             case "publish" | "stripe" | "lend" | "rebuild":
                 self._asked_of_parity(channel, message)
             case "withdraw":

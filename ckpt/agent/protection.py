@@ -270,17 +270,16 @@ class Protection:
         self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Safe | None], None]
     ) -> None:
         """What is safe of that epoch, of which this agent, started again, does not know; None where that cannot be
-        found out now. `held`: the checkpoints in this node's slots."""
-        assert self.placement is not None
+        found out now. `held`: the checkpoints in this node's slots. Where nobody has memory for a node's part any more,
+        or for any, it may have been kept before, and is looked for, too."""
         own = self._copies.inventory()
         own.add_chunks(self._copies.chunks.kept.values())
         ranks = {node.name: node.ranks for node in self._nodes}
         for identity in held:
             own.hold(identity, world, ranks.get(self._network.me, ()))
-        losses = {rank: kept.losses for kept in self.placement.kept for rank in ranks[kept.node]}
+        losses = {rank: kept.losses for kept in self.kept for rank in ranks[kept.node or self._network.me]}
         names = [*ranks, *(each.node.name for each in self._lenders())]
         keeps = Keeps.of(own, self._copies.told_safe, epoch)
-        # Where nobody has memory for a node's part any more it may have been kept before, and is looked for, too.
         find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], then)
 
     def remake(

@@ -752,6 +752,80 @@ def test_what_was_safe_leaves_its_slot_once_the_store_has_something_newer_though
     assert driver.word() is not None, "there is a slot for the next one"
 
 
+def test_what_others_have_goes_once_nobody_has_room_any_more_and_the_store_has_something_newer() -> None:
+    driver = Driver()
+    gone = lambda: [each for each in driver.said if isinstance(each, do.Unkeep)]  # noqa: E731
+    driver.group.replicates = True
+    safe = driver.complete()
+    driver.copy()
+    driver.commit()
+    driver.group.replicates = False
+    newer = driver.complete()
+    assert (driver.group.safe_tick, gone()) == (safe, [])
+    driver.commit("the disk is full")
+    assert not gone()
+    driver.now_s += 100.0
+    driver.decide()
+    driver.commit()
+    assert driver.group.committed_tick == newer
+    assert (driver.group.safe_tick, len(gone())) == (None, 1)
+    newest = driver.complete()
+    driver.commit()
+    assert len(gone()) == 1
+    driver.group.replicates = True
+    driver.decide()
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [safe, newest]
+
+
+def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_more() -> None:
+    driver = Driver()
+    gone = lambda: [each for each in driver.said if isinstance(each, do.Unkeep)]  # noqa: E731
+    driver.group.replicates = True
+    driver.complete()
+    driver.group.replicates = False
+    driver.decide()
+    assert not gone(), "they are on their way"
+    driver.copy("a node hangs")
+    driver.decide()
+    assert len(gone()) == 1
+
+
+def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has_room_any_more() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.unsure = True
+    for slot, step in enumerate((40, 50)):
+        driver.group.holds(slot, Tick(step), False)
+    for tries in range(1, 3):
+        driver.decide()
+        assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [Tick(50)] * tries
+        driver.copy("a node does not answer")
+        driver.now_s += 100.0
+    driver.decide()
+    driver.group.found_safe(Tick(40))
+    driver.copy("nobody has room")
+    driver.now_s += 100.0
+    driver.decide()
+    held = [slot.round.tick for slot in driver.group.slots if slot.state is State.COMPLETE and slot.round]
+    assert sorted(held) == [Tick(40), Tick(50)]
+    assert driver.group.safe_tick == Tick(40)
+    assert driver.levels("peer") == {str(Tick(40)): True}, "of the newest the store has not said yet what it has"
+    driver.commit()
+    assert driver.group.safe is None
+    assert any(isinstance(each, do.Unkeep) for each in driver.said)
+
+
+def test_who_waits_for_what_is_found_to_be_safe_hears_of_it() -> None:
+    for whole in (True, False):
+        driver = Driver(policy=Every(seconds=600))
+        driver.group.replicates = driver.group.unsure = True
+        for slot, step in enumerate((40, 50)):
+            driver.group.holds(slot, Tick(step), False)
+        driver.decide()
+        driver.group.found_safe(Tick(40), whole)
+        driver.decide()
+        assert driver.levels("peer") == {str(Tick(40)): whole}
+
+
 def test_what_is_safe_stays_where_one_slot_is_all_that_can_be_had_until_the_store_has_something_newer() -> None:
     """Slots that there is no memory for any more may hold something still."""
     driver = Driver()

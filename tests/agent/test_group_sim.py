@@ -88,7 +88,7 @@ class Sim:
         self.group.replicates = self.slots > 1 and rng.random() < 0.6
         self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
         self.told_unsafe: Tick | None = None
-        self.copied = 0
+        self.copied = self.unkept = 0
         self.copying: Group | None = None  # the agent that has copies under way
         self.words: list[dict[int, Word]] = [{}, {}]  # by slot: on the page here, and on another node's
         self.told_s = 0.0  # when the last one came there
@@ -223,7 +223,7 @@ class Sim:
     def divided(self, version: int, layouts: tuple[int, ...]) -> None:
         division = "d" + ".".join(map(str, layouts))
         if self.slots > 1 and self.fault(3):  # there is room for copies, or none any more
-            self.group.replicates, self.safe = not self.group.replicates, None
+            self.group.replicates = not self.group.replicates
         if self.group.planned(version, division, tuple(10 * n for n in layouts), self.slots):
             for rank in self.ranks:
                 self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
@@ -327,7 +327,7 @@ class Sim:
         self.copying = None
         self.end_read(slot)
         error = "a node hangs" if self.fault(3) else ""
-        if not error and self.group.replicates:
+        if not error:
             assert self.safe is None or self.safe[1] < tick or self.safe[0] is not self.group, (
                 "an older one took the place of a newer one"
             )
@@ -373,11 +373,21 @@ class Sim:
         if self.safe is None or self.safe[0] is not self.group or self.safe[2] != slot:
             return
         committed = self.group.committed_tick
-        assert self.slots == 2, "the newest that others keep was given away"
+        assert self.slots == 2 or not self.group.replicates, "the newest that others keep was given away"
         assert committed is not None, "the newest that others keep was given away"
         assert committed > self.safe[1], "the newest that others keep was given away"
         assert self.told_unsafe == self.safe[1], "and nobody was told that it is not as safe any more"
         self.safe = None
+
+    def do_Unkeep(self, action: do.Unkeep) -> None:
+        assert not self.group.replicates
+        assert self.copying is not self.group, "what is on its way"
+        safe, committed = self.safe, self.group.committed_tick
+        if safe is not None and safe[0] is self.group:
+            assert committed is not None, "nobody has anything newer"
+            assert committed > safe[1], "nobody has anything newer"
+            self.safe = None
+        self.unkept += 1
 
     def do_Unprotect(self, action: do.Unprotect) -> None:
         self.told_unsafe = action.tick
@@ -699,7 +709,7 @@ def run(seed: int) -> Sim:
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
     first = seed
-    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0, "copied": 0}
+    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0, "copied": 0, "unkept": 0}
     for seed in range(first, first + SCHEDULES // 4):
         try:
             sim = run(seed)
@@ -708,6 +718,7 @@ def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
         totals["completed"] += len(sim.completed)
         totals["hung"] += sim.hung
         totals["copied"] += sim.copied
+        totals["unkept"] += sim.unkept
         totals["held"] += bool(sim.verdicts)
         totals["polled"] += any(tick.sub for tick in sim.completed) and sim.polled
     assert totals["completed"] > SCHEDULES // 4, totals
@@ -715,4 +726,5 @@ def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
         assert totals["hung"]
         assert totals["held"]
         assert totals["copied"] > SCHEDULES // 8
+        assert totals["unkept"]
         assert totals["polled"]

@@ -18,7 +18,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,14 +28,15 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.chunks import Chunks
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.protection import Protection
+from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
-from ckpt.settings import Settings
+from ckpt.settings import Settings, read
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent import fake
 from tests.sim.agents import Agent
 from tests.sim.jobs import SimJob, SimRank
 from tests.sim.test_losses_sim import LENDER, LONG_S, Life, live
-from tests.sim.world import World, each_life
+from tests.sim.world import World, each_life, living
 
 EACH = 200 if os.environ.get("CKPT_SIM_DEEP") else 1000
 SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // EACH)
@@ -290,3 +291,33 @@ class Short(Life):
 @pytest.mark.parametrize("part", range(10))
 def test_what_is_safe_stays_so_where_memory_is_short(part: int) -> None:
     each_life(lambda seed: live(seed, Short), SCHEDULES, part)
+
+
+def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_for_copies_any_more() -> None:
+    """Two of three nodes may be lost, and with the coordinator's agent one of these went; what is newer lies on one
+    node each."""
+    for seed in range(3):
+        with living(seed) as world:
+            life = Short(world, seed, replace(read(), notices="off"))
+            life.nodes, life.lender, life.refuses, life.plenty = [0, 1, 2], None, True, True
+            life.options |= {"peers": {"replicas": 2}, "policy": {"steps": 3, "seconds": None}}
+
+            def run(life: Short = life, world: World = world) -> Counter[str]:
+                job = SimJob(life.fabric, (0, 1, 2), life.key, life.options)
+                job.start(1000, lambda rank: 0.5)
+                world.run(lambda: life.told(job, "peer") > 0, LONG_S)
+                for rank in job.ranks:  # what it says when it comes back: three slots, and nothing for others
+                    rank.options = {**life.options, "limits": {"memory": int(5.2 * SLOT), "bandwidth": None}}
+                life.fabric.kill(0)
+                safe, newest = life.told(job, "peer"), life.told(job, "local")
+                world.run(lambda: life.told(job, "local") > newest + 10, 60.0)
+                life.refuses = False
+                agents = [life.fabric.agents[node] for node in (1, 2)]
+                assert all(agent.node.copies.identities for agent in agents)
+                world.run(lambda: not any(agent.node.copies.bytes for agent in agents), 120.0)
+                assert life.told(job, "store") > safe, "they have gone for something newer"
+                job.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]

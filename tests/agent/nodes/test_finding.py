@@ -210,6 +210,7 @@ class Carried:
         self.account.follow(EPOCH)
         self.group = SimpleNamespace(
             replicates=True,
+            unsure=True,
             is_kept_whole=True,
             outdoes_former=True,
             undoes_safe=False,
@@ -229,7 +230,6 @@ class Carried:
             checkpoints={},
             learning=None,
             own=SimpleNamespace(arenas={}),
-            asks_for_safe=True,
             emit=lambda *said, **data: None,
             _services=SimpleNamespace(account=self.account, awaits_lenders=lambda: self.awaits),
             _guarded=lambda then: then,
@@ -242,7 +242,7 @@ class Carried:
         self.ended = then
 
     def found_safe(self, tick: Tick | None, whole: bool) -> None:
-        self.group.safe_tick = tick
+        self.group.unsure, self.group.safe_tick = False, tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)

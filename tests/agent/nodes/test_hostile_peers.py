@@ -37,6 +37,7 @@ SAID: dict[str, dict[str, Any]] = {
     "write": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
     "keep": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "safe": None, "id": 1},
     "kept": {"identity": WHICH},
+    "unkeep": {"epoch": OTHER},
     "withdraw": {"identity": WHICH},
     "unserve": {"identity": WHICH},
     "forget": {"epoch": OTHER},
