@@ -26,8 +26,8 @@ LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
 UNKEPT = "no other node has memory for a part of it"
-TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
 ROOMLESS = "no other node has room for any of it any more"
+TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
 
