@@ -52,6 +52,7 @@ class Division:
 _LAYOUTS: weakref.WeakValueDictionary[bytes, Layout] = weakref.WeakValueDictionary()
 
 
+@no_collecting()
 def layout_from(blob: bytes | memoryview) -> Layout:
     """Decodes it; to the object that exists already where equal bytes were decoded before, as replicated ranks send
     them. Errors: DamagedData."""
