@@ -351,6 +351,8 @@ class Link:
         elif message.kind == "recovered":
             known = {Tick.parse(str(tick)) for tick in fields["ticks"]}
             self.levels.fail_unknown(known, "the agent was lost before all ranks had staged it")
+            if self._wanted is not None:  # which an agent that has not looked at it yet would not understand
+                self.want(*self._wanted)
         elif message.kind == "event":
             told, data = (str(fields["name"]), str(fields["message"])), dict(fields.get("data") or {})
             self.events.tell(Event(*told, bool(fields.get("loud")), data, by_agent=True))
@@ -422,8 +424,6 @@ class Link:
                 self._reconnecting = False
             self.restarts += 1
             self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
-            if self._wanted is not None:
-                self.want(*self._wanted)
             self._look_for_wanted()
             return
         with self._lock:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from ckpt.agent import wire
 from ckpt.agent.client import Connection
 from ckpt.agent.control import ControlPage
 from ckpt.agent.hosts import domains_here
@@ -81,11 +82,14 @@ def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_
 
 @pytest.mark.parametrize("why", ["save", "exit"])
 def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_that_is_the_last(why: str) -> None:
+    """Once it knows what the ranks have: it looks at that after all of them have come."""
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing)
         made.says, made.told = [], []
         made.want(Tick(7), why)
         made._reconnect()
+        made.told.clear()
+        made._on_message(wire.Message({"t": "recovered", "ticks": [str(Tick(7))]}))
         assert made.told == [{"t": "wanted", "tick": str(Tick(7)), "why": why}]
         made.close()
