@@ -134,9 +134,9 @@ class Signals:
                     if number not in self._previous:
                         continue
                     if number not in told:
-                        told[number] = self._now_s()
+                        told[number] = time.monotonic()
                         tell(self._notice(signal.Signals(number)))
-                    elif self._now_s() - told[number] >= REPEAT_S:
+                    elif time.monotonic() - told[number] >= REPEAT_S:
                         again(signal.Signals(number))
 
     def _unheard(self, number: signal.Signals) -> None:

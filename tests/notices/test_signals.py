@@ -86,6 +86,24 @@ def test_the_same_signal_again_is_no_second_notice_and_the_other_is() -> None:
     assert [word.key for word in told] == ["SIGTERM", "SIGUSR1"]
 
 
+def test_a_clock_that_is_set_makes_no_two_requests_of_one_that_came_twice() -> None:
+    """The second would end the process at once, with nothing saved."""
+    unix_s, stop, has_told, again = [1e9], threading.Event(), threading.Event(), list[signal.Signals]()
+    with Signals(now_s=lambda: unix_s[0]) as signals, Tasks("listener") as tasks:
+        tasks.start("listen", lambda: signals.listen(stop, lambda word: has_told.set(), again.append))
+        send(TERM)
+        assert has_told.wait(60)
+        has_told.clear()
+        unix_s[0] += 3600.0
+        send(TERM)
+        send(USR1)
+        assert has_told.wait(60)
+        stop.set()
+        signals.consume(TERM)
+        signals.consume(USR1)
+    assert again == []
+
+
 def test_a_signal_that_came_before_anybody_listened_is_told() -> None:
     with Signals() as signals:
         send(TERM)
@@ -353,15 +371,18 @@ def test_it_is_entered_once_at_a_time_and_listened_to_inside() -> None:
 
 def test_leaving_the_block_ends_the_listening_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt.notices.signals.SLICE_S", 120.0)
-    ended = threading.Event()
+    listens, ended = threading.Event(), threading.Event()
     with Tasks("listening") as tasks:
         with Signals() as signals:
 
             def listen() -> None:
-                signals.listen(threading.Event(), lambda word: None)
+                signals.listen(threading.Event(), lambda word: listens.set())
                 ended.set()
 
             tasks.start("listen", listen)
+            send(USR1)
+            assert listens.wait(60)
+            signals.consume(USR1)
         assert ended.wait(50)
 
 
