@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 
 import pytest
 
+from ckpt.backends.local import open_local
 from ckpt.backends.memory import open_memory
 from ckpt.clock import ManualClock
 from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, StorageError, TransientError, Unsettled
@@ -196,6 +198,13 @@ def test_the_address_is_doubted_of_a_store_that_never_answered_also_where_it_is_
     with pytest.raises(TransientError, match=r"is the address right \(AWS_ENDPOINT_URL and the like\)\?$"):
         setting.store.head("a/k")
     assert setting.clock.now_s() > 40.0
+
+
+def test_a_folder_has_no_address_to_be_doubted(tmp_path: Path) -> None:
+    faulty = FaultyBackend(open_local(str(tmp_path)), [Rule("head", Fault.BEFORE, count=99)])
+    with pytest.raises(TransientError) as caught:
+        Retrying(faulty, 0.0).head("a/k")
+    assert "AWS_ENDPOINT_URL" not in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", [None, NotFound], ids=["a result", "a refusal"])
