@@ -134,9 +134,11 @@ def span(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.3g} s"
     for small, large, unit, units in ((1, 60, "s", "min"), (60, 3600, "min", "h"), (3600, 86_400, "h", "d")):
-        if seconds < 100 * large or units == "d":
+        if seconds < 10 * large:
             whole, rest = divmod(round(seconds / small), large // small)
-            return f"{whole} {units}" + (f" {rest} {unit}" if rest and whole < 10 else "")
+            return f"{whole} {units}" + (f" {rest} {unit}" if rest else "")
+        if seconds < 100 * large or units == "d":
+            return f"{round(seconds / large)} {units}"
     raise AssertionError("unreachable")
 
 

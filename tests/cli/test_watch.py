@@ -252,6 +252,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path: Path) -> None:
     [
         (0, "0 s"), (0.0004, "0.4 ms"), (0.41, "410 ms"), (12, "12 s"), (99.4, "99.4 s"), (100, "1 min 40 s"),
         (3600, "60 min"), (7500, "2 h 5 min"), (90_000, "25 h"), (400_000, "4 d 15 h"), (86_400 * 60, "60 d"),
+        (1715, "29 min"), (35_999, "10 h"), (86_400 * 16.9, "17 d"),
     ],
 )  # fmt: skip
 def test_how_long_is_said_in_at_most_two_units(seconds: float, text: str) -> None:

@@ -653,8 +653,8 @@ def test_it_says_what_was_measured_which_term_decided_and_the_interval():
         "memory is needed every 34 h (3 failures seen)"
     )
     assert commit == (
-        "a commit every 32 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
-        "the store is needed every 16 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
+        "a commit every 33 min: the least expected loss; it takes 41 s, slows training by 3 % (3 measured); "
+        "the store is needed every 17 d (0 failures seen); saving costs 0.17 %, with failures 0.33 %"
     )
 
 
