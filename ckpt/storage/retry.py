@@ -158,7 +158,7 @@ class Retrying:
                 pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(tries - 1, 20)) * self._random.uniform(0.5, 1.0)
                 if left_s <= pause_s or self._closed.is_set():
                     doubted = not self._has_answered and "://" in self.url  # a folder has no address
-                    hint = ADDRESS * doubted + LONGER * (doubted and contact_s is not None)
+                    hint = "" if not doubted else ADDRESS if contact_s is None else ADDRESS + LONGER
                     raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
