@@ -264,7 +264,7 @@ class Carrier(Committing):
                 loud = why_not not in (UNKEPT, ROOMLESS)  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return why_not == UNKEPT and self.group.outdoes_former  # all that is to be had is there
-            if self.learning is not None:
+            if self.learning is not None and self.group.replicates:  # else nothing was copied, but found
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)
             count = int(made.manifest.frames["length"].sum()) if made is not None else 0

@@ -166,7 +166,7 @@ class Facts:
         self._copy_failures = 0
         self._lost_with: set[str] = set()  # the nodes whose agents copies went with, until there are copies again
         self._lost_meanwhile = False  # whether such went since the copies that are under way were begun
-        self._has_copies = False  # whether other nodes may have any, also of attempts that failed
+        self._copied_tick: Tick | None = None  # the newest of which other nodes may have any, if an attempt failed, too
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the earliest deadline then, or since
@@ -418,7 +418,7 @@ class Facts:
 
     def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
         """What that slot holds is on its way to other nodes from here on, until `replicated`."""
-        self._lost_meanwhile, self._has_copies = False, True
+        self._lost_meanwhile, self._copied_tick = False, max(round_.tick, self._copied_tick or round_.tick)
         if round_.peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
             round_.peer = Store.RUNNING
         round_.copy_began_s, round_.kept = now_s, self.kept
@@ -468,7 +468,7 @@ class Facts:
                     slot.round.peer = Store.DONE
                     self._tell_level(slot.round.tick, "peer", whole, "" if whole else UNKEPT)
         under_way = self.slots[self.replicating].round if self.replicating is not None else None
-        if under_way is not None and not self.undoes_safe:  # who is to keep it may have been decided anew meanwhile
+        if under_way is not None and self.replicates and not self.undoes_safe:  # who keeps it may be others by now
             under_way.kept = self.kept
 
     def copies_lost(self, name: str) -> None:

@@ -157,17 +157,21 @@ class Group(Verdicts):
             if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
-                if round_.peer is Store.NEW and (self.replicates or round_.store is Store.FAILED):
+                untold = round_.peer in (Store.NEW, Store.FAILED) and (round_.tick, "peer") not in self._told
+                if untold and (self.replicates or round_.store is Store.FAILED):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
 
     def _give_up_copies(self) -> None:
-        """Where nobody has room for them any more none comes that takes the place of those that are there: of what is
-        safe, once the store has something newer and its slot is gone, and of attempts that failed."""
-        if self.replicates or self.replicating is not None or self.superseded_by or not self._has_copies:
+        """Where nobody has room for them any more none comes that takes the place of those that are there: they go
+        once the store has something newer than what is safe, whose slot is gone, and what attempts that failed have
+        left, which may be all that outlives this node."""
+        copied, stored = self._copied_tick, self.committed_tick
+        if self.replicates or self.replicating is not None or self.superseded_by or copied is None:
             return
-        if self.safe is None and (self.safe_tick is None or self._safe_is_outdone):
-            self.safe_tick, self._has_copies = None, False
+        is_outdone = self.safe_tick is None or self._safe_is_outdone
+        if self.safe is None and is_outdone and stored is not None and stored >= copied:
+            self.safe_tick = self._copied_tick = None
             self._out.append(Unkeep())
 
     def _replicate_newest(self, now_s: float) -> None:
@@ -416,6 +420,7 @@ class Group(Verdicts):
             round_.why = self._saves[0].why
         if round_.store is Store.FAILED:
             round_.store = Store.NEW
+            self._told.pop((round_.tick, "store"), None)  # what is said of it from here on is what counts
         round_.metrics.update(self._metrics())
         self._answer_saves(self._is_saved(round_))
 

@@ -121,9 +121,10 @@ class _Copies:
         size, count = self.nodes[owner].bytes, len(self.holders[owner])
         if free := self._with_room(owner):
             return self.keep_if_room(owner, self._best(owner, free))
+        most = max(self.room.values())  # not one by one: of hundreds of nodes that takes a minute
         for elsewhere in (True, False):
             for other, held in self.holders.items():
-                instead = self._with_room(other) if elsewhere else []
+                instead = self._with_room(other) if elsewhere and self.nodes[other].bytes <= most else []
                 for holder in held if instead or not (elsewhere or len(held) < count + 2) else ():
                     if holder in self.whole:
                         continue

@@ -777,7 +777,8 @@ def test_what_others_have_goes_once_nobody_has_room_any_more_and_the_store_has_s
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [safe, newest]
 
 
-def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_more() -> None:
+def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_more_and_the_store_has_it() -> None:
+    """Until then it may be all that outlives this node: one of them had its part, or said too late that it has."""
     driver = Driver()
     gone = lambda: [each for each in driver.said if isinstance(each, do.Unkeep)]  # noqa: E731
     driver.group.replicates = True
@@ -787,7 +788,64 @@ def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_mo
     assert not gone(), "they are on their way"
     driver.copy("a node hangs")
     driver.decide()
+    assert not gone(), "the store has nothing yet"
+    driver.commit()
     assert len(gone()) == 1
+
+
+def test_who_waits_for_copies_that_failed_as_nobody_has_room_any_more_hears_so_though_the_store_had_failed_before() -> (
+    None
+):
+    driver = Driver()
+    driver.group.replicates = True
+    tick = driver.complete()
+    driver.commit("the disk is full")
+    driver.group.replicates = False
+    driver.copy("a node hangs")
+    driver.decide()
+    assert driver.levels("peer").get(str(tick)) is None, "it is tried once more"
+    driver.complete()
+    assert driver.levels("peer").get(str(tick)) is False
+
+
+def test_who_waits_for_copies_that_nobody_had_room_for_hears_so_though_there_is_room_again() -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    driver.complete()
+    driver.copy()
+    tick = driver.complete()  # while that one is still being committed
+    driver.group.replicates = False
+    driver.copy("nobody has room")
+    driver.group.replicates = True
+    driver.complete()
+    assert driver.levels("store") == {str(tick): False}
+    assert driver.levels("peer").get(str(tick)) is False
+
+
+def test_what_is_found_to_be_kept_in_part_is_not_called_safe_where_nobody_keeps_any_more() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.group.unsure = True
+    driver.group.holds(0, Tick(50), False)
+    driver.decide()
+    driver.group.found_safe(Tick(50), whole=False)
+    assert driver.copy() == UNKEPT
+    driver.decide()
+    assert driver.levels("peer").get(str(Tick(50))) is not True
+    assert not driver.group.outlives_a_node
+
+
+def test_a_rank_that_comes_back_does_not_hear_that_what_is_saved_once_more_has_failed() -> None:
+    driver = Driver()
+    tick = driver.complete()
+    driver.commit("the disk is full")
+    driver.save(tick, Why.EXIT)
+    driver.group.lost(1, 0.0)
+    driver.decide()
+    driver.group.joined(1)
+    assert [each["level"] for each in driver.group.again() if each["t"] == "level" and each["tick"] == str(tick)] == [
+        "local",
+        "peer",
+    ]
 
 
 def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has_room_any_more() -> None:

@@ -383,8 +383,8 @@ class Sim:
         assert not self.group.replicates
         assert self.copying is not self.group, "what is on its way"
         safe, committed = self.safe, self.group.committed_tick
+        assert committed is not None, "what attempts that failed have left may be all that there is"
         if safe is not None and safe[0] is self.group:
-            assert committed is not None, "nobody has anything newer"
             assert committed > safe[1], "nobody has anything newer"
             self.safe = None
         self.unkept += 1

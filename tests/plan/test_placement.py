@@ -364,6 +364,14 @@ def test_that_many_nodes_lend_too_little_for_any_parity_is_found_out_at_once():
     assert time.process_time() - began_s < 5  # one helper after the other takes a minute
 
 
+@pytest.mark.parametrize("pages", [0, 99, 100, 150])
+def test_that_many_nodes_lend_too_little_for_the_copies_is_found_out_at_once(pages):
+    began_s = time.process_time()
+    lent = [trainer(f"n{i:03d}", nbytes=100 * PAGE, lend=GENERATIONS * pages * PAGE) for i in range(512)]
+    assert {kept.losses for kept in place(lent, Replicas(2)).kept} == {int(pages >= 100)}
+    assert time.process_time() - began_s < 5  # looking for each state whom its room would help takes half a minute
+
+
 def test_fewer_nodes_than_were_asked_for_is_said():
     alone = place(many(1), Replicas(1))
     assert [(s.got, s.why) for s in alone.shortfalls] == [(0, "there is no other node")]
