@@ -218,7 +218,7 @@ class Tasks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        end_all([self.close])
 
 
 def _do(
@@ -246,12 +246,13 @@ _ALL: weakref.WeakSet[Tasks] = weakref.WeakSet()
 @atexit.register
 def _end_pools() -> None:
     for tasks in list(_ALL):
-        if tasks._workers:
+        if tasks._pool_size:  # also one that has done nothing yet
             tasks._end_pool()
 
 
 def _in_child() -> None:
     for tasks in list(_ALL):
+        tasks.stopping._at_fork_reinit()  # type: ignore[attr-defined]  # a thread that is not there may have held it
         tasks._forget()
 
 

@@ -166,6 +166,50 @@ else:
     assert said_by(code) == ["done 0", "ended 0"]
 
 
+def test_what_begins_once_the_interpreter_ends_is_waited_for_or_refused_also_where_nothing_was_done_before() -> None:
+    code = """
+import atexit, time
+def last():
+    try:
+        tasks.submit(work)
+    except CkptError as exc:
+        print("refused:", exc)
+def work():
+    print("begun", flush=True)
+    time.sleep(0.5)
+    print("done", flush=True)
+atexit.register(last)  # what was imported before us
+from ckpt.errors import CkptError
+from ckpt.tasks import Tasks
+tasks = Tasks("some", pool_size=1)
+"""
+    assert said_by(code) == ["refused: some is closed, or has no pool"]
+
+
+def test_a_forked_child_closes_what_a_thread_of_its_parent_was_looking_at() -> None:
+    code = """
+import os, signal, threading
+from ckpt.tasks import Tasks
+began, over = threading.Event(), threading.Event()
+def look():
+    with tasks.stopping._cond:  # as in a wait, or `set`
+        began.set()
+        over.wait()
+tasks = Tasks("some", pool_size=1)
+thread = threading.Thread(target=look)
+thread.start()
+began.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    tasks.close()
+    os._exit(0)
+print("ended", os.waitpid(child, 0)[1])
+over.set()
+"""
+    assert said_by(code) == ["ended 0"]
+
+
 def test_what_a_thread_fails_with_before_its_first_job_is_that_jobs_error() -> None:
     begun: list[str] = []
 
@@ -254,6 +298,27 @@ def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_a
     with pytest.raises(KeyboardInterrupt):
         tasks.close()
     tasks.close()
+    assert ran == ["to its end"]
+
+
+def test_a_block_that_ctrl_c_ended_at_its_end_is_left_when_nothing_is_at_work_any_more() -> None:
+    ran: list[str] = []
+
+    def work() -> None:
+        while not tasks.stopping.wait(0.01):
+            pass
+        never.wait(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        never.wait(0.3)
+        ran.append("to its end")
+
+    never = threading.Event()
+    tasks = Tasks("some", pool_size=1)
+    job = tasks.submit(work)
+    while not job.running():
+        never.wait(0.001)
+    with pytest.raises(KeyboardInterrupt), tasks:
+        pass
     assert ran == ["to its end"]
 
 
