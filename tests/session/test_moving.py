@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.format.declaration import encode
 from ckpt.trainer.link import Link
 from ckpt.trainer.slots import Plan, Slot
 from ckpt.types import Tick
@@ -139,6 +140,11 @@ def ready(link: Link) -> tuple[int, Slot, Plan]:
     return next((number, slot, slot.plan) for number, slot in link.slots.by_number.items() if slot.plan is not None)
 
 
+def divided_anew(old: Plan) -> Plan:
+    declaration = replace(old.declaration, division="new", staging=replace(old.staging))
+    return replace(old, declaration=declaration, encoded=encode(declaration))
+
+
 def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +159,7 @@ def test_a_slot_that_is_made_ready_for_another_division_meanwhile_is_not_used(
         saver = ck._parts.saver
         link, snapshotter = saver.link, saver._snapshotter
         number, slot, old = ready(link)
-        new = replace(old, declaration=replace(old.declaration, division="new", staging=replace(old.staging)))
+        new = divided_anew(old)
         is_inside, bind = threading.Event(), snapshotter.bindings.bind
 
         def slow(slot: int, walk: Any, staging: Any, data: Any) -> None:
@@ -187,7 +193,7 @@ def test_a_slot_is_not_made_ready_while_a_snapshot_is_on_its_way_into_it(tmp_pat
         number, slot, old = ready(link)
         assert slot.hold(link)
         before = bytes(slot.arena.view)
-        link.slots._plan = new = replace(old, declaration=replace(old.declaration, division="new"))
+        link.slots._plan = new = divided_anew(old)
         thread = threading.Thread(target=link.slots._prepare, args=(number, slot, new))
         thread.start()
         time.sleep(0.3)
