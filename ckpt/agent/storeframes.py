@@ -50,8 +50,7 @@ class StoreFrames:
 
     def pump(self) -> None:
         """Begins a pass over what is wanted, unless one runs."""
-        frames = sorted(self.wanted())
-        if self._reading or self._closed or not frames:
+        if self._reading or self._closed or not (frames := sorted(self.wanted())):
             return
         self._reading = True
         window = self.window()

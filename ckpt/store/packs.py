@@ -11,7 +11,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +93,8 @@ class Packs:
         with Tasks("commit", pool_size=min(puts, len(groups))) as tasks:
             futures = [tasks.submit(self._write_one, number, group) for number, group in enumerate(groups)]
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    future.settle()
             except BaseException:
                 self._failed.set()
                 raise
