@@ -158,7 +158,8 @@ def _spawn(url: str, place: Places, deadline: float) -> bool:
     if said in ("ok", "busy"):
         return said == "ok"
     tail = place.log.read_bytes()[-2000:].decode(errors="replace").strip() if place.log.exists() else ""
-    raise AgentError(f"the agent did not start: {said or 'it ended at once'}; its log {place.log} ends with:\n{tail}")
+    logged = f"its log {place.log} ends with:\n{tail}" if tail else f"its log {place.log} is empty"
+    raise AgentError(f"the agent did not start: {said or 'it ended at once'}; {logged}")
 
 
 def _read_ready(fd: int, deadline: float) -> str:
@@ -166,7 +167,7 @@ def _read_ready(fd: int, deadline: float) -> str:
     while not said.endswith(b"\n"):
         readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
-            return "it said nothing in time"
+            return "it said nothing in time (where this machine has far too much to do, start again once it has less)"
         chunk = os.read(fd, 4096)
         if not chunk:
             break

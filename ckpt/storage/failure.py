@@ -40,7 +40,8 @@ def lost(url: str, what: str, why: object) -> TransientError:
 
 def make_room(url: str) -> str:
     """What to do about a store that is full."""
-    return f"make room (ckpt prune {url} --last 2 --yes, and once more 15 minutes later: then the data goes)"
+    how = f"ckpt prune {url} --last 2 --yes, where the newest two are all that you want to keep"
+    return f"make room ({how}, and once more 15 minutes later: then the data goes)"
 
 
 def _told(text: str) -> str:
