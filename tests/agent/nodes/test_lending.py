@@ -385,7 +385,7 @@ def test_a_job_of_another_url_neither_goes_on_from_what_is_kept_there_nor_costs_
 
 
 def test_one_that_lends_too_little_is_not_used_and_that_is_said(cluster: Cluster) -> None:
-    cluster.peers = cluster.lend("64KiB")["listen"]
+    cluster.peers = cluster.lend("1MiB")["listen"]
     cluster.start(0)
     cluster.checkpoint("local", "store")
     placed = [event for event in cluster.job[0].events if event["name"] == "peers.placed"]
