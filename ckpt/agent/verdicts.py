@@ -78,8 +78,8 @@ class Verdicts(Leaving):
 
     def joined(self, rank: int) -> None:
         super().joined(rank)
-        if self._ended:  # it may have been lost with the former connection
-            self._tell_end()
+        if self._leave_by_s is not None:  # it may have been lost with the former connection
+            self._tell_leave_by()
 
     def held(self, rank: int, number: int, request: Request) -> None:
         """Rank waits, staged, for the verdict. Asked about a round that is not known any more: go on, unless others may
@@ -205,10 +205,13 @@ class Verdicts(Leaving):
             self._copy_by_s = min(self._copy_by_s, by_s)
         if self._leave_by_s is not None and by_s < self._leave_by_s:
             self._leave_by_s = by_s
-            if self._ended:
-                self._tell_end()
-            else:
-                self._out.append(Tell({"t": "leave-by", "by_s": by_s}))
+            self._tell_leave_by()
+
+    def _tell_leave_by(self) -> None:
+        if self._ended:
+            self._tell_end()
+        else:
+            self._out.append(Tell({"t": "leave-by", "by_s": self._leave_by_s}))
 
     # -- small steps
 

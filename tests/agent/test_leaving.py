@@ -646,6 +646,20 @@ def test_a_deadline_that_comes_nearer_once_the_ranks_leave_is_told_to_them_and_t
     assert len(leave_by(driver)) == 1, "once"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_rank_that_was_away_when_the_deadline_came_nearer_is_told_once_it_is_back(asked: bool) -> None:
+    driver, _ = leaving_in_20_s()
+    if asked:
+        driver.group.leave(1, ("leave", 1), insists=True)
+    driver.group.lost(1, driver.now_s)
+    driver.warn(6.0, "2")
+    at_s = driver.now_s + 6.0
+    driver.now_s += 1.0
+    driver.group.joined(1)
+    driver.decide()
+    assert leave_by(driver) == [at_s] * 2
+
+
 def test_the_time_of_the_very_notice_by_which_the_ranks_leave_may_come_nearer_until_it_is_said_what_was_saved() -> None:
     driver, _ = leaving_in_20_s()
     for rank in range(driver.world):
