@@ -279,8 +279,8 @@ class Carrier(Committing):
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
-            is_whole = found.whole == found.newest
-            self.group.found_safe(found.newest.tick if found.newest is not None else None, is_whole)
+            is_whole, nodes = found.whole == found.newest, ("", *(node.name for node in self.nodes[1:]))
+            self.group.found_safe(found.newest.tick if found.newest is not None else None, is_whole, nodes)
             if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -456,14 +457,14 @@ class Facts:
         gone with that node."""
         return any(not each.losses for each in round_.kept or self.kept)
 
-    def found_safe(self, tick: Tick | None, whole: bool = True) -> None:
+    def found_safe(self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",)) -> None:
         """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out. `whole`:
-        each node's part of it is."""
+        each node's part of it is. `nodes`: all of the job's, "" is this one; who keeps what of which is not known."""
         self.unsure = False
         self.safe_tick = tick
         for slot in self.slots:
             if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
-                slot.round.kept = (Kept("", int(whole)),)
+                slot.round.kept = tuple(Kept(node, int(whole)) for node in nodes)
                 if slot.round.peer is Store.NEW:  # else it is being copied, and `replicated` tells it
                     slot.round.peer = Store.DONE
                     self._tell_level(slot.round.tick, "peer", whole, "" if whole else UNKEPT)

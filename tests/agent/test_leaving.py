@@ -1421,6 +1421,27 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     assert driver.outcomes()[-1]["level"] == "peer"
 
 
+@pytest.mark.parametrize(("going", "level"), [("b", "peer"), ("", "peer"), ("b c", "local"), (" c", "local")])
+def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nodes_as_it_does(
+    going: str, level: str
+) -> None:
+    """As many as were asked for, whichever these are. Nobody has room for copies any more, but for those that are
+    there."""
+    driver = Warned(3)
+    driver.group.unsure = True
+    driver.group.holds(1, Tick(20), False)
+    driver.train(3.0)
+    driver.group.found_safe(Tick(20), True, ["", "b", "c"])
+    driver.group.replicated(1, "", driver.now_s)
+    driver.group.wanted(Tick(20), Why.EXIT)
+    for node in going.split(" "):
+        driver.warn(20.0, f"1 on node {node}", when=When.AT_ONCE, nodes=frozenset({node}))
+    driver.now_s += 20.0 - OUTCOME_S
+    driver.decide()
+    (body,) = driver.outcomes()
+    assert (body["how"], body["level"], body["step"]) == ("left", level, 20)
+
+
 class Polling(Warned):
     """All ranks are in one step since `since_s`, and have polled so often in it."""
 

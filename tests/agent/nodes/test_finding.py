@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -227,6 +227,7 @@ class Carried:
             group=self.group,
             epoch=EPOCH,
             world=1,
+            nodes=(),
             checkpoints={},
             learning=None,
             own=SimpleNamespace(arenas={}),
@@ -241,7 +242,7 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None, whole: bool) -> None:
+    def found_safe(self, tick: Tick | None, whole: bool, nodes: Sequence[str]) -> None:
         self.group.unsure, self.group.safe_tick = False, tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
