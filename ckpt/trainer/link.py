@@ -33,6 +33,7 @@ from ckpt.types import Epoch, Identity, Tick
 RECONNECT_TRIES = 20
 AWAY_S = 600.0  # how long this node's agent may be without that of rank 0's, until nothing more is saved
 RESTARTS_IN_VAIN = 8  # an agent that dies so often before it gets anything done will not do better
+SERVED_S = 60.0  # one that was there for so long has got something done, be there nothing to save meanwhile
 _NOTHING_APPOINTED = memoryview(bytearray(8 * SLOTS_MAX)).cast("Q")
 
 
@@ -85,7 +86,8 @@ class Link:
     fetching: queue.SimpleQueue[wire.Message | None] | None = None
     terms: Terms | None = None
     restarts: int = 0
-    _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint
+    _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
+    _back_s: float = 0.0  # since when it is there
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
@@ -385,6 +387,8 @@ class Link:
             # A superseded job leaves at its next step: it needs no other agent.
             restart = not (self._closed or self._reconnecting or self.terms is None or self.superseded_by is not None)
             self._reconnecting = self._reconnecting or restart
+            if restart and time.monotonic() >= self._back_s + SERVED_S:
+                self._in_vain = 0
         if self.fetching is not None:
             self.fetching.put(None)
         if self._closed or self.superseded_by is not None:
@@ -421,7 +425,7 @@ class Link:
                 connection = self._connection
                 if connection is None or not connection.is_open:
                     continue  # it went away again, and `_on_lost` left that to us
-                self._reconnecting = False
+                self._reconnecting, self._back_s = False, time.monotonic()
             self.restarts += 1
             self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
             self._look_for_wanted()

@@ -17,7 +17,7 @@ from ckpt.events import Event, Events
 from ckpt.settings import Settings, read
 from ckpt.tasks import Tasks
 from ckpt.trainer import link
-from ckpt.trainer.link import Link
+from ckpt.trainer.link import Link, Terms
 from ckpt.types import Tick
 
 
@@ -78,6 +78,26 @@ def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_
         assert made.is_given_up != comes_back
         made.close()
     assert [event.name for event in seen][-1] == ("agent.restarted" if comes_back else "agent.given_up")
+
+
+@pytest.mark.parametrize(("apart_s", "comes_back"), [(link.SERVED_S, True), (link.SERVED_S - 1.0, False)])
+def test_a_connection_that_is_lost_now_and_then_comes_back_however_rarely_anything_is_saved(
+    apart_s: float, comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(link, "RESTARTS_IN_VAIN", 2)
+    with Tasks("away") as tasks:
+        nothing: Any = lambda *given: None  # noqa: E731
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing)
+        made.says, made.told, made.terms = [], [], cast(Terms, SimpleNamespace(epoch="1-a"))
+        for _ in range(4):
+            now.s += apart_s
+            made._on_lost("a link was cut")
+            while not (made.is_back or made.is_given_up):
+                tasks.stopping.wait(0.01)
+        assert (made.is_back, made.is_given_up) == (comes_back, not comes_back)
+        made.close()
 
 
 @pytest.mark.parametrize("why", ["save", "exit"])
