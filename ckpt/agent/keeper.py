@@ -233,10 +233,10 @@ class Keeper:
     def _tend_room(self, now_s: float) -> float | None:
         """What a job is planned around goes as far as nobody goes on from it, and once some of it has, the job is
         planned anew. When to look again."""
-        job, begun = self.current, self._begun()
-        newest = max(self.followings, key=lambda each: each.epoch, default=None)
+        job, newest = self.current, max(self.followings, key=lambda each: each.epoch, default=None)
         cramped = (job is not None and job.is_cramped) or (newest is not None and newest.ranks.is_cramped)
-        if begun is None or not cramped:
+        begun = self._begun() if cramped else None
+        if begun is None:
             return None
         if now_s < self._replanned_s + relief.PERIOD_S:
             return self._replanned_s + relief.PERIOD_S
