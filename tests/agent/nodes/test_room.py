@@ -120,6 +120,7 @@ def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_n
     nodes = Nodes(cast(Any, SimpleNamespace(world=2)), [RemoteRanks(net, "b", EPOCH, 2, (1,))], "a")
     leading = cast(Any, SimpleNamespace(ranks=nodes))
     for now_s, committed, left in ((100.0, identity(5), 1), (200.0, identity(4), 0)):
+        former.ranks.close_arenas(0)
         former.ranks.arenas = {0: staged(identity(5), 1)}
         Committing._tell_commits(leading, committed)
         former.led(nothing, Message(cast(Net, net).told[-1][1], [], []))
