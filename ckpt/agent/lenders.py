@@ -74,8 +74,8 @@ class Lenders:
 
     @property
     def awaited(self) -> bool:
-        """Whether it is not known yet of some of them whether they are there."""
-        return any(address not in self._there and address not in self._why for address in self.wanted)
+        """Whether it is not known yet of some that are called whether they are there."""
+        return self.lead and any(address not in self._there and address not in self._why for address in self.wanted)
 
     def there(self) -> tuple[Lent, ...]:
         """Those that can be asked, in a fixed order; one that is named by several addresses once."""
