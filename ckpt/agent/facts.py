@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ class Round:
     hashed_s: float | None = None  # how long that took
     commit_began_s: float | None = None
     copy_began_s: float | None = None
-    kept: tuple[Kept, ...] = ()  # who was to keep copies of it
+    kept: tuple[Kept, ...] = ()  # who is to keep copies of it, since these were begun last
 
     @property
     def explicit(self) -> bool:
@@ -138,6 +138,7 @@ class Facts:
         self.replicating: int | None = None  # the slot
         self.unsure = False  # which is safe there, since another agent led until now: nothing goes before that is found
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
+        self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -165,8 +166,8 @@ class Facts:
         self._commit_failures = 0
         self._retry_copy_s = math.inf
         self._copy_failures = 0
-        self._lost_with: set[str] = set()  # the nodes whose agents copies went with, until there are copies again
-        self._lost_meanwhile = False  # whether such went since the copies that are under way were begun
+        self._lost_with: set[str] = set()  # with whose agents copies of what is safe went, until there are copies again
+        self._lost_meanwhile = False  # whether some went of those that are under way
         self._copied_tick: Tick | None = None  # the newest of which other nodes may have any, if an attempt failed, too
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
@@ -432,7 +433,7 @@ class Facts:
         entry = self.slots[slot]
         if not error and self._lost_meanwhile:
             error = "an agent that had a part of it already was lost meanwhile"
-        why_not = error or (UNKEPT if entry.round is not None and self.is_kept_in_part(entry.round) else "")
+        why_not = error or (UNKEPT if entry.round is not None and not _is_whole(entry.round.kept) else "")
         self.replicating = None
         entry.leases -= 1
         if not error:
@@ -441,51 +442,46 @@ class Facts:
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
         if entry.round is not None and entry.round.peer is not Store.DONE:  # else it was safe, and stays so
             entry.round.peer = Store.FAILED if error else Store.DONE
-            if self.replicates or not why_not:  # else what becomes of it in the store is told to who waits for this
+            if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
                 self._tell_level(entry.round.tick, "peer", not why_not, why_not)
-        if entry.round is not None and not error:
-            self.safe_tick = max(entry.round.tick, self.safe_tick or entry.round.tick)
+        if entry.round is not None and not error and (self.safe_tick is None or entry.round.tick >= self.safe_tick):
+            self.safe_tick, self.safe_kept = entry.round.tick, entry.round.kept
         return why_not
 
     @property
     def is_kept_whole(self) -> bool:
         """Whether each node's part of what is taken now is kept by others."""
-        return self.replicates and all(each.losses for each in self.kept)
-
-    def is_kept_in_part(self, round_: Round) -> bool:
-        """Whether some node's part of it is kept by nobody, for want of memory: all is where it was to be then, and
-        gone with that node."""
-        return any(not each.losses for each in round_.kept or self.kept)
+        return self.replicates and _is_whole(self.kept)
 
     def found_safe(self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",)) -> None:
         """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out. `whole`:
         each node's part of it is. `nodes`: all of the job's, "" is this one; who keeps what of which is not known."""
         self.unsure = False
         self.safe_tick = tick
-        for slot in self.slots:
-            if slot.state is State.COMPLETE and slot.round is not None and slot.round.tick == tick:
-                slot.round.kept = tuple(Kept(node, int(whole)) for node in nodes)
-                if slot.round.peer is Store.NEW:  # else it is being copied, and `replicated` tells it
-                    slot.round.peer = Store.DONE
-                    self._tell_level(slot.round.tick, "peer", whole, "" if whole else UNKEPT)
-        under_way = self.slots[self.replicating].round if self.replicating is not None else None
-        if under_way is not None and self.replicates and not self.undoes_safe:  # who keeps it may be others by now
-            under_way.kept = self.kept
+        self.safe_kept = tuple(Kept(node, int(whole)) for node in nodes)
+        found, under_way = self.safe.round if self.safe is not None else None, self._under_way
+        if found is not None and found is not under_way:  # else `replicated` tells it
+            found.peer = Store.DONE
+            self._tell_level(found.tick, "peer", whole, "" if whole else UNKEPT)
+        if under_way is not None:  # who is to keep it may be others by now; or it stays where it was found
+            under_way.kept = self.kept if self.replicates else self.safe_kept
 
-    def copies_lost(self, name: str) -> None:
-        """The agent of that node is not connected any more: what it kept for others may have gone with it."""
-        self._lost_with.add(name)
-        self._lost_meanwhile = self.replicating is not None
+    def copies_lost(self, name: str, ticks: Collection[Tick]) -> None:
+        """The agent of that node is not connected any more: what it kept of these for others may have gone with it."""
+        if self.unsure or self.safe_tick in ticks:
+            self._lost_with.add(name)
+        if self._under_way is not None and self._under_way.tick in ticks:
+            self._lost_meanwhile = True
 
     @property
-    def _copies_lost(self) -> bool:
-        """Whether what is safe in other nodes' memory may have lost copies."""
-        return bool(self._lost_with)
+    def _under_way(self) -> Round | None:
+        """What is being copied."""
+        return self.slots[self.replicating].round if self.replicating is not None else None
 
     @property
     def copied_ticks(self) -> list[Tick]:
         """What other nodes have, or are getting."""
-        under_way = self.slots[self.replicating].round if self.replicating is not None else None
+        under_way = self._under_way
         ticks = (self.safe_tick, under_way.tick if under_way is not None else None)
         return [tick for tick in ticks if tick is not None]
 
@@ -540,7 +536,7 @@ class Facts:
     def _safe_whole(self) -> Round | None:
         """The newest round that other nodes' memory holds, if it has each node's part."""
         round_ = self.safe.round if self.safe is not None else None
-        return round_ if round_ is not None and not self.is_kept_in_part(round_) else None
+        return round_ if _is_whole(self.safe_kept) else None
 
     def _safety_of(self, round_: Round) -> Safety:
         """Of a complete one."""
@@ -548,7 +544,7 @@ class Facts:
             return Safety.STORE
         if round_.tick != self.safe_tick:
             return Safety.HERE
-        return Safety.PART if self._copies_lost or self.is_kept_in_part(round_) else Safety.WHOLE
+        return Safety.WHOLE if _is_whole(self.safe_kept) and not self._lost_with else Safety.PART
 
     @property
     def safety(self) -> Safety:
@@ -690,3 +686,9 @@ class Facts:
             del self._told[next(iter(self._told))]
         if level == "store" and not ok and not self.replicates:  # nothing else will be said to who waits for "peer"
             self._tell_level(tick, "peer", False, f"no other node keeps copies, and the store has none: {message}")
+
+
+def _is_whole(kept: Iterable[Kept]) -> bool:
+    """Whether somebody keeps each node's part. Else all is where it was to be, for want of memory, and gone with that
+    node."""
+    return all(each.losses for each in kept)

@@ -157,7 +157,7 @@ class Group(Verdicts):
             if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
-                untold = round_.peer in (Store.NEW, Store.FAILED) and (round_.tick, "peer") not in self._told
+                untold = round_.peer is not Store.DONE and (round_.tick, "peer") not in self._told
                 if untold and (self.replicates or round_.store is Store.FAILED):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
                 self._free(slot)
@@ -180,12 +180,14 @@ class Group(Verdicts):
         newest = self.newest
         if not (self.replicates or self.unsure) or self.replicating is not None or self.superseded_by:
             return
+        if self.unsure and not self.division:
+            return  # how safe it is to be is not known before it is known who keeps what
         if self.all_gone and not self._copies_first(now_s):
             return
         if newest is None or newest.round is None:
             return
         peer = newest.round.peer
-        lost = self._copies_lost and not self.members.seen.lost
+        lost = bool(self._lost_with) and not self.members.seen.lost
         waits = self._copy_failures > 0 and now_s < self._retry_copy_s
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
@@ -420,7 +422,12 @@ class Group(Verdicts):
             round_.why = self._saves[0].why
         if round_.store is Store.FAILED:
             round_.store = Store.NEW
-            self._told.pop((round_.tick, "store"), None)  # what is said of it from here on is what counts
+        if round_.peer is Store.FAILED:
+            round_.peer = Store.NEW
+        for level, state in (("store", round_.store), ("peer", round_.peer)):  # who saves it forgets what failed before
+            told = self._told.pop((round_.tick, level), None)
+            if told is not None and state is Store.DONE:
+                self._tell_level(round_.tick, level, told["ok"], told["message"])
         round_.metrics.update(self._metrics())
         self._answer_saves(self._is_saved(round_))
 

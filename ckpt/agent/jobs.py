@@ -367,7 +367,7 @@ class Job(TakenOver):
             return
         lost = [each for each in self.group.copied_ticks if protection.involves(name, Identity(self.epoch, each))]
         if lost:
-            self.group.copies_lost(name)
+            self.group.copies_lost(name, lost)
         if tick in lost and tick is not None and self._services.account.unprotected() is not None:
             text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone"
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}

@@ -550,7 +550,7 @@ class Leaving(Facts):
 
     def _level_in_memory(self, round_: Round) -> str:
         gone = self.doomed | self._lost_with
-        copied = round_.peer is Store.DONE and outlasts(round_.kept or self.kept, gone)
+        copied = round_.tick == self.safe_tick and outlasts(self.safe_kept, gone)
         return "peer" if copied else "local"
 
     def _acknowledge(self, now_s: float) -> None:

@@ -1410,7 +1410,7 @@ def test_what_a_lost_agent_kept_is_not_said_to_be_in_the_memory_of_nodes_that_st
     driver.decide()
     driver.group.replicated(word.slot, "", driver.now_s)
     driver.decide()
-    driver.group.copies_lost(lost)
+    driver.group.copies_lost(lost, driver.group.copied_ticks)
     driver.now_s += 20.0 - OUTCOME_S
     driver.decide()
     (body,) = driver.outcomes()

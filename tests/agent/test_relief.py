@@ -203,7 +203,7 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
     assert not complete(), "it is gone with one of them"
     group.found_safe(Tick(5))
     assert complete()
-    group.copies_lost("b")
+    group.copies_lost("b", group.copied_ticks)
     assert not complete()
     group.committed_tick = Tick(5)
     assert complete()

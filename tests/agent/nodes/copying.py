@@ -20,7 +20,7 @@ class Copying:
 
     def lost(self) -> None:
         """An agent is not connected any more."""
-        self._facts.copies_lost("b")
+        self._facts.copies_lost("b", self._facts.copied_ticks)
 
     def ended(self, error: str) -> str:
         """Why it is not safe; "": it is."""
