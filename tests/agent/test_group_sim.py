@@ -22,7 +22,10 @@ from ckpt.agent.control import AMID, Kind, Place, Word
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import Standing
+from ckpt.errors import SaveFailed
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
+from ckpt.trainer.levels import Levels
 from ckpt.types import Tick
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
@@ -88,6 +91,7 @@ class Sim:
         self.group.replicates = self.slots > 1 and rng.random() < 0.6
         self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
         self.told_unsafe: Tick | None = None
+        self.levels = Levels()  # as who waits for one knows them
         self.copied = self.unkept = 0
         self.copying: Group | None = None  # the agent that has copies under way
         self.words: list[dict[int, Word]] = [{}, {}]  # by slot: on the page here, and on another node's
@@ -222,12 +226,19 @@ class Sim:
 
     def divided(self, version: int, layouts: tuple[int, ...]) -> None:
         division = "d" + ".".join(map(str, layouts))
-        if self.slots > 1 and self.fault(3):  # there is room for copies, or none any more
-            self.group.replicates = not self.group.replicates
+        if self.fault(3):
+            self.place()
         if self.group.planned(version, division, tuple(10 * n for n in layouts), self.slots):
             for rank in self.ranks:
                 self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
         self.decide()
+
+    def place(self) -> None:
+        """There is room for copies, of all or of a part, or none any more."""
+        if self.slots > 1:
+            self.group.replicates = not self.group.replicates
+            self.group.kept = Kept("", self.random.choice((0, 1, 1))), Kept("b", 1)
+            self.decide()
 
     def got_plan(self, rank: Rank, division: str, layout: int) -> None:
         if not rank.alive:
@@ -408,6 +419,9 @@ class Sim:
 
     def do_Tell(self, action: do.Tell) -> None:
         assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
+        if action.body["t"] == "level":
+            told = action.body
+            self.levels.put(Tick.parse(told["tick"]), told["level"], told["ok"], told["message"])
         if action.body["t"] == "awaited" and not self.fault(0.2):
             for rank in self.ranks:
                 late_s = max(self.delay_s(rank), self.way_s(rank.number, 0.0))
@@ -458,6 +472,8 @@ class Sim:
             self.after(self.random.uniform(0, 5), self.preempt)
         for _ in range(self.random.choice((0, 0, 3))):
             self.after(self.random.uniform(0, 10), self.lend)
+        for _ in range(self.random.choice((0, 0, 6))):
+            self.after(self.random.uniform(0, 10), self.place)
         if self.faults and self.random.random() < 0.1 and self.fault_rate:
             self.after(self.random.uniform(0, 10), self.kill, self.random.choice(self.ranks))
         if self.faults and self.random.random() < 0.05:
@@ -672,6 +688,14 @@ class Sim:
             self.now_s, _, what, args = heapq.heappop(self.queue)
             what(*args)
 
+    def waits(self, tick: Tick) -> bool:
+        """Whether it is still to be said what became of its copies."""
+        try:
+            self.levels.wait(tick, "peer", 0.0)
+        except SaveFailed as exc:
+            return "within" in str(exc)
+        return False
+
     def gone(self) -> bool:
         return all(not r.alive or r.left for r in self.ranks)
 
@@ -700,6 +724,8 @@ def run(seed: int) -> Sim:
     if not sim.hung and not sim.group.superseded_by and not sim.preempted:
         assert len(sim.completed) > before, "nothing became complete after the faults were over"
         assert sim.group.committed_tick == max(sim.completed), "the last one did not reach the store"
+        endless = [tick for tick in sim.completed if sim.waits(tick)]
+        assert not endless, f"nothing ends the wait for copies of {endless}"
     for number, verdicts in sim.verdicts.items():
         assert len(verdicts) == 1 or sim.hung or sim.group.superseded_by, f"round {number}: some leave, some go on"
     return sim
