@@ -278,8 +278,8 @@ def test_a_job_is_known_before_it_begins_and_called_off_where_nobody_is_told_of_
     assert seen == [2]
 
 
-def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_again() -> None:
-    """Python's own join takes the thread for dead then."""
+def interrupting_its_close() -> tuple[Tasks, list[str]]:
+    """With a job at work that presses Ctrl-C while it is waited for, and says when it has come to its end."""
     ran: list[str] = []
 
     def work() -> None:
@@ -295,6 +295,12 @@ def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_a
     job = tasks.submit(work)
     while not job.running():
         never.wait(0.001)
+    return tasks, ran
+
+
+def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_again() -> None:
+    """Python's own join takes the thread for dead then."""
+    tasks, ran = interrupting_its_close()
     with pytest.raises(KeyboardInterrupt):
         tasks.close()
     tasks.close()
@@ -302,21 +308,7 @@ def test_a_close_that_ctrl_c_ended_waits_for_what_is_at_work_when_it_is_called_a
 
 
 def test_a_block_that_ctrl_c_ended_at_its_end_is_left_when_nothing_is_at_work_any_more() -> None:
-    ran: list[str] = []
-
-    def work() -> None:
-        while not tasks.stopping.wait(0.01):
-            pass
-        never.wait(0.1)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        never.wait(0.3)
-        ran.append("to its end")
-
-    never = threading.Event()
-    tasks = Tasks("some", pool_size=1)
-    job = tasks.submit(work)
-    while not job.running():
-        never.wait(0.001)
+    tasks, ran = interrupting_its_close()
     with pytest.raises(KeyboardInterrupt), tasks:
         pass
     assert ran == ["to its end"]

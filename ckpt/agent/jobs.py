@@ -449,7 +449,7 @@ class Job(TakenOver):
                 self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
         now_s = time.monotonic()
-        left_s = word.deadline_s - time.time()
+        left_s = word.left_s
         told = Standing(*name, now_s + left_s, now_s, word.certain, when, frozenset({node}))
         when = self.group.warn(told).when
         if known and word.source == SIGNAL:

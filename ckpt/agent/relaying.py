@@ -32,8 +32,7 @@ class Standing:
 
     def hear(self, word: Word, when: When = When.IN_TIME) -> None:
         if isinstance(word, Notice):
-            by_s = time.monotonic() + word.deadline_s - time.time()
-            self._notices[word.source, word.key] = word, when, by_s
+            self._notices[word.source, word.key] = word, when, time.monotonic() + word.left_s
         else:
             self._notices.pop((word.source, word.key), None)
 

@@ -7,6 +7,7 @@ later word replaces the earlier one. Whatever a source merely repeats is not tol
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -35,6 +36,12 @@ class Notice:
     certain: bool
     key: str
     message: str
+
+    @property
+    def left_s(self) -> float:
+        """Until the deadline, from now on; below 0 where it is past. Right until this host's clock is set: who waits
+        for it adds this to the monotonic clock at once."""
+        return self.deadline_s - time.time()
 
 
 @dataclass(frozen=True, slots=True)

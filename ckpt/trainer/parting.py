@@ -194,7 +194,7 @@ class Parting:
             return
         if self._signals is not None and word.key == signal.SIGUSR1.name:
             self._signals.consume(signal.SIGUSR1)  # it says nothing but that: to whom else should it be delivered?
-        by_s = time.monotonic() + word.deadline_s - time.time()  # here and now: this host's clock may be set meanwhile
+        by_s = time.monotonic() + word.left_s
         self._bring_forward(by_s)
         with self._changed:
             self._came[word.key] = by_s

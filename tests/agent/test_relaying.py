@@ -11,6 +11,7 @@ from ckpt.agent import relaying
 from ckpt.agent.choosing import PAST_S, When
 from ckpt.agent.relaying import NOTICES_MAX, Standing, given_back, words
 from ckpt.errors import CkptError
+from ckpt.notices import notice
 from ckpt.notices.notice import Notice, Withdrawn
 from tests.agent.nodes.staged import spoiled
 
@@ -37,7 +38,8 @@ class Clocks:
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     found = Clocks()
-    monkeypatch.setattr(relaying, "time", found)
+    for module in (relaying, notice):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 

@@ -164,20 +164,13 @@ def test_a_secret_that_others_can_read_is_refused(
     assert f"chmod 600 {secret}" in said.err
 
 
-def test_more_memory_than_the_machine_has_is_refused(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("memory", "way_out"), [("1000TiB", "lend less"), ("64", "64GiB")])
+def test_more_memory_than_the_machine_has_and_less_than_a_snapshot_needs_are_refused(
+    memory: str, way_out: str, tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", "1000TiB")
+    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", memory)
     assert said.code == Exit.USAGE
-    assert "lend less" in said.err
-
-
-def test_memory_without_a_unit_that_no_snapshot_fits_into_is_refused(
-    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = ckpt(monkeypatch, "agent", tmp_path, "--listen", "127.0.0.1:0", "--memory", "64")
-    assert said.code == Exit.USAGE
-    assert "64GiB" in said.err
+    assert way_out in said.err
 
 
 @pytest.mark.parametrize("where", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
