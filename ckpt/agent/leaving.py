@@ -262,8 +262,14 @@ class Leaving(Facts):
 
     @property
     def wants_extra(self) -> bool:
-        """Whether one checkpoint more was asked for and is not there yet."""
-        return self._extra_asked or self._extra is not None
+        """Whether one checkpoint more was asked for and is not on its way off this node yet: while the commit of an
+        older one keeps the store busy, another of each few seconds would cost its stall and be no safer."""
+        if self._extra_asked or self._extra is not None:
+            return True
+        round_ = self.newest.round if self.newest is not None else None
+        if round_ is None or self._away is None or round_.tick < self._away:
+            return False
+        return round_.store in (Store.NEW, Store.FAILED) and round_.peer is not Store.DONE
 
     @property
     def safe_since_s(self) -> float:

@@ -434,6 +434,25 @@ def test_a_predicted_failure_costs_one_checkpoint_that_is_committed_out_of_turn(
     assert not driver.outcomes()
 
 
+def test_no_other_is_asked_for_while_a_commit_that_began_before_keeps_it_from_the_store() -> None:
+    driver = Warned(every=100)
+    driver.complete()
+    driver.train(1.0)
+    driver.group.ask_extra()
+    driver.decide()
+    assert driver.word().step <= driver.steps[0] + 3
+    driver.complete()
+    assert driver.group.committing is not None
+    assert driver.group.wants_extra, "it is nowhere but here"
+    driver.commit()
+    assert not driver.group.wants_extra, "it is on its way"
+    driver.commit("the store is gone")
+    assert driver.group.wants_extra
+    driver.train(5.0)
+    driver.commit()
+    assert not driver.group.wants_extra
+
+
 def test_one_that_reaches_no_store_is_tried_again() -> None:
     driver = Warned()
     driver.save_once()

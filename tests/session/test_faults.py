@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -215,10 +216,11 @@ def spoil(pid: int, old: bytes, new: bytes) -> int:
     """Writes `new` over `old` wherever a process holds it in anonymous files. How often."""
     count = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:" not in os.readlink(entry):
-            continue
-        with open(entry, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as whole:
-            while (at := whole.find(old)) >= 0:
-                whole[at : at + len(old)] = new
-                count += 1
+        with contextlib.suppress(FileNotFoundError):  # it was closed since
+            if "memfd:" not in os.readlink(entry):
+                continue
+            with open(entry, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as whole:
+                while (at := whole.find(old)) >= 0:
+                    whole[at : at + len(old)] = new
+                    count += 1
     return count
