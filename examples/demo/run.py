@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,10 @@ class Job:
                     raise SystemExit(f"{self.name}: step {step} of rank {rank} was repeated with another loss")
         return found
 
-    def last_step(self) -> int:
+    def trained(self) -> list[int]:
+        """The steps that rank 0 has ended, in all starts so far."""
         path = self.log / "losses-0.txt"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return int(lines[-1].split()[0]) if lines else 0
+        return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
     def read(self, what: str, start: int) -> dict[str, Any]:
         return json.loads((self.log / f"{what}-{start}.json").read_text())
@@ -104,15 +105,22 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 def kill_during_save(job: Job, step: int, *, agent_too: bool) -> Kill:
     """Starts the job and kills it right after `step`, whose checkpoint is then on its way to the store."""
+    before = len(job.trained())
     torchrun = job.start()
     deadline = time.monotonic() + START_TIMEOUT_S
-    while job.last_step() <= step:
-        if torchrun.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"training did not get to step {step} (exit status {torchrun.poll()})")
-        time.sleep(0.003)
+
+    def wait_until(done: Callable[[list[int]], bool]) -> None:
+        while not done(job.trained()):
+            if torchrun.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"training did not get to step {step} (exit status {torchrun.poll()})")
+            time.sleep(0.003)
+
+    wait_until(lambda steps: len(steps) > before)
+    # Found now, since looking through all processes may take longer than a save.
     victims = [psutil.Process(torchrun.pid), *psutil.Process(torchrun.pid).children(recursive=True)]
     agents = [p for p in psutil.process_iter(["cmdline"]) if is_agent(p, job.runtime)]
     victims = [p for p in victims if p not in agents] + (agents if agent_too else [])
+    wait_until(lambda steps: steps[-1] > step)
     for process in victims:
         try:
             process.send_signal(signal.SIGKILL)
@@ -122,8 +130,9 @@ def kill_during_save(job: Job, step: int, *, agent_too: bool) -> Kill:
     torchrun.wait()
     psutil.wait_procs(victims, timeout=10)
     what = f"torchrun, {RANKS} workers" + (", agent" if agent_too else "")
-    print(f"\n*** SIGKILL to {what} after step {job.last_step()}\n", flush=True)
-    return Kill(what, job.last_step(), step, committed)
+    last_step = job.trained()[-1]
+    print(f"\n*** SIGKILL to {what} after step {last_step}\n", flush=True)
+    return Kill(what, last_step, step, committed)
 
 
 def is_agent(process: psutil.Process, runtime: str) -> bool:
