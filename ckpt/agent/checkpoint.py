@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,29 @@ class Checkpoint:
         """Its raw bytes, in place: valid while somebody holds a lease on the slot."""
         arena = self.arenas[int(self.ranks[number])]
         return arena.part((int(self.offsets[number]), int(self.lengths[number])))
+
+
+class Memory(Protocol):
+    """What of a checkpoint this node's memory has: arenas by rank, and for each frame the rank and where in its arena
+    it lies, in bytes of the memfd."""
+
+    @property
+    def arenas(self) -> Mapping[int, Arena]: ...
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """See Memory."""
+
+    arenas: Mapping[int, Arena]
+    ranks: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
 
 
 class Reader:

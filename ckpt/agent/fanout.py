@@ -22,8 +22,8 @@ import numpy as np
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure, told
+from ckpt.agent.checkpoint import Near
 from ckpt.agent.fanning import Asked, Given
-from ckpt.agent.fetch import Near
 from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.pulling import placed, pull
 from ckpt.agent.storeframes import same_frames

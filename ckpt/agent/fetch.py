@@ -15,16 +15,16 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, told
 from ckpt.agent.cells import Cells, From
+from ckpt.agent.checkpoint import Memory
 from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.agent.moving import SAY_S, Progress
 from ckpt.agent.storeframes import StoreFrames
@@ -59,29 +59,6 @@ class Asked:
     regions: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
-
-
-class Memory(Protocol):
-    """What of a checkpoint this node's memory has: arenas by rank, and for each frame the rank and where in its arena
-    it lies, in bytes of the memfd."""
-
-    @property
-    def arenas(self) -> Mapping[int, Arena]: ...
-
-    @property
-    def ranks(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Near:
-    """See Memory."""
-
-    arenas: Mapping[int, Arena]
-    ranks: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
 
 
 class Restore:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.arena import Arena
 from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.checkpoint import Part
+from ckpt.agent.checkpoint import Near, Part
 from ckpt.agent.choosing import When
 from ckpt.agent.control import SLOTS_MAX, Kind, Word
 from ckpt.agent.fanout import FanOut
-from ckpt.agent.fetch import Near, Restore, frames_asked, kind_of
+from ckpt.agent.fetch import Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
 from ckpt.agent.memory import SLOTS, MemoryPlan, Taken, slots_for
 from ckpt.agent.moving import Moving

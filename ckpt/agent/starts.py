@@ -18,10 +18,10 @@ from ckpt.agent import candidates
 from ckpt.agent.basis import tell
 from ckpt.agent.bulk import Lane
 from ckpt.agent.candidates import Candidate
-from ckpt.agent.checkpoint import Checkpoint
+from ckpt.agent.checkpoint import Checkpoint, Memory, Near
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
-from ckpt.agent.fetch import Memory, Near, Restore, frames_asked
+from ckpt.agent.fetch import Restore, frames_asked
 from ckpt.agent.holdings import texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
