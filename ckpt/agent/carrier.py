@@ -50,6 +50,7 @@ class Carrier(Committing):
         self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
         self._told_placed = False  # whether it was told at all who keeps what
+        self._unkept = False  # the others were told that nothing of it is kept, and no copies have begun since
         self._distrusted: set[str] = set()  # tensors that ceased to be replicas
         self._comparing = Comparing()
 
@@ -301,6 +302,7 @@ class Carrier(Committing):
             return
         own = dict(self.own.arenas.get(slot, {}))
         safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
+        self._unkept = False
         protection.replicate(identity, safe, own, self._guarded(ended))
 
     def _unprotect(self, tick: Tick, why: str) -> None:
@@ -320,6 +322,7 @@ class Carrier(Committing):
             copies.unkeep(self.epoch)
         except AgentError:  # a start asks what lies here: it stays
             return
+        self._unkept = True
         for node in (*self.nodes[1:], *(each.node for each in self._services.lenders())):
             network.tell(node.name, {"t": "unkeep", "epoch": str(self.epoch)})
 

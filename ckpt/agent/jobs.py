@@ -403,7 +403,8 @@ class Job(TakenOver):
             self.group.unsure = self.taken_over and option is not None
 
     def _limit_copies(self, rank: int) -> None:
-        """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again."""
+        """What rank 0 says of it holds on all nodes: also on one that comes later, or whose agent was started again. So
+        does that none are kept any more, of one that was away when that was said."""
         network, nodes = self._services.network(), self.ranks
         if network is None or not isinstance(nodes, Nodes):
             return
@@ -413,6 +414,8 @@ class Job(TakenOver):
         for name, share in nodes.others.items():
             if share.peers and (rank == 0 or nodes.node_of(rank) == name):  # before, it knows nothing of the job
                 share.limit_copies(rate)
+                if self._unkept:
+                    share.tell({"t": "unkeep"})
 
     def begin_training(self, claim: Claim, resumed: bool) -> None:
         """What it goes on from is settled. From here on snapshots are appointed, and the store knows of it."""

@@ -15,8 +15,12 @@ from ckpt.agent.carrier import Carrier
 from ckpt.agent.facts import UNKEPT
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
+from ckpt.agent.jobs import Job
 from ckpt.agent.network import NodeAt
+from ckpt.agent.nodes import Nodes
+from ckpt.agent.remote import RemotePeer, RemoteRanks
 from ckpt.agent.replicating import Replication
+from ckpt.agent.storeside import Options
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
 from ckpt.types import Epoch, Identity, Tick
@@ -316,3 +320,30 @@ def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -
     carried.group.replicates = False
     carried.finding.pop()(Safe(at(5), None))
     assert "no other node has room" in carried.heard.pop()
+
+
+def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_back_and_no_others_have_begun() -> None:
+    carried, said = Carried(), list[tuple[str, str]]()
+    carried.group.unsure, carried.carrier._unkept = False, False
+    net = SimpleNamespace(tell=lambda name, fields, blobs=(): said.append((name, fields["t"])), limit=lambda rate: None)
+    others = [RemoteRanks(cast(Any, net), name, EPOCH, 3, (rank,)) for rank, name in enumerate("bc", 1)]
+    carried.carrier.ranks = Nodes(cast(Any, SimpleNamespace(world=3)), others, "a")
+    carried.carrier.nodes = tuple(NodeAt(name, (ADDRESS,), (rank,)) for rank, name in enumerate("abc"))
+    carried.carrier.options = Options()
+    services, gone = carried.carrier._services, list[Epoch]()
+    services.network, services.lenders = lambda: net, tuple
+    services.copies = SimpleNamespace(unkeep=gone.append)
+
+    def comes_back(rank: int) -> list[str]:
+        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1))
+        said.clear()
+        Job._limit_copies(cast(Job, carried.carrier), rank)
+        assert {name for name, _ in said} == {"bc"[rank - 1]}
+        return [kind for _, kind in said]
+
+    assert comes_back(1) == ["limit"]
+    Carrier._unkeep(cast(Carrier, carried.carrier))
+    assert (gone, said[1:]) == ([EPOCH], [("b", "unkeep"), ("c", "unkeep")])
+    assert comes_back(2) == ["limit", "unkeep"]
+    carried.replicate()
+    assert comes_back(2) == ["limit"]
