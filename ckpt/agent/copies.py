@@ -134,7 +134,8 @@ class Copies:
         self._late: dict[Key, Arena] = {}  # let go of while somebody reads them
         self.told_safe: Identity | None = None  # the newest of which that was said
         self._failed: set[tuple[Identity, str]] = set()  # of which what was to come from there has not all come
-        self.may_go: Callable[[Identity], bool] = lambda identity: False  # for want of room: nobody goes on from it
+        # For want of room: which nobody goes on from.
+        self.may_go: Callable[[], Callable[[Identity], bool]] = lambda: lambda identity: False
         self.check: Callable[[Epoch], None] = lambda epoch: None  # whether that epoch may have older ones dropped
 
     @property
@@ -169,7 +170,7 @@ class Copies:
     def make_way(self, sizes: Iterable[int]) -> None:
         """What nobody goes on from gives way to them, where they do not fit."""
         if not self.fits(sizes):
-            self.forget(self.may_go)
+            self.forget(self.may_go())
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Of what is kept and on its way of its checkpoints, and of what is warm for them."""

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent import memory, relief
@@ -203,12 +203,14 @@ class Keeper:
         claim = max(claims, key=lambda claim: claim.epoch, default=None)
         if claim is None or self.fence.refusal(HERE, claim.epoch, time.monotonic()):
             return None
-        return Begun(claim.epoch, claim.parent, self.copies.told_safe)
+        held, parent, told = self._inventory(whole=False), claim.parent, self.copies.told_safe
+        safe = [each for each in held.worlds if parent is not None and each <= parent and not held.missing(each)]
+        return Begun(claim.epoch, parent, max([*safe, *([told] if told is not None else [])], default=None))
 
-    def _may_go(self, identity: Identity) -> bool:
-        """Whether its memory may be had for newer ones."""
+    def _may_go(self) -> Callable[[Identity], bool]:
+        """Whose memory may be had for newer ones."""
         begun = self._begun()
-        return begun is not None and begun.outdates(identity)
+        return begun.outdates if begun is not None else lambda identity: False
 
     def _tend_memory(self, now_s: float) -> float | None:
         """Gives back what can be, where the machine runs out of it. When to look again; None: nothing is held."""
@@ -235,11 +237,13 @@ class Keeper:
         planned anew. When to look again."""
         job, newest = self.current, max(self.followings, key=lambda each: each.epoch, default=None)
         cramped = (job is not None and job.is_cramped) or (newest is not None and newest.ranks.is_cramped)
-        begun = self._begun() if cramped else None
-        if begun is None:
+        if not cramped:
             return None
         if now_s < self._replanned_s + relief.PERIOD_S:
             return self._replanned_s + relief.PERIOD_S
+        begun = self._begun()
+        if begun is None:
+            return None
         self._replanned_s = now_s
         for former in self._jobs():
             if former.epoch < begun.epoch:

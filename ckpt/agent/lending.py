@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -20,7 +20,7 @@ from ckpt.agent.bulk import Lane, failure
 from ckpt.agent.holdings import Inventory, sealed
 from ckpt.agent.loan import Loan
 from ckpt.agent.node import Node
-from ckpt.agent.outdoing import Begun, Safety
+from ckpt.agent.outdoing import Begun
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.surviving import Whole, commit_newest
@@ -81,10 +81,7 @@ class LendingNode(Node):
 
     def _begun(self) -> Begun | None:
         claim = self._loan.claim
-        begun = self._begun_with([claim] if claim is not None else [])
-        if begun is None or begun.parent not in [each.identity for each in self._whole()]:
-            return begun
-        return replace(begun, safety=Safety.WHOLE)
+        return self._begun_with([claim] if claim is not None else [])
 
     def _answer_loan(self, channel: Channel, request_id: int, busy: str, blobs: list[bytes]) -> None:
         from ckpt.agent.network import link_bytes_s

@@ -6,6 +6,11 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from ckpt.agent.fence import Fence
+from ckpt.agent.holdings import Inventory
+from ckpt.agent.keeper import Keeper
 from ckpt.agent.lending import LendingNode
 from ckpt.agent.outdoing import Begun, Safety, may_go
 from ckpt.types import Epoch, Identity, Tick
@@ -32,14 +37,37 @@ def test_of_earlier_starts_what_was_gone_on_from_and_what_is_safe_stay() -> None
     assert not Begun(THREE, None, safe).outdates_all_of(ONE)
 
 
-def test_a_memory_only_node_that_has_all_of_what_was_gone_on_from_keeps_nothing_older() -> None:
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_node_that_has_all_of_what_was_gone_on_from_keeps_nothing_older(lends: bool) -> None:
     """Else nothing newer fits beside the two, where it lends no more than twice what a job has."""
     parent, safe = Identity(TWO, Tick(9)), Identity(ONE, Tick(5))
     for kept, goes in (((safe, parent), True), ((safe,), False)):
-        whole = [SimpleNamespace(identity=identity) for identity in kept]
-        told = SimpleNamespace(claim=SimpleNamespace(epoch=THREE, parent=parent))
-        node = SimpleNamespace(_loan=told, _begun_with=lambda _: Begun(THREE, parent, safe), _whole=lambda of=whole: of)
-        begun = LendingNode._begun(cast(Any, node))
-        assert begun is not None
+        begun = begun_at(lends, THREE, parent, safe, {identity: [0, 1] for identity in kept})
         assert (begun.outdates(safe), begun.outdates_all_of(ONE)) == (goes, goes)
         assert not begun.outdates(parent)
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_nor_does_what_a_node_has_all_of_go_for_a_newer_one_that_lies_on_one_node_each(lends: bool) -> None:
+    """What was said to be safe had gone for it."""
+    whole, parent = Identity(ONE, Tick(9)), Identity(TWO, Tick(12))
+    held = {whole: [0, 1], Identity(ONE, Tick(8)): [0, 1], parent: [1], Identity(TWO, Tick(13)): [0, 1]}
+    begun = begun_at(lends, THREE, parent, Identity(ONE, Tick(5)), held)
+    assert [each for each in held if not begun.outdates(each)] == [whole, parent]
+    assert not begun.outdates_all_of(ONE)
+
+
+def begun_at(
+    lends: bool, epoch: Epoch, parent: Identity, told_safe: Identity, held: dict[Identity, list[int]]
+) -> Begun:
+    """What a node goes by that holds these ranks, of two. `lends`: it is a memory-only one."""
+    inventory = Inventory()
+    for identity, ranks in held.items():
+        inventory.hold(identity, 2, ranks)
+    has_part = SimpleNamespace(claim=SimpleNamespace(epoch=epoch, parent=parent))
+    node = SimpleNamespace(_loan=has_part, current=has_part, followings=[], fence=Fence())
+    node.copies, node._inventory = SimpleNamespace(told_safe=told_safe), lambda whole: inventory
+    node._begun_with = lambda claims: Keeper._begun_with(cast(Any, node), claims)
+    begun = (LendingNode if lends else Keeper)._begun(cast(Any, node))
+    assert begun is not None
+    return begun

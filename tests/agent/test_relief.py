@@ -17,6 +17,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
 from ckpt.agent.fence import Fence
 from ckpt.agent.group import Group
+from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.outdoing import Begun
@@ -111,6 +112,9 @@ class Agent:
 
     def _begun(self) -> Begun | None:
         return self.begun
+
+    def _inventory(self, whole: bool) -> Inventory:
+        return self.copies.inventory()
 
     def _give_back_copies(self, missing: int) -> tuple[int, int]:
         return Keeper._give_back_copies(cast(Any, self), missing)
@@ -236,7 +240,7 @@ def test_neither_for_want_of_room_nor_of_memory_does_what_is_safe_go_for_what_a_
     agent = Agent([])
     agent.copies.told_safe = safe
     agent.begun = Keeper._begun_with(cast(Any, agent), [cast(Any, SimpleNamespace(epoch=THREE, parent=parent))])
-    assert [Keeper._may_go(cast(Any, agent), each) for each in (older, safe, parent)] == [True, False, False]
+    assert [Keeper._may_go(cast(Any, agent))(each) for each in (older, safe, parent)] == [True, False, False]
     for identity in (older, safe):
         agent.copies.add((identity, 0), Arena.create(1 << 20))
     before = SimpleNamespace(epoch=TWO, ranks=SimpleNamespace(arena_bytes=GIB), is_idle=True, over=False)

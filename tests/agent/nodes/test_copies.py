@@ -309,7 +309,7 @@ def test_what_nobody_goes_on_from_gives_way_to_what_does_not_fit_beside_it(held:
     held.keeper.bound(lambda: one)
     newer = Identity(Epoch(8, "f" * 16), Tick(5))
     assert "are not left" in held.copy(newer)
-    held.keeper.may_go = lambda each: each == identity(5)
+    held.keeper.may_go = lambda: identity(5).__eq__
     assert held.copy(newer) == ""
     assert held.keeper.identities == {newer}
 
