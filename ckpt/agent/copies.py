@@ -337,9 +337,10 @@ class Copies:
 
     def make_room(self, identity: Identity, safe: Identity | None, sizes: Iterable[int] = ()) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
-        `safe`, came of attempts that failed. `safe`: None where that is not known: then that stays which was said to be
-        when that was known, and the newest of those that did not fail here: fewer where what is to come, of `sizes`
-        bytes, does not fit beside them. Errors: AgentError, see `check`."""
+        `safe`, came of attempts that failed. `safe`: None where that is not known, or nothing is, and these may be all
+        that outlives a node: then that stays which was said to be when that was known, and the newest of those that did
+        not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Errors: AgentError, see
+        `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
