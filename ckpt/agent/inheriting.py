@@ -93,7 +93,7 @@ class Inheriting(Others):
         """When to look again."""
         attempt, network, jobs = self._attempt, self.network, self._jobs()
         newest = max(self.followings, key=lambda each: each.epoch, default=None)
-        needed = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
+        needed = any(job.needed for job in jobs) or self._is_followed
         if newest is None or needed or self._start is not None:
             self._end_attempt()
             self._turns.busy()

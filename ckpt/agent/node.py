@@ -358,7 +358,7 @@ class Node(Inheriting):
         """When the agent may end; None: not before something happens."""
         waiting = any(peer.role != "tool" and not self._involved(peer) for peer in self._server.peers)
         jobs = self._jobs()
-        busy = any(job.needed for job in jobs) or any(each.needed for each in self.followings)
+        busy = any(job.needed for job in jobs) or self._is_followed
         if self._start is not None or waiting or busy or self._left_over() is not None:
             self._idle_since_s = now_s
             return None

@@ -164,6 +164,15 @@ class Others(Leading):
     def _following_of(self, epoch: Epoch) -> Following | None:
         return next((each for each in self.followings if each.epoch == epoch), None)
 
+    @property
+    def _is_followed(self) -> bool:
+        """Whether a job that is coordinated elsewhere keeps this agent. By no more than a connection only the newest
+        start does: who leads an older one may be there for a newer one that is led from here, and each for the other's
+        sake for ever."""
+        epochs = [job.epoch for job in self._jobs()] + [each.epoch for each in self.followings]
+        newest = max(epochs, default=None)
+        return any(each.needed and (each.epoch == newest or not each.is_idle) for each in self.followings)
+
     def _tend_followings(self) -> None:
         for each in list(self.followings):
             if each.over:

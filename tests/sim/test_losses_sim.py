@@ -330,6 +330,36 @@ def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_trai
         del memory._STORES[life.url]
 
 
+@pytest.mark.parametrize("refuses", [False, True], ids=["all in the store", "the newest in memory only"])
+def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(refuses: bool) -> None:
+    """The second one, by which rank 0 is on another node, ends before it has made anything complete."""
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.lender, life.refuses = None, refuses
+        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, (0, 1), life.key, life.options)
+            job.start(1000, lambda rank: 0.5)
+            world.run(lambda: life.told(job, "peer") > 0, LONG_S)
+            life.safe = life.told(job, "peer")
+            job.die(0.1)
+            life.wait(2.0)
+            again = SimJob(life.fabric, (1, 0), life.key, life.options)
+            again.start(1000, lambda rank: 0.5)
+            world.run(lambda: again.trains, LONG_S)
+            assert again.restored_step >= life.safe
+            again.die(0.1)
+            life.wait(1.0)
+            life.refuses = False
+            world.run(lambda: not life.fabric.agents, 3 * LINGER_S)
+            return Counter()
+
+        life.live(run)
+    assert line(life.url)[-1].tick.step >= life.safe
+    del memory._STORES[life.url]
+
+
 def test_a_node_knows_of_a_commit_before_its_part_of_it_is_asked_for_and_until_it_is_over() -> None:
     with living(0) as world:
         life = Life(world, 0, replace(read(), notices="off"))
