@@ -136,7 +136,9 @@ class Facts:
         self.kept: tuple[Kept, ...] = ()  # who keeps those of which node; "" is this one
         self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
         self.replicating: int | None = None  # the slot
-        self.unsure = False  # which is safe there, since another agent led until now: nothing goes before that is found
+        # Which is safe there, since another agent led until now, or who keeps it was away: nothing goes before that is
+        # found.
+        self.unsure = False
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
         self.closed_in_store = False
@@ -454,11 +456,13 @@ class Facts:
         return self.replicates and _is_whole(self.kept)
 
     def found_safe(self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",)) -> None:
-        """After a restart of the agent: what is safe in other nodes' memory; None: that cannot be found out. `whole`:
+        """They were asked what is safe in other nodes' memory; None: that cannot be found out. `whole`:
         each node's part of it is. `nodes`: all of the job's, "" is this one; who keeps what of which is not known."""
         self.unsure = False
         self.safe_tick = tick
         self.safe_kept = tuple(Kept(node, int(whole)) for node in nodes)
+        if not self._lost_meanwhile:  # else what one of them has said may be gone by now
+            self._lost_with.clear()
         found, under_way = self.safe.round if self.safe is not None else None, self._under_way
         if found is not None and found is not under_way:  # else `replicated` tells it
             found.peer = Store.DONE
@@ -470,7 +474,7 @@ class Facts:
         """The agent of that node is not connected any more: what it kept of these for others may have gone with it."""
         if self.unsure or self.safe_tick in ticks:
             self._lost_with.add(name)
-        if self._under_way is not None and self._under_way.tick in ticks:
+        if self.unsure or (self._under_way is not None and self._under_way.tick in ticks):
             self._lost_meanwhile = True
 
     @property
@@ -538,11 +542,11 @@ class Facts:
         round_ = self.safe.round if self.safe is not None else None
         return round_ if _is_whole(self.safe_kept) else None
 
-    def _safety_of(self, round_: Round) -> Safety:
+    def _safety_of(self, tick: Tick) -> Safety:
         """Of a complete one."""
-        if self.committed_tick is not None and round_.tick <= self.committed_tick:
+        if self.committed_tick is not None and tick <= self.committed_tick:
             return Safety.STORE
-        if round_.tick != self.safe_tick:
+        if tick != self.safe_tick:
             return Safety.HERE
         return Safety.WHOLE if _is_whole(self.safe_kept) and not self._lost_with else Safety.PART
 
@@ -552,14 +556,20 @@ class Facts:
         if self.committed_tick is not None:
             return Safety.STORE
         found = self.safe or self.newest
-        return self._safety_of(found.round) if found is not None and found.round is not None else Safety.NOTHING
+        return self._safety_of(found.round.tick) if found is not None and found.round is not None else Safety.NOTHING
 
     @property
     def undoes_safe(self) -> bool:
         """Whether what other nodes keep would go for a newer one of which they can keep less."""
-        safe = self.safe.round if self.safe is not None else None
         can_be = Safety.WHOLE if self.is_kept_whole else Safety.PART
-        return safe is not None and not may_go(self._safety_of(safe), can_be)
+        return self.safe_tick is not None and not may_go(self._safety_of(self.safe_tick), can_be)
+
+    @property
+    def _may_undo_safe(self) -> bool:
+        """The same, if agents that were not connected for a while still have what they kept of it."""
+        tick = self.safe_tick
+        was_whole = tick is not None and _is_whole(self.safe_kept) and self._safety_of(tick) is Safety.PART
+        return was_whole and not self.is_kept_whole
 
     @property
     def leaves_uncommitted(self) -> bool:

@@ -1,5 +1,5 @@
-"""What is safe in other nodes' memory, where its coordinator was started again and does not know: each node says what
-it has of the epoch, and what it was told to be safe. Main thread only.
+"""What is safe in other nodes' memory, where its coordinator does not know, since it was started again, or had no
+connection to who keeps it: each node says what it has of the epoch, and what it was told to be safe. Main thread only.
 
 Safe is the newest that any of them was told of, if there is anything of it: nothing went for a newer one. A newer one
 counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for: all of

@@ -197,6 +197,7 @@ class Group(Verdicts):
             if peer is Store.NEW:
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)
             return
+        self.unsure = self.unsure or self._may_undo_safe
         self.begin_copies(newest, newest.round, now_s)
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 

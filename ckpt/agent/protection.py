@@ -269,7 +269,7 @@ class Protection:
     def find_safe(
         self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Safe | None], None]
     ) -> None:
-        """What is safe of that epoch, of which this agent, started again, does not know; None where that cannot be
+        """What is safe of that epoch, where this agent does not know (see agent.finding); None where that cannot be
         found out now. `held`: the checkpoints in this node's slots. Where nobody has memory for a node's part any more,
         or for any, it may have been kept before, and is looked for, too."""
         own = self._copies.inventory()

@@ -1787,3 +1787,59 @@ def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_h
     assert not asked()
     group.planned(1, "d", (100,), 3)
     assert asked()
+
+
+def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_though_none_of_it_is_in_a_slot() -> None:
+    """A link was cut while it was looked for what lies there."""
+    driver = Driver(policy=Every(seconds=600))
+    group = driver.group
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 0), Kept("other", 1, ("",))
+    group.holds(0, Tick(50), False)
+    driver.decide()
+    group.found_safe(Tick(40))
+    assert group.undoes_safe
+    group.committed_tick = Tick(50)
+    assert not group.undoes_safe, "the store has something newer"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_of_a_newer_one_does_not_take_the_place_of_what_may_be_there_as_a_whole_before_that_is_asked(
+    whole: bool,
+) -> None:
+    """The connection was lost to an agent that keeps some of it, and maybe no more than that."""
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    safe = driver.complete()
+    driver.copy()
+    group.copies_lost("b", group.copied_ticks)
+    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    newer = driver.complete()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    driver.copy("a node has not said what it has")
+    assert (group.unsure, group.outlives_a_node) == (True, False)
+    driver.now_s += 10.0
+    driver.decide()
+    group.found_safe(safe, whole)
+    assert (group.undoes_safe, group.outlives_a_node) == (whole, whole)
+    driver.copy(UNKEPT if whole else "")
+    driver.decide()
+    assert group.safe_tick == (safe if whole else newer)
+    assert not group.unsure
+
+
+def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_make_it_whole() -> None:
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    safe = driver.complete()
+    driver.copy()
+    group.copies_lost("b", group.copied_ticks)
+    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    driver.complete()
+    group.copies_lost("b", [])
+    group.found_safe(safe)
+    assert not group.outlives_a_node
