@@ -65,8 +65,9 @@ def canonical(url: str) -> str:
     head, mark, rest = url.partition("://")
     scheme = head.lower()
     if not mark:
-        if re.match(r"(file|memory|s3|gs|az|https?):", url, re.IGNORECASE):
-            raise UsageError(f"not a URL: {url!r} lacks the two slashes; give {ACCEPTED} (a path may begin with ./)")
+        if found := re.match(r"(file|memory|s3|gs|az|https?)(:|//)", url, re.IGNORECASE):
+            lacks = "the two slashes" if found[2] == ":" else "the colon"
+            raise UsageError(f"not a URL: {url!r} lacks {lacks}; give {ACCEPTED} (a path may begin with ./)")
         return os.path.realpath(os.path.expanduser(url))
     if not _SCHEME.fullmatch(scheme) or not rest:
         raise UsageError(f"not a URL: {shown(url)[:200]!r}; give {ACCEPTED}")

@@ -57,6 +57,7 @@ def test_a_path_is_relative_to_here_and_links_are_resolved(tmp_path: Path, monke
         *("", "s3:/bucket", "s3:bucket", "file:/a", "https:/x", "://x", "s3://", "s3:///a", "s3://bucket/../a"),
         *("s3://bucket/a?endpoint=x", "s3://buck et/a", "s3://bucket/a\nb", "file://host/a", "a\x00b", "Ä://x"),
         *("memory:///", "nonsense://x", "fsspec+nonsense://x", "file:///tmp/%00a", "S3:bucket/x", "File:/a"),
+        *("s3//bucket/run", "GS//bucket/run"),
     ],
 )
 def test_a_wrong_url_is_refused_and_what_is_accepted_is_said(url: str) -> None:
