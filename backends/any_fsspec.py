@@ -306,7 +306,8 @@ def _error(url: str, what: str, exc: BaseException) -> CkptError:
         return AccessDenied(f"{told}; check the credentials, and what they allow there")
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
         return StorageError(f"{told}; {make_room(url)}")
-    if isinstance(exc, NotImplementedError) or getattr(exc, "status", None) in _READ_ONLY:
+    writes = what.startswith(("put ", "delete "))
+    if isinstance(exc, NotImplementedError) or (writes and getattr(exc, "status", None) in _READ_ONLY):
         return StorageError(f"{told}; what is at this URL can only be read: give one that can be written")
     return TransientError(told) if _may_pass(exc) else StorageError(told)
 

@@ -119,8 +119,8 @@ class BreakingFileSystem(LocalFileSystem):
 
 
 @contextmanager
-def web_server(to_put: int) -> Iterator[str]:
-    """Of nothing. `to_put`: what it answers to whoever writes."""
+def web_server(to_put: int, to_get: int = 404) -> Iterator[str]:
+    """Of nothing. What it answers to whoever writes, and reads."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
@@ -132,7 +132,8 @@ def web_server(to_put: int) -> Iterator[str]:
         def do_HEAD(self) -> None:
             self.send_error(404)
 
-        do_GET = do_HEAD
+        def do_GET(self) -> None:
+            self.send_error(to_get)
 
         def log_message(self, *_: object) -> None: ...
 
@@ -303,6 +304,13 @@ def test_a_url_that_can_only_be_read_is_told(status: int) -> None:
             open_fsspec(f"{url}/run").put("k", [b"x"])
         assert said in str(caught.value)
         assert type(caught.value) is StorageError
+
+
+@pytest.mark.parametrize("status", [405, 501])
+def test_one_that_cannot_be_read_is_not_said_to_be_only_for_that(status: int) -> None:
+    with web_server(201, status) as url, pytest.raises(StorageError, match=str(status)) as caught:
+        list(open_fsspec(f"{url}/run").list(""))
+    assert "can only be read" not in str(caught.value)
 
 
 def test_what_is_an_answer_makes_no_new_connection(tmp_path: Path) -> None:
