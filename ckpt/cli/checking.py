@@ -12,6 +12,7 @@ import typer
 from ckpt.cli import out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
+from ckpt.storage.names import naming
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
@@ -56,7 +57,7 @@ def verify(
     else:
         _say(results)
         for claim in damaged_claims:
-            out.say(f"DAMAGED {claim['key']}: {claim['what']}")
+            out.say(f"DAMAGED {naming(claim['key'], claim['what'])}")
     if not good:
         raise typer.Exit(Exit.DIFFERENT)
 
@@ -99,9 +100,10 @@ def _say(results: list[Verified]) -> None:
             continue
         for problem in result.problems:
             what = "another record of it is damaged:" if result.is_good else "DAMAGED"
-            out.say(f"step {step}: {what} {problem.key}: {problem.what}")
+            out.say(f"step {step}: {what} {naming(problem.key, problem.what)}")
             if problem.tensors and not result.is_good:
-                out.say(f"    lost: {', '.join(problem.tensors)}")
+                more = f" and {problem.tensors_more} more" if problem.tensors_more else ""
+                out.say(f"    lost: {', '.join(problem.tensors)}{more}")
     left = [result for result in results if not result.is_retired]
     bad = sum(not result.is_good for result in left)
     out.say(f"{bad} of {len(left)} checkpoints are damaged" if bad else f"{len(left)} checkpoints, all good")
@@ -127,6 +129,7 @@ def diff(
         stack.enter_context(target.held(store, one if other else [*one, *two]))
         if other:
             stack.enter_context(target.held(other_store, two))
+        stack.enter_context(target.or_another())
         report = stack.enter_context(out.progress("comparing", json=json))
 
         def compared(ours: Record, theirs: Record) -> Diff:

@@ -126,7 +126,8 @@ def show(
     with target.store(url) as store:
         view = target.view(store)
         records = view.records[target.choose(url, view, which).identity]
-        record = any_readable(Run(store), records, lambda found: found)
+        with target.or_another():
+            record = any_readable(Run(store), records, lambda found: found)
     body = _facts(record)
     listed = _tensors(record, only or []) if tensors or only or json else []
     if json:

@@ -10,7 +10,7 @@ import typer
 
 from ckpt.cli import live, out, target
 from ckpt.errors import DamagedData, UsageError
-from ckpt.storage.names import shown
+from ckpt.storage.names import naming, shown
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -129,9 +129,9 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     with out.progress("verifying the newest", json=json) as report:
         (found,) = verify(run, view.records[view.line[-1].identity], report)
     if not found.is_good:
-        problem = found.problems[0]
+        why = naming(found.problems[0].key, found.problems[0].what)
         raise DamagedData(
-            f"step {target.name_of(found.ref)}, the newest of {shown(url)}, is damaged ({problem.key}: {problem.what})"
+            f"step {target.name_of(found.ref)}, the newest of {shown(url)}, is damaged ({why})"
             ": nothing was let go, since what is older may be what the run has left. Let the damaged one go first "
             "(ckpt branch to an older step, then ckpt prune --also), or give --no-check"
         )

@@ -47,7 +47,7 @@ def restore(
         view = target.view(store)
         ref = target.choose(url, view, which)
         records = view.records[ref.identity]
-        with target.held(store, records), out.progress("restoring", json=json) as report:
+        with target.or_another(), target.held(store, records), out.progress("restoring", json=json) as report:
 
             def made_of(record: Record) -> Exported:
                 return export(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NoCheckpoint, StorageError
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StorageError
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
@@ -56,6 +56,17 @@ def held(store: Backend, refs: Collection[CommitRef]) -> Iterator[None]:
         except StorageError as exc:
             print(f"warning: no lease can be taken, so a prune may delete what is being read: {exc}", file=sys.stderr)
         yield
+
+
+@contextmanager
+def or_another() -> Iterator[None]:
+    """Where what is read in the block is damaged, the error says what else there is."""
+    try:
+        yield
+    except NewerFormat:
+        raise
+    except DamagedData as exc:
+        raise DamagedData(f"{exc}; take another step: ckpt verify says which are good") from exc
 
 
 def choose(url: str, run: RunView, which: str | None) -> CommitRef:

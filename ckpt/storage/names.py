@@ -18,6 +18,11 @@ def shown(url: str) -> str:
     return _PASSWORD.sub(r"\1:***@", url)
 
 
+def naming(key: str, what: str) -> str:
+    """What is wrong with an object, for messages: most errors name it themselves."""
+    return what if what.startswith(key) else f"{key}: {what}"
+
+
 def is_key(text: str) -> bool:
     """Whether it is a key: 1 to 8 parts, each matching PATH_NAME. What a store holds besides is none of ours."""
     parts = text.split("/")

@@ -17,6 +17,7 @@ from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AlreadyExists, DamagedData, NotFound, RunInUse, Superseded, Unsettled, UsageError
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, ObjectInfo, PutMode
+from ckpt.storage.names import naming
 from ckpt.store import keys
 from ckpt.store.lineage import (
     CLAIM_BYTES_MAX,
@@ -246,7 +247,7 @@ class Run:
             else:
                 damaged.append(found)
         for key, what in damaged:
-            self.events.emit("run.damaged-claim", f"{self.backend.url}: {key}: {what}", loud=True, key=key)
+            self.events.emit("run.damaged-claim", f"{self.backend.url}: {naming(key, what)}", loud=True, key=key)
         return tuple(self._claims[each] for each in sorted(set(epochs) & set(self._claims))), tuple(damaged)
 
 

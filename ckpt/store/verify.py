@@ -23,12 +23,14 @@ _Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`key`: the damaged or missing object. `tensors`: up to 20 names of what cannot be restored because of it."""
+    """`key`: the damaged or missing object. `tensors`: up to 20 names of what cannot be restored because of it, and
+    `tensors_more`: of how many more."""
 
     key: str
     what: str
     tensors: tuple[str, ...] = ()
     is_missing: bool = False
+    tensors_more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,9 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
     problems = []
     for pack, frames in sorted(by_pack.items()):
         more = f" (and {len(frames) - 1} more frames of it)" if len(frames) > 1 else ""
-        names = _tensors_of(record.manifest, frames)
+        names, names_more = _tensors_of(record.manifest, frames)
         missing = any(is_missing(bad[frame]) for frame in frames)
-        problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing))
+        problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing, names_more))
     return tuple(problems)
 
 
@@ -157,10 +159,12 @@ def _other_sizes(record: Record, sizes: Mapping[str, int], known: Collection[str
     )
 
 
-def _tensors_of(manifest: Manifest, frames: Sequence[int]) -> tuple[str, ...]:
+def _tensors_of(manifest: Manifest, frames: Sequence[int]) -> tuple[tuple[str, ...], int]:
+    """Some names, and how many more there are."""
     boxes = manifest.extents["box"][np.isin(manifest.extents["frame"], frames)]
     tensors = dict.fromkeys(manifest.boxes[box][0] for box in np.unique(boxes).tolist())
-    return tuple(exported_name(manifest.tensors[each]) for each in list(tensors)[:NAMED_MAX])
+    names = tuple(exported_name(manifest.tensors[each]) for each in list(tensors)[:NAMED_MAX])
+    return names, len(tensors) - len(names)
 
 
 def _places(record: Record) -> list[_Place]:

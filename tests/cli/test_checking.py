@@ -74,6 +74,38 @@ def test_verify_names_a_missing_pack_and_a_damaged_record(tmp_path: Path, monkey
     assert [each["step"] for each in said.json["checkpoints"] if not each["good"]] == [10, 40]
 
 
+def test_what_is_damaged_is_named_once_and_how_much_is_lost_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = begin(tmp_path)
+    save(tmp_path, epoch, 1, {f"w{number:02}": np.zeros(3, np.float32) for number in range(27)})
+    record, claim = (next((tmp_path / name).iterdir()) for name in ("commits", "epochs"))
+    pack = next(tmp_path.rglob("*.pack"))
+    body = pack.read_bytes()
+    pack.unlink()
+    said = ckpt(monkeypatch, "verify", tmp_path).out
+    assert f"DAMAGED {pack.relative_to(tmp_path)} is missing" in said
+    assert "w18, w19 and 9 more\n" in said  # the values, too
+    pack.write_bytes(body)
+    for each in (record, claim):
+        each.write_bytes(each.read_bytes()[:-7])
+    said = ckpt(monkeypatch, "verify", tmp_path).out
+    assert f"DAMAGED commits/{record.name}: its bytes" in said
+    assert f"DAMAGED epochs/{claim.name} is not JSON" in said
+
+
+def test_where_a_step_is_damaged_the_way_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path)
+    sorted(tmp_path.rglob("*.pack"))[-1].unlink()
+    record = sorted((tmp_path / "commits").iterdir())[0]
+    record.write_bytes(record.read_bytes()[:-7])
+    to = tmp_path / "x.safetensors"
+    for words in (["diff", tmp_path, "20"], ["restore", tmp_path, "--to", to], ["show", tmp_path, "--step", "10"]):
+        said = ckpt(monkeypatch, *words)
+        assert said.code == 1
+        assert said.err.endswith("; take another step: ckpt verify says which are good\n")
+
+
 def test_two_checkpoints_of_one_step_are_told_apart_as_ls_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = begin(tmp_path)
     saved = [save(tmp_path, epoch, tick) for tick in (Tick(3), Tick(3, 1), Tick(3, 2))]
