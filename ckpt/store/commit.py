@@ -158,7 +158,7 @@ class Committer:
                 raise
             except Exception as exc:
                 _let_go(exc)
-                raise SaveFailed(f"{identity} was not committed to {self.backend.url}: {exc}") from exc
+                raise SaveFailed(f"{identity}: {exc}") from exc
             finally:
                 if elsewhere is not None:
                     elsewhere.ended()

@@ -70,7 +70,8 @@ class Receipt:
             self.committed.stored_bytes += int(event.data.get("stored_bytes", 0))
             self.committed.referred_bytes += int(event.data.get("referred_bytes", 0))
         elif event.name in FALLEN and event.loud:
-            text = event.message.removeprefix("ckpt: ")[:WORDS_MAX]
+            text = event.message.removeprefix("ckpt: ")
+            text = text if len(text) <= WORDS_MAX else f"{text[: WORDS_MAX - 4]} ..."
             if text not in self.fallen and len(self.fallen) < FALLEN_MAX:
                 self.fallen.append(text)
 
@@ -142,10 +143,7 @@ class Receipt:
         if not done.commits:
             return ""
         unchanged = f", {_size(done.referred_bytes)} unchanged" if done.referred_bytes else ""
-        return (
-            f" ({_size(done.raw_bytes)} in {done.commits} commits: {_size(done.stored_bytes)} stored in the store"
-            f"{unchanged})"
-        )
+        return f" ({_size(done.raw_bytes)} in {done.commits} commits: {_size(done.stored_bytes)} stored{unchanged})"
 
     def _trust(self) -> str:
         proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""

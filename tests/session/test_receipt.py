@@ -41,7 +41,7 @@ def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
     assert said["steps_lost"] is None
     (line,) = [event.message for event in seen.named("receipt")]
     assert "\n" not in line
-    for part in ("4 snapshots", "stall", "MiB staged", "in 4 commits", "stored in the store", "unchanged"):
+    for part in ("4 snapshots", "stall", "MiB staged", "in 4 commits", "iB stored", "unchanged"):
         assert part in line
 
 
@@ -103,7 +103,7 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     assert len(receipt.fallen) == FALLEN_MAX
     receipt.fell_back = receipt.fallen
     assert "\n" not in receipt.line() + receipt.restored_line()
-    assert all(len(text) <= WORDS_MAX for text in receipt.fallen)
+    assert all(len(text) <= WORDS_MAX and text.endswith("x ...") for text in receipt.fallen)
 
 
 def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:

@@ -196,7 +196,7 @@ def test_a_frame_that_changed_in_memory_since_it_was_staged_is_not_committed() -
 def test_an_error_in_any_pack_leaves_no_record_and_says_which(number: int) -> None:
     store = Sim()
     store.fault = lambda operation, key: Fault.FAIL if key.endswith(f"-{number}.pack") else None
-    with pytest.raises(SaveFailed, match=rf"{identity(1, 10)} was not committed.*w-{number}\.pack") as error:
+    with pytest.raises(SaveFailed, match=rf"{identity(1, 10)}: .*w-{number}\.pack") as error:
         commit(store, 10, some())
     assert error.value.__cause__ is not None
     assert store.held(keys.COMMITS) == []
