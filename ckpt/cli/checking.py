@@ -50,7 +50,9 @@ def verify(
         records = [each for ref in refs for each in view.records[ref.identity]]
         with target.held(store, refs), out.progress("verifying", json=json) as report:
             results = verify_all(run, records, report)
-        damaged_claims = [{"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(view)]
+        damaged_claims: list[dict[str, Any]] = [
+            {"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(view)
+        ]
     good = not damaged_claims and all(result.is_good or result.is_retired for result in results)
     if json:
         out.as_json({"url": store.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
