@@ -44,6 +44,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event
 from ckpt.settings import Settings, adopt_store_environment
+from ckpt.storage.failure import none_restorable
 from ckpt.storage.names import shown
 from ckpt.types import HERE, Epoch, Identity
 
@@ -262,7 +263,8 @@ class Starts(Keeper):
         if chosen is None and start.has_any and start.job is None:  # never fresh where there was something
             failed = {**start.failed, **self._struck}
             text = "; ".join(f"step {identity.tick.step}: {why}" for identity, why in list(failed.items())[-3:])
-            self._fail_start(start, NoCheckpoint(f"no checkpoint of {shown(self.url)} can be restored: {text}"))
+            why = f"no checkpoint of {shown(self.url)} can be restored: {text}. {none_restorable(self.url)}"
+            self._fail_start(start, NoCheckpoint(why))
             return
         start.part = None
         if chosen is None or chosen.record is None or chosen.candidate.identity not in start.inventory.worlds:

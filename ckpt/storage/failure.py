@@ -6,6 +6,7 @@ import re
 import threading
 
 from ckpt.errors import AccessDenied, AlreadyExists, CkptError, NotFound, StorageError, TransientError
+from ckpt.storage.names import shown
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504, 509, *range(520, 528)}  # 520 to 527: of a proxy before the store
 _BROKE_OFF = re.compile(r"\b(?:RequestTimeout|IncompleteBody)\b")  # S3's 400 for a body that did not come whole
@@ -40,8 +41,13 @@ def lost(url: str, what: str, why: object) -> TransientError:
 
 def make_room(url: str) -> str:
     """What to do about a store that is full."""
-    how = f"ckpt prune {url} --last 2 --yes, where the newest two are all that you want to keep"
+    how = f"ckpt prune {shown(url)} --last 2 --yes, where the newest two are all that you want to keep"
     return f"make room ({how}, and once more 15 minutes later: then the data goes)"
+
+
+def none_restorable(url: str) -> str:
+    """What to do about a URL that has checkpoints, where no start can go on from any."""
+    return f"Run `ckpt verify {shown(url)}` to see what is damaged; to begin anew, use another URL"
 
 
 def _told(text: str) -> str:

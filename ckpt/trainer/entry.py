@@ -26,6 +26,7 @@ from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
 from ckpt.settings import Settings, store_environment
+from ckpt.storage.failure import none_restorable
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective, restore
@@ -370,7 +371,7 @@ def _restore(
     if failures:
         raise NoCheckpoint(
             f"{shown(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
-            f"Run `ckpt verify {shown(asked.url)}` to see what is damaged; to begin anew, use another URL"
+            + none_restorable(asked.url)
         )
     source = "nothing"
     if asked.init is not None:

@@ -315,7 +315,7 @@ def test_a_start_whose_every_checkpoint_is_damaged_is_an_error_and_never_fresh(
     for record in Path(url, "commits").iterdir():
         record.write_bytes(b"nothing that parses")
     again = ranks(1)
-    with pytest.raises(NoCheckpoint):
+    with pytest.raises(NoCheckpoint, match=r"ckpt verify .*another URL"):
         again[0].begin()
 
 
