@@ -310,7 +310,7 @@ def test_a_lease_that_cannot_be_read_holds_everything_for_a_while_and_then_nothi
 
 def failed_save(job: Job, step: int) -> None:
     job.store.fault = lambda operation, key: Fault.FAIL if key.startswith(keys.COMMITS) else None
-    with pytest.raises(Exception, match="not committed"):
+    with pytest.raises(Exception, match="not accepted"):
         job.save(step)
     job.store.fault = lambda operation, key: None
 
