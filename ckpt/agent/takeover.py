@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Lane, failure
@@ -18,7 +20,12 @@ from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_com
 from ckpt.agent.wire import Message
 from ckpt.types import Identity
 
+if TYPE_CHECKING:
+    from ckpt.agent.peers.channel import Channel
+
 log = logging.getLogger("ckpt")
+
+AGAIN_S = 1.0  # until a node that was away is asked again what it has
 
 
 class TakenOver(Carrier):
@@ -61,9 +68,20 @@ class TakenOver(Carrier):
         )
 
     def _recover_nodes(self, whole: dict[int, dict[int, Arena]], nodes: Nodes) -> None:
-        """The same where other nodes have their part of it."""
+        """The same where other nodes have their part of it. One that is away just then is waited for: what it has may
+        be whole. If one is away for good, what lies here stays as it is."""
         found: dict[int, Checkpoint] = {}
-        left = set(whole)
+        network, bulk = self._services.network(), self._services.bulk
+        assert network is not None  # it has several nodes
+        for slot, by_rank in whole.items():  # a start may ask what lies here meanwhile
+            self.own.adopt(slot, by_rank)
+
+        def connections() -> list[Channel | None]:
+            return [network.channel(name) for name in nodes.others]
+
+        def is_one_away() -> bool:
+            seen = self.group.members.seen
+            return None in connections() or (bool(seen.lost) and not seen.any_gone)
 
         def looked() -> None:
             store, identities = self._services.store, [checkpoint.identity for checkpoint in found.values()]
@@ -75,27 +93,47 @@ class TakenOver(Carrier):
 
             self._run(Lane.STORE, lambda: which_committed(identities, store), ended)
 
-        def gathered(slot: int, result: Gathered | None, error: str) -> None:
-            if result is not None:
-                found[slot] = result.checkpoint
-            else:
-                log.info("slot %d holds no whole snapshot: %s", slot, error)
-            left.discard(slot)
-            if not left:
-                looked()
+        def ask(wanted: Mapping[int, Identity]) -> None:
+            left, before = dict(wanted), connections()
 
-        if not whole:
-            looked()
+            def gathered(slot: int, result: Gathered | None, error: str) -> None:
+                identity = left.pop(slot)
+                if result is not None:
+                    found[slot] = result.checkpoint
+                else:
+                    missed[slot] = identity
+                    log.info("slot %d holds no whole snapshot: %s", slot, error)
+                if not left and missed and (is_one_away() or connections() != before):
+                    self._later(AGAIN_S, lambda: again(missed))
+                elif not left:
+                    looked()
+
+            missed: dict[int, Identity] = {}
+            for slot, identity in wanted.items():
+                then = self._guarded(functools.partial(gathered, slot))
+                Gathering(network, bulk, identity, nodes.holders(), whole[slot], then).begin()
+
+        def again(missed: Mapping[int, Identity]) -> None:
+            if not is_one_away():
+                ask(missed)
+            elif self._dropped or self.group.members.seen.any_gone:
+                self.holds_unread = True
+                looked()
+            else:
+                self._later(AGAIN_S, lambda: again(missed))
+
+        staged: dict[int, Identity] = {}
         for slot, by_rank in whole.items():
             held = {whose(arena) for arena in by_rank.values()}
             keys = {each[0][0] for each in held if each is not None}  # hashes that are missing are made anew
             if None in held or len(keys) != 1 or next(iter(keys)).epoch != self.epoch:
-                gathered(slot, None, "not every rank has staged the same there")
-                continue
-            identity = keys.pop()
-            then = self._guarded(functools.partial(gathered, slot))
-            network, bulk = self._services.network(), self._services.bulk
-            Gathering(network, bulk, identity, nodes.holders(), by_rank, then).begin()
+                log.info("slot %d holds no whole snapshot: not every rank has staged the same there", slot)
+            else:
+                staged[slot] = keys.pop()
+        if staged:
+            ask(staged)
+        else:
+            looked()
 
     def _recovered(self, arenas: dict[int, dict[int, Arena]], done: Future[Found]) -> None:
         if error := failure(done):
