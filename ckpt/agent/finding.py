@@ -2,8 +2,9 @@
 connection to who keeps it: each node says what it has of the epoch, and what it was told to be safe. Main thread only.
 
 Safe is the newest that any of them was told of, if there is anything of it: nothing went for a newer one. A newer one
-counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for: all of
-it was checked where it arrived. If a node does not answer nothing is known.
+counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for, or as of
+the one before: that word may have reached nobody. All of it was checked where it arrived. If a node does not answer
+nothing is known.
 """
 
 from __future__ import annotations
@@ -71,15 +72,30 @@ def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
         every.add(each.held, name)
     whole = max((identity for identity in every.worlds if _outlives(every, identity, losses)), default=None)
     told = [each.safe for each in kept.values() if each.safe in every.worlds]
-    return Safe(max([*filter(None, told), *([whole] if whole is not None else [])], default=None), whole)
+    newest = max([*filter(None, told), *([whole] if whole is not None else [])], default=None)
+    for newer in [identity for identity in every.complete() if newest is not None and identity > newest]:
+        if newest is not None and _outlives(every, newer, _outlived(every, newest, losses)):
+            newest = newer
+    return Safe(newest, whole)
 
 
 def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
+    """Whether each rank of it may lose so many nodes."""
     by_parity = functools.cache(lambda count: every.protected(identity, count))
     return every.worlds[identity] == len(losses) and all(
         len(every.holders.get((identity, rank), ())) > count or rank in by_parity(count)
         for rank, count in enumerate(losses)
     )
+
+
+def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:
+    """How many nodes each rank of it may lose, of so many; -1: it is lost."""
+    by_parity = functools.cache(lambda count: every.protected(identity, count))
+    held = [len(every.holders.get((identity, rank), ())) for rank in range(len(losses))]
+    return [
+        next((count for count in range(most, -1, -1) if held[rank] > count or rank in by_parity(count)), -1)
+        for rank, most in enumerate(losses)
+    ]
 
 
 def find_safe(
