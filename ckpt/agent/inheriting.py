@@ -1,5 +1,6 @@
 """Committing what a job of several nodes has saved, by the nodes that are left of it: its coordinator is lost, nobody
-trains on them any more, and no start comes for what lies in their memory.
+trains on them any more, and no start comes for what lies in their memory. What earlier starts have left counts, too,
+whoever led them.
 
 The nodes wait for their turns, in the order of the job. Whose turn it is asks the others what they hold, as a start
 does: until it says what came of it nothing of that goes, and nobody else begins. What is lost is made again from
@@ -37,6 +38,7 @@ from ckpt.types import Epoch, Identity
 if TYPE_CHECKING:
     from ckpt.agent.checkpoint import Checkpoint
     from ckpt.agent.following import Following
+    from ckpt.agent.jobs import Job
     from ckpt.agent.network import Network, NodeAt
     from ckpt.agent.terms import Terms
     from ckpt.agent.wire import Message
@@ -75,10 +77,12 @@ class Inheriting(Others):
         super()._begin(peer, message)
 
     def _freeze(self, by: str, left: bool = False) -> None:
-        """Errors: AgentError where agent `by` has to give way."""
+        """Errors: AgentError where agent `by` has to give way, or has nothing to do here."""
         other = self.network is None or by != self.network.me
         if left and other and self._attempt is not None and by > self._attempt.network.me:
             raise AgentError("this node is at it itself")  # of two that ask each other one goes on
+        if left and other and any(job.needed for job in self._jobs()):
+            raise AgentError("a job that is coordinated here goes on")  # it would stand still until the outcome
         super()._freeze(by, left)
         if other:
             self._end_attempt()  # it asks what lies here
@@ -102,7 +106,11 @@ class Inheriting(Others):
             if attempt.following not in self.followings:
                 self._end_attempt()
             return None
-        terms = {each.epoch: each.terms for each in self.followings if each.terms is not None}
+        known: list[Following | Job] = [
+            *self.followings,
+            *jobs,
+        ]  # also what was led from here, before the newest was not
+        terms = {each.epoch: each.terms for each in known if each.terms is not None}
         outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
         turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
         due_s = self._turns.due_s(turn, now_s)
@@ -124,7 +132,7 @@ class Inheriting(Others):
         self._turns.settled = settled is not None
         self._turns.ended(time.monotonic())
         self.fence.over(attempt.network.me)
-        for node in attempt.following.nodes[1:]:
+        for node in attempt.following.nodes:
             done = str(settled) if settled is not None and node in attempt.there else None
             attempt.network.tell(node.name, {"t": "outcome", "epoch": None, "settled": done})
 
@@ -165,7 +173,9 @@ class Inheriting(Others):
                 attempt.silent.clear()
                 self._choose_left(attempt)
 
-        others = [node for node in attempt.following.nodes[1:] if node.name != network.me]
+        lead, *rest = attempt.following.nodes  # the former is there where it only follows a newer start led from here
+        others = [node for node in rest if node.name != network.me]
+        others += [lead] if network.channel(lead.name) is not None else []
         attempt.silent.update(node.name for node in others)
         for node in others:
             look(node)
@@ -229,7 +239,7 @@ class Inheriting(Others):
     def _commit_left(self, attempt: _Attempt, found: Gathered) -> None:
         checkpoint, identity = found.checkpoint, found.checkpoint.identity
         terms, step = attempt.terms[identity.epoch], identity.tick.step
-        text = f"the coordinator of {identity.epoch} is lost: step {step}, which the nodes that are left have"
+        text = f"nobody coordinates {identity.epoch} any more: step {step}, which the nodes that are left have"
         log.warning("%s in memory, is committed from here", text)
 
         def ended(done: Future[Committed]) -> None:

@@ -27,6 +27,7 @@ from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.storeside import options_from, policy_from
 from ckpt.agent.takeover import TakenOver
+from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, Superseded, UsageError
 from ckpt.notices.notice import Notice, Withdrawn, Word
@@ -133,6 +134,12 @@ class Job(TakenOver):
     def has_complete(self) -> bool:
         """Whether there is a whole checkpoint of it that, on several nodes, is not gone with one of them."""
         return self.group.outlives_a_node or bool(self.checkpoints and not self.nodes)
+
+    @property
+    def terms(self) -> Terms | None:
+        """By which others commit what is saved in it; None: it has not begun."""
+        options = self.options
+        return Terms(self.claim, options.codec, options.limits.bandwidth) if self.claim is not None else None
 
     def held(self) -> tuple[Identity, ...]:
         """Complete checkpoints in memory."""

@@ -30,7 +30,6 @@ from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
 from ckpt.agent.starts import Starts
-from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
 from ckpt.settings import Settings
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.peers.sockets import Address
     from ckpt.format.manifest import Manifest
-    from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")
 
@@ -151,8 +149,8 @@ class Leading(Starts):
                 self.current.refinding.came()
 
     def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:
-        if named and job.claim is not None:
-            self.lenders.led(Terms(job.claim, job.options.codec, job.options.limits.bandwidth), named)
+        if named and job.terms is not None:
+            self.lenders.led(job.terms, named)
 
     def _call(self, start: Start, node: NodeAt) -> None:
         network = self.network
@@ -286,8 +284,9 @@ class Leading(Starts):
         for node in self._others_that_hold(self._start):
             self.network.tell(node.name, {"t": "unserve", "identity": str(identity)})
 
-    def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
-        terms = Terms(claim, job.options.codec, job.options.limits.bandwidth)
+    def _tell_others_of_claim(self, job: Job) -> None:
+        terms = job.terms
+        assert terms is not None  # it has begun
         fields, blobs = {"t": "claimed", "epoch": str(job.epoch)}, [terms.encode()]
         for node in job.nodes[1:]:
             if self.network is not None:

@@ -404,7 +404,7 @@ class Starts(Keeper):
             self._relearning.goes_on(job.learning, parent.epoch, record, start.view, start.nodes)
         claim = self._claim(job, parent, start)
         job.begin_training(claim, resumed=False)
-        self._tell_others_of_claim(job, claim)
+        self._tell_others_of_claim(job)
         peer.reply(int(fields["id"]), {})
 
     def _started(self, peer: Peer, epoch: str) -> Start:
@@ -529,7 +529,7 @@ class Starts(Keeper):
         """And do not any more."""
         raise NotImplementedError
 
-    def _tell_others_of_claim(self, job: Job, claim: Claim) -> None:
+    def _tell_others_of_claim(self, job: Job) -> None:
         raise NotImplementedError
 
     def _lead_lenders(self, job: Job, named: Sequence[Address]) -> None:

@@ -26,7 +26,7 @@ from ckpt.agent.lending import Lend
 from ckpt.agent.peers import secret
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
-from ckpt.errors import AccessDenied
+from ckpt.errors import AccessDenied, AgentError
 from ckpt.predict import outcomes
 from ckpt.settings import Settings, read
 from ckpt.types import Tick
@@ -397,6 +397,59 @@ def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(ref
 
         life.live(run)
     assert line(life.url)[-1].tick.step >= life.safe
+    del memory._STORES[life.url]
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["all are there, each with its part", "the later one's is lost"])
+def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_later_one_that_saved_nothing(
+    copies: bool,
+) -> None:
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.lender, life.refuses = None, True
+        life.options |= {"peers": {"replicas": 1} if copies else None, "policy": {"steps": 10, "seconds": None}}
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, (0, 1), life.key, life.options)
+            job.start(1000, lambda rank: 0.5)
+            level = "peer" if copies else "local"
+            world.run(lambda: life.told(job, level) > 0, LONG_S)
+            life.safe = life.told(job, level)
+            job.die(0.1)
+            life.wait(2.0)
+            again = SimJob(life.fabric, (1, 0), life.key, life.options)
+            again.start(1000, lambda rank: 0.5)
+            world.run(lambda: again.trains, LONG_S)
+            again.die(0.1)
+            life.wait(1.0)
+            if copies:
+                life.fabric.lose(1)
+            life.refuses = False
+            world.run(lambda: not life.fabric.agents, 3 * LINGER_S)
+            return Counter()
+
+        life.live(run)
+    assert line(life.url)[-1].tick.step >= life.safe
+    del memory._STORES[life.url]
+
+
+def test_who_coordinates_a_job_that_goes_on_does_not_stand_still_for_who_would_commit_what_earlier_ones_left() -> None:
+    with living(0) as world:
+        life = Life(world, 0, replace(read(), notices="off"))
+        life.nodes, life.refuses, life.lender = [0, 1], False, None
+
+        def run() -> Counter[str]:
+            job = SimJob(life.fabric, (0, 1), life.key, life.options)
+            job.start(1000, lambda rank: 1.0)
+            world.run(lambda: job.trains, LONG_S)
+            node = life.fabric.agents[0].node
+            with pytest.raises(AgentError, match="goes on"):
+                node._freeze("another", left=True)
+            assert not node.fence.stands(world.now_s)
+            job.die(0.1)
+            return Counter()
+
+        life.live(run)
     del memory._STORES[life.url]
 
 

@@ -186,6 +186,7 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
         me="b",
         connect=lambda node, then: connected.append(then),
         ask=lambda name, *others: asked.append(name),
+        channel=lambda name: None,
     )
     nodes = [NodeAt(name, (), ()) for name in "abcd"]
     attempt = SimpleNamespace(
@@ -194,7 +195,7 @@ def test_nobody_is_asked_once_the_attempt_is_over() -> None:
     server = SimpleNamespace(later=lambda seconds, what: None)
     node = SimpleNamespace(_attempt=attempt, _server=server, _inventory=lambda whole: Inventory())
     Inheriting._look_around(cast(Any, node), cast(Any, attempt))
-    assert attempt.silent == {"c", "d"}  # not the coordinator
+    assert attempt.silent == {"c", "d"}  # not the coordinator, which is lost
     connected[0]("")
     node._attempt = None
     connected[1]("")
