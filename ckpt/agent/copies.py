@@ -339,8 +339,9 @@ class Copies:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
         `safe`, came of attempts that failed. `safe`: None where that is not known, or nothing is, and these may be all
         that outlives a node: then that stays which was said to be when that was known, and the newest of those that did
-        not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Errors: AgentError, see
-        `check`."""
+        not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Where nothing of `safe`
+        is here, since this node was away, it may be less safe than what was said to be before: that stays as well, if
+        there is room. Errors: AgentError, see `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
@@ -349,6 +350,10 @@ class Copies:
             left = sorted(others - failed)[-FAILED_MAX:]
             self.forget(lambda each: each in others and each not in left)
             others = set() if self.fits(sizes) else set(left[:-1])
+        elif safe not in self.identities and self.told_safe in others:
+            before = self.told_safe
+            self.forget(lambda each: each in others and each != before)
+            others = set() if self.fits(sizes) else {before}
         self.forget(others.__contains__)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:

@@ -248,6 +248,23 @@ def test_attempts_that_fail_do_not_pile_up_and_the_newest_that_is_safe_stays(hel
     assert held.kept() == {(100, 0), (100, 1)}
 
 
+@pytest.mark.parametrize("room", [2, 1])
+def test_what_was_safe_stays_at_a_node_that_was_away_when_something_newer_became_so_until_it_has_its_part_of_the_next(
+    held: Held, room: int
+) -> None:
+    """It may be kept as a whole, and what others have kept without this node in part only."""
+    assert held.copy(identity(5)) == ""
+    held.keeper.before(identity(5))
+    most = room * held.keeper.bytes
+    held.keeper.bound(lambda: most)
+    for step in (15, 20):
+        held.copy(identity(step), broken=[1], safe=identity(10))
+        assert held.kept() == {(step, 0), *([(5, 0), (5, 1)] if room > 1 else [])}
+    assert held.copy(identity(25), safe=identity(10)) == ""
+    held.keeper.before(identity(25))
+    assert held.kept() == {(25, 0), (25, 1)}
+
+
 def test_where_nobody_knows_what_is_safe_that_stays_which_was_or_may_have_become_so(held: Held) -> None:
     """As after a restart of the coordinator's agent."""
     assert held.copy(identity(5)) == ""
