@@ -106,10 +106,8 @@ class Inheriting(Others):
             if attempt.following not in self.followings:
                 self._end_attempt()
             return None
-        known: list[Following | Job] = [
-            *self.followings,
-            *jobs,
-        ]  # also what was led from here, before the newest was not
+        # What was led from here counts as well: then it was not the newest.
+        known: list[Following | Job] = [*self.followings, *jobs]
         terms = {each.epoch: each.terms for each in known if each.terms is not None}
         outdone = any(job.epoch > newest.epoch and job.checkpoints for job in jobs)
         turn = next((n for n, node in enumerate(newest.nodes[1:]) if network and node.name == network.me), TURNS)
