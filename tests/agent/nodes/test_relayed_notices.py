@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import contextlib
 import os
 import threading
 import time
@@ -301,7 +302,10 @@ def give_way(cluster: Cluster) -> list[bool]:
     found: list[bool] = []
     for _, pid in sorted(cluster.pids.items()):
         own = os.getpriority(os.PRIO_PROCESS, pid)
-        threads = [os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir(f"/proc/{pid}/task")]
+        threads: list[int] = []
+        for each in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                threads.append(os.getpriority(os.PRIO_PROCESS, int(each)))
         session = Path(f"/proc/{pid}/autogroup")
         shared = session.read_text().rpartition(" nice ")[2] if session.exists() else None  # between sessions
         if NICE in threads and shared in (None, "10\n"):
