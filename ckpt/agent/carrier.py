@@ -280,8 +280,10 @@ class Carrier(Committing):
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
-            is_whole, nodes = found.whole == found.newest, ("", *(node.name for node in self.nodes[1:]))
-            self.group.found_safe(found.newest.tick if found.newest is not None else None, is_whole, nodes)
+            newest, is_whole = found.newest, found.whole == found.newest
+            ranks = {"" if node is self.nodes[0] else node.name: node.ranks for node in self.nodes} or {"": ()}
+            kept = [node for node in ranks if newest and all(found.outlives[rank] > 0 for rank in ranks[node])]
+            self.group.found_safe(newest.tick if newest is not None else None, is_whole, tuple(ranks), kept)
             if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)

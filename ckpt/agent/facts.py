@@ -141,6 +141,7 @@ class Facts:
         self.unsure = False
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
+        self._safe_parts: frozenset[str] = frozenset()  # once it was whole: the nodes that what is safe outlives
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -447,6 +448,9 @@ class Facts:
             if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
                 self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error and (self.safe_tick is None or entry.round.tick >= self.safe_tick):
+            parts = {each.node for each in entry.round.kept if each.losses}
+            is_more = _is_whole(entry.round.kept) or (self._safe_parts and entry.round.tick == self.safe_tick)
+            self._safe_parts = self._safe_parts | parts if is_more else self._safe_parts & parts
             self.safe_tick, self.safe_kept = entry.round.tick, entry.round.kept
         return why_not
 
@@ -455,12 +459,16 @@ class Facts:
         """Whether each node's part of what is taken now is kept by others."""
         return self.replicates and _is_whole(self.kept)
 
-    def found_safe(self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",)) -> None:
+    def found_safe(
+        self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",), kept: Collection[str] = ()
+    ) -> None:
         """They were asked what is safe in other nodes' memory; None: that cannot be found out. `whole`:
-        each node's part of it is. `nodes`: all of the job's, "" is this one; who keeps what of which is not known."""
+        each node's part of it is; else those of the nodes `kept` are. `nodes`: all of the job's, "" is this one; who
+        keeps what of which is not known."""
         self.unsure = False
         self.safe_tick = tick
         self.safe_kept = tuple(Kept(node, int(whole)) for node in nodes)
+        self._safe_parts = frozenset(nodes if whole else kept)
         if not self._lost_meanwhile:  # else what one of them has said may be gone by now
             self._lost_with.clear()
         found, under_way = self.safe.round if self.safe is not None else None, self._under_way
@@ -561,15 +569,27 @@ class Facts:
     @property
     def undoes_safe(self) -> bool:
         """Whether what other nodes keep would go for a newer one of which they can keep less."""
-        can_be = Safety.WHOLE if self.is_kept_whole else Safety.PART
-        return self.safe_tick is not None and not may_go(self._safety_of(self.safe_tick), can_be)
+        if self.safe_tick is None:
+            return False
+        safety, can_be = self._safety_of(self.safe_tick), Safety.WHOLE if self.is_kept_whole else Safety.PART
+        is_other_part = safety is Safety.PART and not self._lost_with and self._would_lose_part
+        return is_other_part or not may_go(safety, can_be)
 
     @property
     def _may_undo_safe(self) -> bool:
         """The same, if agents that were not connected for a while still have what they kept of it."""
-        tick = self.safe_tick
-        was_whole = tick is not None and _is_whole(self.safe_kept) and self._safety_of(tick) is Safety.PART
-        return was_whole and not self.is_kept_whole
+        if self.safe_tick is None or self._safety_of(self.safe_tick) is not Safety.PART:
+            return False
+        was_whole = _is_whole(self.safe_kept) and not self.is_kept_whole
+        return was_whole or (bool(self._lost_with) and self._would_lose_part)
+
+    @property
+    def _would_lose_part(self) -> bool:
+        """Whether what is copied next is lost with a node that what is left of what was safe as a whole outlives, or
+        what took its place since."""
+        copied = self._under_way or (self.newest.round if self.newest is not None else None)
+        can_be = {each.node for each in self.kept if each.losses and self.replicates}
+        return copied is not None and copied.tick != self.safe_tick and not self._safe_parts <= can_be
 
     @property
     def leaves_uncommitted(self) -> bool:

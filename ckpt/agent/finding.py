@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -59,10 +59,12 @@ class Keeps:
 @dataclass(frozen=True, slots=True)
 class Safe:
     """`newest`: what is safe, as far as all nodes know; None: nothing is known to be. `whole`: the newest of which as
-    many nodes may be lost as is asked for, by what they have now; None: there is none."""
+    many nodes may be lost as is asked for, by what they have now; None: there is none. `outlives`: how many nodes each
+    rank of the newest may lose, of so many; -1: it is lost."""
 
     newest: Identity | None
     whole: Identity | None
+    outlives: Sequence[int] = field(default=(), compare=False)
 
 
 def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
@@ -76,7 +78,7 @@ def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
     for newer in [identity for identity in every.complete() if newest is not None and identity > newest]:
         if newest is not None and _outlives(every, newer, _outlived(every, newest, losses)):
             newest = newer
-    return Safe(newest, whole)
+    return Safe(newest, whole, _outlived(every, newest, losses) if newest is not None else ())
 
 
 def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:

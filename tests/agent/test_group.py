@@ -1830,6 +1830,70 @@ def test_a_part_of_a_newer_one_does_not_take_the_place_of_what_may_be_there_as_a
     assert not group.unsure
 
 
+@pytest.mark.parametrize(("left", "goes"), [({"b"}, False), ({"c"}, True), (set(), True)])
+def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newer_that_is_lost_sooner(
+    left: set[str], goes: bool
+) -> None:
+    """Of the nodes `left` others keep the part still; of b's nobody has memory for anything newer."""
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",)), Kept("c", 1, ("",))
+    safe = driver.complete()
+    driver.copy()
+    group.copies_lost("b", group.copied_ticks)
+    group.kept = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
+    newer = driver.complete()
+    driver.copy("a node has not said what it has")
+    driver.now_s += 10.0
+    driver.decide()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    group.found_safe(safe, False, ["", "b", "c"], left)
+    assert (group.undoes_safe, group.outlives_a_node) == (not goes, False)
+    driver.copy("" if goes else UNKEPT)
+    driver.decide()
+    assert (group.safe_tick, group.unsure) == (newer if goes else safe, False)
+    if not goes:
+        assert group.replicating is None
+        group.copies_lost("", group.copied_ticks)
+        driver.now_s += 10.0
+        driver.decide()
+        assert (group.replicating is not None, group.unsure) == (True, True), "it is asked again what is left"
+        group.found_safe(safe, False, ["", "b", "c"])
+        assert not group.undoes_safe
+
+
+def test_what_is_left_of_what_was_safe_as_a_whole_is_copied_again_itself_and_does_not_go_then_either() -> None:
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    safe = driver.complete()
+    driver.copy()
+    group.copies_lost("b", group.copied_ticks)
+    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
+    driver.decide()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    group.found_safe(safe, False, ["", "b"], ["b"])
+    assert not group.undoes_safe
+    driver.copy()
+    driver.complete()
+    assert (group.undoes_safe, group.replicating, group.safe_tick) == (True, None, safe)
+
+
+def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -> None:
+    driver = Driver()
+    group = driver.group
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
+    driver.complete()
+    group.found_safe(Tick(5), False, ["", "b"], [""])
+    driver.copy()
+    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    driver.complete()
+    assert (group.undoes_safe, group.replicating, group.safe_tick) == (True, None, Tick(10))
+
+
 def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_make_it_whole() -> None:
     driver = Driver()
     group = driver.group

@@ -264,8 +264,8 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None, whole: bool, nodes: Sequence[str]) -> None:
-        self.group.unsure, self.group.safe_tick = False, tick
+    def found_safe(self, tick: Tick | None, whole: bool, nodes: Sequence[str], kept: Sequence[str]) -> None:
+        self.group.unsure, self.group.safe_tick, self.nodes, self.kept = False, tick, nodes, kept
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
@@ -330,6 +330,17 @@ def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_n
     carried.group.undoes_safe = True
     carried.finding.pop()(Safe(at(5), at(5)))
     assert carried.heard == [UNKEPT]
+
+
+def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not_whole() -> None:
+    left = {"a": keeps(3, _3=[0]), "b": keeps(3, _3=[0, 1]), "c": keeps(3, _3=[2])}
+    safe = newest_safe(left, (1, 1, 1))
+    assert list(safe.outlives) == [1, 0, 0]
+    carried = Carried()
+    carried.carrier.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
+    carried.replicate()
+    carried.finding.pop()(safe)
+    assert (carried.nodes, carried.kept) == (("", "b", "c"), [""])
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
