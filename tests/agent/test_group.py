@@ -1803,18 +1803,24 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_though_none
     assert not group.undoes_safe, "the store has something newer"
 
 
+def safe_by(*kept: Kept) -> tuple[Driver, Tick]:
+    """One that is safe so; then the agent of node b is lost."""
+    driver = Driver()
+    group = driver.group
+    group.replicates, group.kept = True, kept
+    safe = driver.complete()
+    driver.copy()
+    group.copies_lost("b", group.copied_ticks)
+    return driver, safe
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_part_of_a_newer_one_does_not_take_the_place_of_what_may_be_there_as_a_whole_before_that_is_asked(
     whole: bool,
 ) -> None:
     """The connection was lost to an agent that keeps some of it, and maybe no more than that."""
-    driver = Driver()
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
-    safe = driver.complete()
-    driver.copy()
-    group.copies_lost("b", group.copied_ticks)
     group.kept = Kept("", 0), Kept("b", 1, ("",))
     newer = driver.complete()
     assert (group.replicating is not None, group.unsure) == (True, True)
@@ -1835,13 +1841,8 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     left: set[str], goes: bool
 ) -> None:
     """Of the nodes `left` others keep the part still; of b's nobody has memory for anything newer."""
-    driver = Driver()
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)), Kept("c", 1, ("",)))
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",)), Kept("c", 1, ("",))
-    safe = driver.complete()
-    driver.copy()
-    group.copies_lost("b", group.copied_ticks)
     group.kept = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
     newer = driver.complete()
     driver.copy("a node has not said what it has")
@@ -1864,13 +1865,8 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
 
 
 def test_what_is_left_of_what_was_safe_as_a_whole_is_copied_again_itself_and_does_not_go_then_either() -> None:
-    driver = Driver()
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
-    safe = driver.complete()
-    driver.copy()
-    group.copies_lost("b", group.copied_ticks)
     group.kept = Kept("", 1, ("b",)), Kept("b", 0)
     driver.decide()
     assert (group.replicating is not None, group.unsure) == (True, True)
@@ -1895,13 +1891,8 @@ def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -
 
 
 def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_make_it_whole() -> None:
-    driver = Driver()
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     group = driver.group
-    group.replicates = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
-    safe = driver.complete()
-    driver.copy()
-    group.copies_lost("b", group.copied_ticks)
     group.kept = Kept("", 0), Kept("b", 1, ("",))
     driver.complete()
     group.copies_lost("b", [])

@@ -370,6 +370,20 @@ def test_what_a_start_makes_again_from_parity_goes_before_training_and_what_trai
         del memory._STORES[life.url]
 
 
+def started_by_the_other_node(life: Life, level: str) -> SimJob:
+    """A start that trains, by which rank 0 is on another node than in the one before, which saved at `level`."""
+    job = SimJob(life.fabric, (0, 1), life.key, life.options)
+    job.start(1000, lambda rank: 0.5)
+    life.world.run(lambda: life.told(job, level) > 0, LONG_S)
+    life.safe = life.told(job, level)
+    job.die(0.1)
+    life.wait(2.0)
+    again = SimJob(life.fabric, (1, 0), life.key, life.options)
+    again.start(1000, lambda rank: 0.5)
+    life.world.run(lambda: again.trains, LONG_S)
+    return again
+
+
 @pytest.mark.parametrize("refuses", [False, True], ids=["all in the store", "the newest in memory only"])
 def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(refuses: bool) -> None:
     """The second one, by which rank 0 is on another node, ends before it has made anything complete."""
@@ -379,15 +393,7 @@ def test_agents_that_have_led_one_start_each_do_not_keep_each_other_for_ever(ref
         life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
 
         def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 0.5)
-            world.run(lambda: life.told(job, "peer") > 0, LONG_S)
-            life.safe = life.told(job, "peer")
-            job.die(0.1)
-            life.wait(2.0)
-            again = SimJob(life.fabric, (1, 0), life.key, life.options)
-            again.start(1000, lambda rank: 0.5)
-            world.run(lambda: again.trains, LONG_S)
+            again = started_by_the_other_node(life, "peer")
             assert again.restored_step >= life.safe
             again.die(0.1)
             life.wait(1.0)
@@ -410,16 +416,7 @@ def test_what_a_start_has_left_is_committed_where_its_coordinator_follows_a_late
         life.options |= {"peers": {"replicas": 1} if copies else None, "policy": {"steps": 10, "seconds": None}}
 
         def run() -> Counter[str]:
-            job = SimJob(life.fabric, (0, 1), life.key, life.options)
-            job.start(1000, lambda rank: 0.5)
-            level = "peer" if copies else "local"
-            world.run(lambda: life.told(job, level) > 0, LONG_S)
-            life.safe = life.told(job, level)
-            job.die(0.1)
-            life.wait(2.0)
-            again = SimJob(life.fabric, (1, 0), life.key, life.options)
-            again.start(1000, lambda rank: 0.5)
-            world.run(lambda: again.trains, LONG_S)
+            again = started_by_the_other_node(life, "peer" if copies else "local")
             again.die(0.1)
             life.wait(1.0)
             if copies:
