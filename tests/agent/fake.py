@@ -86,8 +86,8 @@ class FakeRank:
         self.lost = threading.Event()
         self.page: ControlPage | None = None
         self.connection: client.Connection | None = None
-        self.answered: set[int] = set()  # rounds whose words stood at the last boundary
-        self.looked: tuple[int, set[int]] = 0, set()  # that boundary, and these
+        self.answered: set[Word] = set()  # at the last boundary; the next agent may give a round the same number
+        self.looked: tuple[int, set[Word]] = 0, set()  # that boundary, and these
         self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
@@ -138,6 +138,14 @@ class FakeRank:
         lost = self.lost
         sock = client.connect(self.url, self.settings)
         self.connection = client.Connection(sock, self.tasks, self.on_message, lambda *_: self.on_lost(lost))
+
+    def disconnect(self) -> None:
+        """What that connection's agent granted is nothing to the next one."""
+        assert self.connection is not None
+        self.connection.close()
+        with self.changed:
+            self.warm.clear()
+            self.plan = None
 
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has this node's agent take part in a job of several; how it is told of to the others."""
@@ -279,8 +287,8 @@ class FakeRank:
         """After a step: serves the words; whether to leave."""
         assert self.page is not None
         words = self.page.appointed()
-        self.looked = self.step, {word.round for word in words if word.step <= self.step}
-        new = [word for word in words if word.round not in self.answered and word.step <= self.step]
+        self.looked = self.step, {word for word in words if word.step <= self.step}
+        new = [word for word in words if word not in self.answered and word.step <= self.step]
         self.answered = self.looked[1]
         held = [self.keep(word) for word in new]
         return any(held)
@@ -397,7 +405,7 @@ class FakeRank:
     def on_awaited(self, word: Word | None) -> None:
         """Others wait at the end of that step. This rank has passed it and had not been told: it does not come."""
         step, answered = self.looked
-        if word is not None and word.round not in answered and word.step <= step:
+        if word is not None and word not in answered and word.step <= step:
             self.notify("missed", {"round": word.round, "tick": str(Tick(word.step)), "why": "late"})
 
     def on_arena(self, fields: dict[str, Any], message: wire.Message) -> None:

@@ -541,11 +541,8 @@ def test_an_agent_that_is_killed_is_started_again_and_takes_over_the_arenas(
     for rank in job:
         assert rank.lost.wait(30)
     for rank in job:
-        rank.connection.close()
+        rank.disconnect()
         rank.options = OPTIONS
-        rank.warm.clear()
-        rank.plan = None
-        rank.answered = 0
     together(job, reconnect)
     assert job[0].connection.agent_pid != first
     together(job, lambda rank: rank.join(rank.epoch, resume=True))
@@ -577,9 +574,7 @@ def test_a_connection_that_breaks_is_joined_again_without_harm(ranks: Callable[.
     job = ranks(2)
     start(job)
     checkpoint(job)
-    job[1].connection.close()
-    job[1].warm.clear()
-    job[1].plan = None
+    job[1].disconnect()
     job[1].connect()
     job[1].join(job[1].epoch, resume=True)
     job[1].wait_warm()

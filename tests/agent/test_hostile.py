@@ -394,9 +394,7 @@ def test_a_job_that_the_agent_cannot_go_on_with_is_told_so_and_goes_on_with_the_
     assert rank.lost.wait(60)
     assert [event["name"] for event in rank.events if event["loud"]][-1] == "job.failed"
     first = rank.connection.agent_pid
-    rank.connection.close()
-    rank.warm.clear()
-    rank.plan = None
+    rank.disconnect()
     come_back(rank)
     assert rank.connection.agent_pid != first
     rank.enter(1)  # where it is, in its new page

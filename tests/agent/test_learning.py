@@ -217,9 +217,7 @@ def test_an_agent_that_takes_over_a_job_knows_what_that_had_learnt_and_hands_it_
     agent = rank.connection.agent_pid
     os.kill(agent, signal.SIGKILL)
     assert rank.lost.wait(30)
-    rank.connection.close()
-    rank.warm.clear()
-    rank.plan, rank.answered = None, 0
+    rank.disconnect()
     reconnect(rank)
     rank.join(rank.epoch, resume=True)
     rank.wait_warm()

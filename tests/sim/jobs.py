@@ -128,7 +128,7 @@ class SimRank(FakeRank):
     def on_message(self, message: wire.Message) -> None:
         if message.kind == "awaited":
             word = Word.unpack(int(message.fields["word"]))
-            if word and word.round not in self.answered and word.place(self.step, self.sub) is not Place.EARLY:
+            if word and word not in self.answered and word.place(self.step, self.sub) is not Place.EARLY:
                 self._is_late(word)  # it was not announced yet when this rank was there
         super().on_message(message)
 
@@ -152,8 +152,8 @@ class SimRank(FakeRank):
         assert page is not None
         words = page.appointed() if self.is_back else []
         here = [word for word in words if word.place(self.step, self.sub) is not Place.EARLY]
-        new = [word for word in here if word.round not in self.answered]
-        self.answered = {word.round for word in here}
+        new = [word for word in here if word not in self.answered]
+        self.answered = set(here)
         held = [self.keep(word) for word in new]
         return any(held)
 
