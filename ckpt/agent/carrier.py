@@ -25,6 +25,7 @@ from ckpt.agent.nodes import Nodes
 from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError
 from ckpt.events import Event
+from ckpt.plan.placement import Kept
 from ckpt.types import Identity, Tick
 
 if TYPE_CHECKING:
@@ -280,10 +281,11 @@ class Carrier(Committing):
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
                 return
-            newest, is_whole = found.newest, found.whole == found.newest
-            ranks = {"" if node is self.nodes[0] else node.name: node.ranks for node in self.nodes} or {"": ()}
-            kept = [node for node in ranks if newest and all(found.outlives[rank] > 0 for rank in ranks[node])]
-            self.group.found_safe(newest.tick if newest is not None else None, is_whole, tuple(ranks), kept)
+            newest, kept = found.newest, []
+            for node in self.nodes if newest is not None else ():
+                name = "" if node is self.nodes[0] else node.name
+                kept.append(Kept(name, max(0, min(found.outlives[rank] for rank in node.ranks))))
+            self.group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
             if found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)

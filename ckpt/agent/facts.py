@@ -9,14 +9,14 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.agent.actions import Action, Request, Tell
 from ckpt.agent.control import AMID, SLOTS_MAX
 from ckpt.agent.members import AGAIN, Members, Presence
-from ckpt.agent.outdoing import Safety, may_go
+from ckpt.agent.outdoing import left_of, outlived
 from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
@@ -141,7 +141,6 @@ class Facts:
         self.unsure = False
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
-        self._safe_parts: frozenset[str] = frozenset()  # once it was whole: the nodes that what is safe outlives
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -436,7 +435,11 @@ class Facts:
         entry = self.slots[slot]
         if not error and self._lost_meanwhile:
             error = "an agent that had a part of it already was lost meanwhile"
-        why_not = error or (UNKEPT if entry.round is not None and not _is_whole(entry.round.kept) else "")
+        kept = entry.round.kept if entry.round is not None else ()
+        if entry.round is not None and entry.round.tick == self.safe_tick:  # what was there before is there still
+            before = {each.node: each for each in self._safe_left}
+            kept = tuple(each if each.losses else before.get(each.node, each) for each in kept)
+        why_not = error or ("" if _is_whole(kept) else UNKEPT)
         self.replicating = None
         entry.leases -= 1
         if not error:
@@ -448,10 +451,7 @@ class Facts:
             if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
                 self._tell_level(entry.round.tick, "peer", not why_not, why_not)
         if entry.round is not None and not error and (self.safe_tick is None or entry.round.tick >= self.safe_tick):
-            parts = {each.node for each in entry.round.kept if each.losses}
-            is_more = _is_whole(entry.round.kept) or (self._safe_parts and entry.round.tick == self.safe_tick)
-            self._safe_parts = self._safe_parts | parts if is_more else self._safe_parts & parts
-            self.safe_tick, self.safe_kept = entry.round.tick, entry.round.kept
+            self.safe_tick, self.safe_kept = entry.round.tick, kept
         return why_not
 
     @property
@@ -459,16 +459,11 @@ class Facts:
         """Whether each node's part of what is taken now is kept by others."""
         return self.replicates and _is_whole(self.kept)
 
-    def found_safe(
-        self, tick: Tick | None, whole: bool = True, nodes: Collection[str] = ("",), kept: Collection[str] = ()
-    ) -> None:
-        """They were asked what is safe in other nodes' memory; None: that cannot be found out. `whole`:
-        each node's part of it is; else those of the nodes `kept` are. `nodes`: all of the job's, "" is this one; who
-        keeps what of which is not known."""
+    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
+        """They were asked what is safe in other nodes' memory; None: nothing is. `kept`: of each node, without the
+        holders, who are not known. `whole`: it outlives as many losses as it is to."""
         self.unsure = False
-        self.safe_tick = tick
-        self.safe_kept = tuple(Kept(node, int(whole)) for node in nodes)
-        self._safe_parts = frozenset(nodes if whole else kept)
+        self.safe_tick, self.safe_kept = tick, tuple(kept)
         if not self._lost_meanwhile:  # else what one of them has said may be gone by now
             self._lost_with.clear()
         found, under_way = self.safe.round if self.safe is not None else None, self._under_way
@@ -550,46 +545,30 @@ class Facts:
         round_ = self.safe.round if self.safe is not None else None
         return round_ if _is_whole(self.safe_kept) else None
 
-    def _safety_of(self, tick: Tick) -> Safety:
-        """Of a complete one."""
-        if self.committed_tick is not None and tick <= self.committed_tick:
-            return Safety.STORE
-        if tick != self.safe_tick:
-            return Safety.HERE
-        return Safety.WHOLE if _is_whole(self.safe_kept) and not self._lost_with else Safety.PART
-
     @property
-    def safety(self) -> Safety:
-        """Of the safest that it has made complete."""
-        if self.committed_tick is not None:
-            return Safety.STORE
-        found = self.safe or self.newest
-        return self._safety_of(found.round.tick) if found is not None and found.round is not None else Safety.NOTHING
+    def _safe_left(self) -> tuple[Kept, ...]:
+        """What others have for certain of what is safe."""
+        return left_of(self.safe_kept, self._lost_with)
 
     @property
     def undoes_safe(self) -> bool:
-        """Whether what other nodes keep would go for a newer one of which they can keep less."""
-        if self.safe_tick is None:
-            return False
-        safety, can_be = self._safety_of(self.safe_tick), Safety.WHOLE if self.is_kept_whole else Safety.PART
-        is_other_part = safety is Safety.PART and not self._lost_with and self._would_lose_part
-        return is_other_part or not may_go(safety, can_be)
+        """Whether what is safe outlives a node, for certain, that what is copied next and takes its place does not."""
+        return self._would_undo(self._safe_left)
 
     @property
     def _may_undo_safe(self) -> bool:
-        """The same, if agents that were not connected for a while still have what they kept of it."""
-        if self.safe_tick is None or self._safety_of(self.safe_tick) is not Safety.PART:
-            return False
-        was_whole = _is_whole(self.safe_kept) and not self.is_kept_whole
-        return was_whole or (bool(self._lost_with) and self._would_lose_part)
+        """The same, if agents that are not connected still have what they kept of it."""
+        return self._would_undo(self.safe_kept)
 
-    @property
-    def _would_lose_part(self) -> bool:
-        """Whether what is copied next is lost with a node that what is left of what was safe as a whole outlives, or
-        what took its place since."""
-        copied = self._under_way or (self.newest.round if self.newest is not None else None)
-        can_be = {each.node for each in self.kept if each.losses and self.replicates}
-        return copied is not None and copied.tick != self.safe_tick and not self._safe_parts <= can_be
+    def _would_undo(self, safe: Iterable[Kept]) -> bool:
+        copied, stored = (
+            self._under_way or (self.newest.round if self.newest is not None else None),
+            self.committed_tick,
+        )
+        if self.safe_tick is None or copied is None or (stored is not None and stored >= self.safe_tick):
+            return False
+        stays = self._safe_left if copied.tick == self.safe_tick else ()
+        return not outlived(safe) <= outlived(self.kept if self.replicates else ()) | outlived(stays)
 
     @property
     def leaves_uncommitted(self) -> bool:
@@ -616,12 +595,12 @@ class Facts:
         # After a restart of the agent who keeps what is not decided yet; and where nobody has room for copies what lies
         # here alone is not as safe as what was elsewhere, too.
         elsewhere = self.replicates or self.unsure or self.wants_copies
-        return may_go(Safety.WHOLE if elsewhere else Safety.HERE, self.safety)
+        return self.outlives_a_node or (self.newest is not None and not elsewhere)
 
     @property
     def outlives_a_node(self) -> bool:
-        """Whether a checkpoint of it is in the store, or as safe in other nodes' memory as was asked for."""
-        return self.safety >= Safety.WHOLE
+        """Whether a checkpoint of it is in the store, or outlives the loss of any one node."""
+        return self.committed_tick is not None or (self.safe is not None and _is_whole(self._safe_left))
 
     @property
     def layouts_version(self) -> int:

@@ -1,33 +1,36 @@
 """Which checkpoint may be given up for which: the one rule that everything follows by which memory is freed. Pure.
 
-An older checkpoint goes once a newer one is known that is at least as safe. What is in the store needs no memory; what
-other nodes keep as a whole goes for nothing that they keep a part of, or that lies on one node each and is gone with
-any of them. This is said of a job's own checkpoints by `Facts.safety`, and of what earlier starts have left by `Begun`:
-of these only what was said to be safe is taken to be more than lies on one node each, as what a start went on from is
-at least. So is what a node has all of itself, and it needs nothing older: whatever is lost without it, it has that.
+An older checkpoint goes once it is in the store, which needs no memory, or a newer one outlives the loss of every node
+that it outlives. A job knows that of its own checkpoints: by who keeps copies of them (`Kept`), and whose agents are
+lost since (`left_of`). Of what earlier starts have left `Begun` says it: of these only what was said to be safe is
+taken to be more than lies on one node each, as what a start went on from is at least. So is what a node has all of
+itself, and it needs nothing older: whatever is lost without it, it has that.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
+from ckpt.plan.placement import Kept
 from ckpt.types import Epoch, Identity
 
 
-class Safety(enum.IntEnum):
-    """Of a checkpoint, the least first."""
+def left_of(kept: Iterable[Kept], gone: Collection[str]) -> tuple[Kept, ...]:
+    """What is there of it for certain, once the agents of the nodes `gone` are lost, and what they kept for others with
+    them. Where it is not known who keeps it each of them did."""
 
-    NOTHING = 0  # it is not complete
-    HERE = 1  # each node has what its own ranks staged
-    PART = 2  # other nodes keep some of it, or may have lost some
-    WHOLE = 3  # they keep each node's part
-    STORE = 4
+    def left(each: Kept) -> Kept:
+        holders = tuple(name for name in each.holders if name not in gone)
+        lost = len(each.holders) - len(holders) if each.holders else len({*gone} - {each.node})
+        return replace(each, losses=max(0, each.losses - lost), holders=holders)
+
+    return tuple(map(left, kept))
 
 
-def may_go(older: Safety, newer: Safety) -> bool:
-    """Whether a checkpoint as safe as that may be given up, where a newer one is so safe."""
-    return older is Safety.STORE or newer >= older
+def outlived(kept: Iterable[Kept]) -> frozenset[str]:
+    """The nodes of which any one may be lost."""
+    return frozenset(each.node for each in kept if each.losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ class Begun:
     def outdates(self, identity: Identity) -> bool:
         """Whether it is of an earlier start, and may go for what this one went on from, which was complete then. Of one
         that began afresh that is not known."""
-        if self.parent is None or identity.epoch >= self.epoch or identity == self.parent:
+        if self.parent is None or identity.epoch >= self.epoch:
             return False
-        return may_go(Safety.WHOLE if identity == self.safe else Safety.HERE, Safety.HERE)
+        return identity not in (self.parent, self.safe)
 
     def outdates_all_of(self, epoch: Epoch) -> bool:
         """The same of all that an earlier start may have left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ from ckpt.types import Tick
 
 LEAVE = {"leave": True, "by_s": 30.0}
 GO_ON = {"leave": False, "by_s": None}
+
+
+def found_safe(
+    group: Group, tick: Tick | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
+) -> None:
+    """The others have said what is safe. Of the nodes `left` they keep the part, if they do not of all."""
+    group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
 
 
 class Driver:
@@ -668,7 +676,7 @@ def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_tha
         again_s = driver.group.next_wake_s(driver.now_s)
         assert again_s is not None
         driver.now_s = again_s
-    driver.group.found_safe(Tick(40))
+    found_safe(driver.group, Tick(40))
     driver.decide()
     assert held() == [40, 50]
     driver.group.replicated(1, "", driver.now_s)
@@ -682,9 +690,10 @@ def test_what_is_found_to_be_safe_keeps_its_memory_here_though_copies_of_it_fail
     """The agent was started again, and what it was to copy first was safe already: what lies here is part of that."""
     driver = Driver(policy=Every(seconds=600))
     driver.group.replicates = driver.group.unsure = True
+    driver.group.kept = (Kept("", 1, ("other",)),)
     driver.group.holds(0, Tick(50), False)
     driver.decide()
-    driver.group.found_safe(Tick(50))
+    found_safe(driver.group, Tick(50))
     driver.group.replicated(0, "a link was cut", driver.now_s)
     driver.group.holds(1, Tick(60), False)
     driver.decide()
@@ -707,7 +716,7 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_of_what_is_
         driver.group.holds(1, Tick(50), False)
         driver.decide()
         driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
-        driver.group.found_safe(Tick(40), whole)
+        found_safe(driver.group, Tick(40), whole)
         assert driver.group.undoes_safe == whole
         assert driver.group.outlives_a_node == whole
         if not whole:
@@ -827,7 +836,7 @@ def test_what_is_found_to_be_kept_in_part_is_not_called_safe_where_nobody_keeps_
     driver.group.unsure = True
     driver.group.holds(0, Tick(50), False)
     driver.decide()
-    driver.group.found_safe(Tick(50), whole=False)
+    found_safe(driver.group, Tick(50), whole=False)
     assert driver.copy() == UNKEPT
     driver.decide()
     assert driver.levels("peer").get(str(Tick(50))) is not True
@@ -857,7 +866,7 @@ def test_an_agent_that_is_started_again_finds_out_what_is_safe_though_nobody_has
         driver.copy("a node does not answer")
         driver.now_s += 100.0
     driver.decide()
-    driver.group.found_safe(Tick(40))
+    found_safe(driver.group, Tick(40))
     driver.copy("nobody has room")
     driver.now_s += 100.0
     driver.decide()
@@ -877,7 +886,7 @@ def test_who_waits_for_what_is_found_to_be_safe_hears_of_it() -> None:
         for slot, step in enumerate((40, 50)):
             driver.group.holds(slot, Tick(step), False)
         driver.decide()
-        driver.group.found_safe(Tick(40), whole)
+        found_safe(driver.group, Tick(40), whole)
         driver.decide()
         assert driver.levels("peer") == {str(Tick(40)): whole}
 
@@ -910,7 +919,7 @@ def test_before_it_is_known_who_keeps_what_nothing_outdoes_what_former_epochs_ha
     assert not driver.group.outdoes_former
     driver.group.replicates = True
     assert not driver.group.outdoes_former
-    driver.group.found_safe(None)
+    found_safe(driver.group, None)
     assert not driver.group.outdoes_former
     driver.decide()
     driver.group.replicated(0, "", driver.now_s)
@@ -1032,7 +1041,7 @@ def test_who_waits_for_what_is_found_to_be_safe_after_a_restart_hears_that_it_is
     driver.group.holds(0, Tick(40), False)
     driver.group.holds(1, Tick(50), False)
     driver.decide()
-    driver.group.found_safe(Tick(40), whole)
+    found_safe(driver.group, Tick(40), whole)
     driver.decide()
     assert driver.levels("peer") == {str(Tick(40)): whole}
     driver.copy()
@@ -1079,6 +1088,20 @@ def test_what_others_keep_as_a_whole_does_not_go_for_a_part_of_a_newer_one_until
     assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [whole, newer]
 
 
+def test_nor_does_what_they_keep_in_part_go_for_another_part_of_a_newer_one() -> None:
+    driver = Driver(slots=3)
+    driver.group.replicates = True
+    driver.group.kept = Kept("", 1, ("other",)), Kept("other", 0)
+    part = driver.complete()
+    driver.copy()
+    driver.group.kept = Kept("", 0), Kept("other", 1, ("",))
+    newer = driver.complete()
+    assert (driver.group.safe_tick, driver.group.replicating) == (part, None)
+    driver.commit()
+    assert driver.group.committed_tick == part
+    assert [each.tick for each in driver.said if isinstance(each, do.Replicate)] == [part, newer]
+
+
 def test_where_others_keep_copies_a_commit_that_fails_says_nothing_of_them() -> None:
     driver = Driver()
     driver.group.replicates = True
@@ -1108,7 +1131,7 @@ def test_what_an_agent_that_was_lost_meanwhile_may_have_had_of_it_is_not_called_
 
 def test_what_went_with_an_agent_is_not_safe_again_since_copies_of_a_newer_one_were_begun() -> None:
     driver = Driver()
-    driver.group.replicates = True
+    driver.group.replicates, driver.group.kept = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
     safe = driver.complete()
     driver.copy()
     assert driver.group.outlives_a_node
@@ -1709,7 +1732,7 @@ def test_what_is_found_to_be_kept_in_part_is_no_more_than_that_while_it_is_copie
     group.kept = Kept("", 1, ("other",)), Kept("other", 1, ("",))
     group.holds(0, Tick(50), False)
     driver.decide()
-    group.found_safe(Tick(50), whole=False)
+    found_safe(group, Tick(50), whole=False)
     assert (group.outlives_a_node, group.outdoes_former) == (False, False)
     driver.copy("a link was cut")
     driver.decide()
@@ -1797,20 +1820,21 @@ def test_what_is_found_to_be_safe_as_a_whole_is_not_undone_by_a_part_though_none
     group.kept = Kept("", 0), Kept("other", 1, ("",))
     group.holds(0, Tick(50), False)
     driver.decide()
-    group.found_safe(Tick(40))
+    found_safe(group, Tick(40))
     assert group.undoes_safe
     group.committed_tick = Tick(50)
     assert not group.undoes_safe, "the store has something newer"
 
 
-def safe_by(*kept: Kept) -> tuple[Driver, Tick]:
-    """One that is safe so; then the agent of node b is lost."""
+def safe_by(*kept: Kept, lost: str = "b") -> tuple[Driver, Tick]:
+    """One that is safe so; then the agents of these nodes are lost."""
     driver = Driver()
     group = driver.group
     group.replicates, group.kept = True, kept
     safe = driver.complete()
     driver.copy()
-    group.copies_lost("b", group.copied_ticks)
+    for name in lost:
+        group.copies_lost(name, group.copied_ticks)
     return driver, safe
 
 
@@ -1828,7 +1852,7 @@ def test_a_part_of_a_newer_one_does_not_take_the_place_of_what_may_be_there_as_a
     assert (group.unsure, group.outlives_a_node) == (True, False)
     driver.now_s += 10.0
     driver.decide()
-    group.found_safe(safe, whole)
+    found_safe(group, safe, whole)
     assert (group.undoes_safe, group.outlives_a_node) == (whole, whole)
     driver.copy(UNKEPT if whole else "")
     driver.decide()
@@ -1841,7 +1865,7 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     left: set[str], goes: bool
 ) -> None:
     """Of the nodes `left` others keep the part still; of b's nobody has memory for anything newer."""
-    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)), Kept("c", 1, ("",)))
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("",)), lost="bc")
     group = driver.group
     group.kept = Kept("", 1, ("b",)), Kept("b", 0), Kept("c", 1, ("",))
     newer = driver.complete()
@@ -1849,7 +1873,7 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
     driver.now_s += 10.0
     driver.decide()
     assert (group.replicating is not None, group.unsure) == (True, True)
-    group.found_safe(safe, False, ["", "b", "c"], left)
+    found_safe(group, safe, False, ["", "b", "c"], left)
     assert (group.undoes_safe, group.outlives_a_node) == (not goes, False)
     driver.copy("" if goes else UNKEPT)
     driver.decide()
@@ -1860,7 +1884,7 @@ def test_what_is_left_of_what_was_safe_as_a_whole_does_not_go_for_something_newe
         driver.now_s += 10.0
         driver.decide()
         assert (group.replicating is not None, group.unsure) == (True, True), "it is asked again what is left"
-        group.found_safe(safe, False, ["", "b", "c"])
+        found_safe(group, safe, False, ["", "b", "c"])
         assert not group.undoes_safe
 
 
@@ -1869,12 +1893,36 @@ def test_what_is_left_of_what_was_safe_as_a_whole_is_copied_again_itself_and_doe
     group = driver.group
     group.kept = Kept("", 1, ("b",)), Kept("b", 0)
     driver.decide()
-    assert (group.replicating is not None, group.unsure) == (True, True)
-    group.found_safe(safe, False, ["", "b"], ["b"])
-    assert not group.undoes_safe
-    driver.copy()
+    assert (group.replicating is not None, group.unsure) == (True, False), "b's part is here"
+    assert driver.copy() == ""
+    assert group.outlives_a_node
     driver.complete()
     assert (group.undoes_safe, group.replicating, group.safe_tick) == (True, None, safe)
+
+
+def test_what_is_found_to_be_kept_in_part_keeps_that_part_where_the_rest_of_it_is_copied() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    group = driver.group
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 0)
+    group.holds(0, Tick(50), False)
+    driver.decide()
+    found_safe(group, Tick(50), False, ["", "b"], ["b"])
+    assert (group.undoes_safe, group.outlives_a_node) == (False, False)
+    assert driver.copy() == ""
+    assert (group.safe_tick, group.outlives_a_node) == (Tick(50), True)
+
+
+def test_before_what_is_safe_is_copied_again_in_part_it_is_asked_what_is_left_of_it() -> None:
+    """A node that is not connected may have the rest still."""
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("",)))
+    group = driver.group
+    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    driver.decide()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    found_safe(group, safe, True, ["", "b"])
+    driver.copy()
+    assert group.outlives_a_node
 
 
 def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -> None:
@@ -1883,7 +1931,7 @@ def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -
     group.replicates = group.unsure = True
     group.kept = Kept("", 1, ("b",)), Kept("b", 0)
     driver.complete()
-    group.found_safe(Tick(5), False, ["", "b"], [""])
+    found_safe(group, Tick(5), False, ["", "b"], [""])
     driver.copy()
     group.kept = Kept("", 0), Kept("b", 1, ("",))
     driver.complete()
@@ -1896,5 +1944,5 @@ def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_mak
     group.kept = Kept("", 0), Kept("b", 1, ("",))
     driver.complete()
     group.copies_lost("b", [])
-    group.found_safe(safe)
+    found_safe(group, safe)
     assert not group.outlives_a_node

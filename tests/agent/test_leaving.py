@@ -1450,7 +1450,7 @@ def test_what_is_found_to_be_safe_after_a_restart_is_said_to_outlive_as_many_nod
     driver.group.unsure = True
     driver.group.holds(1, Tick(20), False)
     driver.train(3.0)
-    driver.group.found_safe(Tick(20), True, ["", "b", "c"])
+    driver.group.found_safe(Tick(20), [Kept(node, 1) for node in ("", "b", "c")], True)
     driver.group.replicated(1, "", driver.now_s)
     driver.group.wanted(Tick(20), Why.EXIT)
     for node in going.split(" "):

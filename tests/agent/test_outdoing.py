@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,18 +11,24 @@ from ckpt.agent.fence import Fence
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.lending import LendingNode
-from ckpt.agent.outdoing import Begun, Safety, may_go
+from ckpt.agent.outdoing import Begun, left_of, outlived
+from ckpt.plan.placement import Kept
 from ckpt.types import Epoch, Identity, Tick
 
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
 
 
-def test_a_checkpoint_goes_for_none_that_is_less_safe_unless_it_is_in_the_store() -> None:
-    for older, newer in product(Safety, repeat=2):
-        assert may_go(older, newer) == (newer >= older or older is Safety.STORE)
-    assert not may_go(Safety.WHOLE, Safety.PART)
-    assert not may_go(Safety.WHOLE, Safety.HERE)
-    assert may_go(Safety.WHOLE, Safety.STORE)
+def test_what_is_kept_outlives_the_nodes_of_which_a_copy_is_left_elsewhere() -> None:
+    kept = Kept("a", 2, ("b", "c")), Kept("b", 1, ("c",)), Kept("c", 0)
+    for gone, left in (("", "ab"), ("b", "ab"), ("c", "a"), ("a", "ab"), ("bc", ""), ("abc", "")):
+        assert outlived(left_of(kept, gone)) == {*left}, gone
+    assert left_of(kept, "") == kept
+
+
+def test_where_it_is_not_known_who_keeps_what_each_agent_that_is_lost_did() -> None:
+    kept = Kept("a", 2), Kept("b", 1), Kept("c", 0)
+    for gone, left in (("", "ab"), ("a", "a"), ("b", "ab"), ("c", "a"), ("bc", ""), ("ac", "a")):
+        assert outlived(left_of(kept, gone)) == {*left}, gone
 
 
 def test_of_earlier_starts_what_was_gone_on_from_and_what_is_safe_stay() -> None:

@@ -23,6 +23,7 @@ from ckpt.agent.keeper import Keeper
 from ckpt.agent.outdoing import Begun
 from ckpt.agent.relief import PERIOD_S, Held, missing_bytes, which_go
 from ckpt.events import Event
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
 
@@ -205,7 +206,7 @@ def test_what_is_whole_on_several_nodes_counts_once_it_is_safe_or_in_the_store()
     complete = lambda: cast(Any, Job.has_complete).fget(job)  # noqa: E731
     group.holds(0, Tick(5), False)
     assert not complete(), "it is gone with one of them"
-    group.found_safe(Tick(5))
+    group.found_safe(Tick(5), [Kept("", 1), Kept("b", 1)], True)
     assert complete()
     group.copies_lost("b", group.copied_ticks)
     assert not complete()

@@ -23,6 +23,7 @@ from ckpt.agent.replicating import Replication
 from ckpt.agent.storeside import Options
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
+from ckpt.plan.placement import Kept
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.staged import spoiled
 from tests.agent.nodes.test_replication_sim import ADDRESS, Cell, Holder, Sim, cells
@@ -264,8 +265,8 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None, whole: bool, nodes: Sequence[str], kept: Sequence[str]) -> None:
-        self.group.unsure, self.group.safe_tick, self.nodes, self.kept = False, tick, nodes, kept
+    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
+        self.group.unsure, self.group.safe_tick, self.kept = False, tick, kept
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
@@ -340,7 +341,7 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     carried.carrier.nodes = [SimpleNamespace(name=name, ranks=[rank]) for rank, name in enumerate("abc")]
     carried.replicate()
     carried.finding.pop()(safe)
-    assert (carried.nodes, carried.kept) == (("", "b", "c"), [""])
+    assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
 
 
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
