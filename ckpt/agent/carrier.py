@@ -20,7 +20,7 @@ from ckpt.agent.committing import Committing
 from ckpt.agent.comparing import Comparing
 from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
-from ckpt.agent.facts import ROOMLESS, UNKEPT
+from ckpt.agent.elsewhere import ROOMLESS, UNKEPT
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError

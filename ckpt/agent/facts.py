@@ -9,14 +9,12 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.agent.actions import Action, Request, Tell
 from ckpt.agent.control import AMID, SLOTS_MAX
 from ckpt.agent.members import AGAIN, Members, Presence
-from ckpt.agent.outdoing import left_of, outlived
 from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
@@ -26,8 +24,6 @@ LATENCY_S = 0.01  # of one announcement, doubled at each late rank up to LATENCY
 LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
-UNKEPT = "no other node has memory for a part of it"
-ROOMLESS = "no other node has room for any of it any more"
 TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
 
@@ -131,16 +127,7 @@ class Facts:
         self.division = ""
         self.superseded_by = ""
         self.committing: int | None = None  # the slot
-        self.replicates = False  # whether other nodes keep copies
-        self.wants_copies = False  # whether they are to, be there room for them or not
-        self.kept: tuple[Kept, ...] = ()  # who keeps those of which node; "" is this one
         self.frozen = False  # a start asks what lies here: nothing of it goes, or is written over, until its outcome
-        self.replicating: int | None = None  # the slot
-        # Which is safe there, since another agent led until now, or who keeps it was away: nothing goes before that is
-        # found.
-        self.unsure = False
-        self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
-        self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
         self.closed_in_store = False
         self.refusal = ""  # why nothing can be saved at all
         self.last_error = ""  # of the newest failed commit or last save
@@ -166,11 +153,6 @@ class Facts:
         self._steps_per_s = 0.0
         self._retry_commit_s = math.inf
         self._commit_failures = 0
-        self._retry_copy_s = math.inf
-        self._copy_failures = 0
-        self._lost_with: set[str] = set()  # with whose agents copies of what is safe went, until there are copies again
-        self._lost_meanwhile = False  # whether some went of those that are under way
-        self._copied_tick: Tick | None = None  # the newest of which other nodes may have any, if an attempt failed, too
         self._leave_round = 0  # the round whose verdict was: leave
         self._all_leave = False  # all ranks held then; else those that did not may be stuck, and are to be ended
         self._leave_by_s: float | None = None  # the earliest deadline then, or since
@@ -420,78 +402,6 @@ class Facts:
         if error or self.newest_store is not Store.FAILED:  # else that one's is what counts
             self.last_error = gave_way or error
 
-    def begin_copies(self, slot: Slot, round_: Round, now_s: float) -> None:
-        """What that slot holds is on its way to other nodes from here on, until `replicated`."""
-        self._lost_meanwhile, self._copied_tick = False, max(round_.tick, self._copied_tick or round_.tick)
-        if round_.peer is not Store.DONE:  # else it stays what is safe: other copies of it may be where they were
-            round_.peer = Store.RUNNING
-        round_.copy_began_s, round_.kept = now_s, self.kept
-        slot.leases += 1
-        self.replicating = slot.number
-
-    def replicated(self, slot: int, error: str, now_s: float) -> str:
-        """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
-        Returns why it is not safe in other nodes' memory; "": it is."""
-        entry = self.slots[slot]
-        if not error and self._lost_meanwhile:
-            error = "an agent that had a part of it already was lost meanwhile"
-        kept = entry.round.kept if entry.round is not None else ()
-        if entry.round is not None and entry.round.tick == self.safe_tick:  # what was there before is there still
-            before = {each.node: each for each in self._safe_left}
-            kept = tuple(each if each.losses else before.get(each.node, each) for each in kept)
-        why_not = error or ("" if _is_whole(kept) else UNKEPT)
-        self.replicating = None
-        entry.leases -= 1
-        if not error:
-            self._lost_with.clear()
-        self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
-        self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
-        if entry.round is not None and entry.round.peer is not Store.DONE:  # else it was safe, and stays so
-            entry.round.peer = Store.FAILED if error else Store.DONE
-            if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
-                self._tell_level(entry.round.tick, "peer", not why_not, why_not)
-        if entry.round is not None and not error and (self.safe_tick is None or entry.round.tick >= self.safe_tick):
-            self.safe_tick, self.safe_kept = entry.round.tick, kept
-        return why_not
-
-    @property
-    def is_kept_whole(self) -> bool:
-        """Whether each node's part of what is taken now is kept by others."""
-        return self.replicates and _is_whole(self.kept)
-
-    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
-        """They were asked what is safe in other nodes' memory; None: nothing is. `kept`: of each node, without the
-        holders, who are not known. `whole`: it outlives as many losses as it is to."""
-        self.unsure = False
-        self.safe_tick, self.safe_kept = tick, tuple(kept)
-        if not self._lost_meanwhile:  # else what one of them has said may be gone by now
-            self._lost_with.clear()
-        found, under_way = self.safe.round if self.safe is not None else None, self._under_way
-        if found is not None and found is not under_way:  # else `replicated` tells it
-            found.peer = Store.DONE
-            self._tell_level(found.tick, "peer", whole, "" if whole else UNKEPT)
-        if under_way is not None:  # who is to keep it may be others by now; or it stays where it was found
-            under_way.kept = self.kept if self.replicates else self.safe_kept
-
-    def copies_lost(self, name: str, ticks: Collection[Tick]) -> None:
-        """The agent of that node is not connected any more: what it kept of these for others may have gone with it."""
-        if self.unsure or self.safe_tick in ticks:
-            self._lost_with.add(name)
-        if self.unsure or (self._under_way is not None and self._under_way.tick in ticks):
-            self._lost_meanwhile = True
-
-    @property
-    def _under_way(self) -> Round | None:
-        """What is being copied."""
-        return self.slots[self.replicating].round if self.replicating is not None else None
-
-    @property
-    def copied_ticks(self) -> list[Tick]:
-        """What other nodes have, or are getting."""
-        under_way = self._under_way
-        ticks = (self.safe_tick, under_way.tick if under_way is not None else None)
-        return [tick for tick in ticks if tick is not None]
-
     def lease(self, slot: int) -> None:
         self.slots[slot].leases += 1
 
@@ -527,50 +437,6 @@ class Facts:
         return self.slots[max(complete)[1]] if complete else None
 
     @property
-    def safe(self) -> Slot | None:
-        """The slot of the newest round that other nodes' memory holds as well; None: there is none, or its slot was
-        needed."""
-        complete = [(slot, slot.round) for slot in self.slots if slot.state is State.COMPLETE]
-        return next((slot for slot, each in complete if each is not None and each.tick == self.safe_tick), None)
-
-    @property
-    def _safe_is_outdone(self) -> bool:
-        """Whether the store has something newer than what other nodes keep."""
-        stored = self.committed_tick
-        return stored is not None and self.safe_tick is not None and stored > self.safe_tick
-
-    @property
-    def _safe_whole(self) -> Round | None:
-        """The newest round that other nodes' memory holds, if it has each node's part."""
-        round_ = self.safe.round if self.safe is not None else None
-        return round_ if _is_whole(self.safe_kept) else None
-
-    @property
-    def _safe_left(self) -> tuple[Kept, ...]:
-        """What others have for certain of what is safe."""
-        return left_of(self.safe_kept, self._lost_with)
-
-    @property
-    def undoes_safe(self) -> bool:
-        """Whether what is safe outlives a node, for certain, that what is copied next and takes its place does not."""
-        return self._would_undo(self._safe_left)
-
-    @property
-    def _may_undo_safe(self) -> bool:
-        """The same, if agents that are not connected still have what they kept of it."""
-        return self._would_undo(self.safe_kept)
-
-    def _would_undo(self, safe: Iterable[Kept]) -> bool:
-        copied, stored = (
-            self._under_way or (self.newest.round if self.newest is not None else None),
-            self.committed_tick,
-        )
-        if self.safe_tick is None or copied is None or (stored is not None and stored >= self.safe_tick):
-            return False
-        stays = self._safe_left if copied.tick == self.safe_tick else ()
-        return not outlived(safe) <= outlived(self.kept if self.replicates else ()) | outlived(stays)
-
-    @property
     def leaves_uncommitted(self) -> bool:
         """Whether it is superseded, and its newest complete round may have to be committed all the same."""
         return bool(self.superseded_by) and not self._given_up and self.newest_store not in (None, Store.DONE)
@@ -579,28 +445,6 @@ class Facts:
     def newest_store(self) -> Store | None:
         """What became of the newest complete round in the store; None: there is none."""
         return self.newest.round.store if self.newest is not None and self.newest.round is not None else None
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether no slot is to be had before the newest is in the store: there is one only, or, of two, the other
-        holds the newest that is safe, since copies of the newest have failed, or nobody keeps any more."""
-        newest, safe = self.newest, self.safe
-        if self.slots_in_use != 2 or newest is None or newest.round is None or safe in (newest, None):
-            return self.slots_in_use == 1
-        return newest.round.peer is Store.FAILED or not self.replicates
-
-    @property
-    def outdoes_former(self) -> bool:
-        """Whether what it has made complete is as safe as what former epochs left in memory may be."""
-        # After a restart of the agent who keeps what is not decided yet; and where nobody has room for copies what lies
-        # here alone is not as safe as what was elsewhere, too.
-        elsewhere = self.replicates or self.unsure or self.wants_copies
-        return self.outlives_a_node or (self.newest is not None and not elsewhere)
-
-    @property
-    def outlives_a_node(self) -> bool:
-        """Whether a checkpoint of it is in the store, or outlives the loss of any one node."""
-        return self.committed_tick is not None or (self.safe is not None and _is_whole(self._safe_left))
 
     @property
     def layouts_version(self) -> int:
@@ -619,8 +463,8 @@ class Facts:
     @property
     def at_work(self) -> bool:
         """Whether something is under way that ends by itself."""
-        busy = self.committing is not None or self.replicating is not None
-        return busy or any(slot.state is State.STAGED or slot.making for slot in self.slots)
+        staged = any(slot.state is State.STAGED or slot.making for slot in self.slots)
+        return self.committing is not None or staged
 
     def next_wake_s(self, now_s: float) -> float | None:
         """When `decide` has to look again though no fact came; None: not before one comes."""
@@ -632,8 +476,6 @@ class Facts:
             times.append(self._due_s)
         if now_s < self._retry_commit_s < math.inf:
             times.append(self._retry_commit_s)
-        if now_s < self._retry_copy_s < math.inf:
-            times.append(self._retry_copy_s)
         if self._commit_every_s and self.committing is None and self._late_commit_s() > now_s:
             times.append(self._late_commit_s())
         return min(times, default=None)
@@ -693,11 +535,3 @@ class Facts:
         self._told[tick, level] = body
         if len(self._told) > TOLD_MAX:
             del self._told[next(iter(self._told))]
-        if level == "store" and not ok and not self.replicates:  # nothing else will be said to who waits for "peer"
-            self._tell_level(tick, "peer", False, f"no other node keeps copies, and the store has none: {message}")
-
-
-def _is_whole(kept: Iterable[Kept]) -> bool:
-    """Whether somebody keeps each node's part. Else all is where it was to be, for want of memory, and gone with that
-    node."""
-    return all(each.losses for each in kept)

@@ -44,7 +44,8 @@ from ckpt.agent.actions import (
 )
 from ckpt.agent.choosing import Course
 from ckpt.agent.control import ROUND_MAX, SUB_MAX, Kind, Word
-from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, UNKEPT, Round, Settled, Slot, State, Store, Why
+from ckpt.agent.elsewhere import UNKEPT
+from ckpt.agent.facts import LATENCY_S, LOST_S, REJOIN_S, RETRY_S_MAX, Round, Settled, Slot, State, Store, Why
 from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.pace import TOLD_S
 from ckpt.agent.verdicts import Verdicts

@@ -22,7 +22,8 @@ from ckpt.agent import acknowledging
 from ckpt.agent.acknowledging import Planned
 from ckpt.agent.actions import Acknowledge, Emit, Outcome
 from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, When, choose, outlasts
-from ckpt.agent.facts import REJOIN_S, Facts, Round, Slot, State, Store, Why
+from ckpt.agent.elsewhere import Elsewhere
+from ckpt.agent.facts import REJOIN_S, Round, Slot, State, Store, Why
 from ckpt.agent.members import Member
 from ckpt.agent.outcome import text_of
 from ckpt.agent.pace import PACE_S
@@ -95,7 +96,7 @@ class Report:
     told: Saved | None = None  # what was told of it already
 
 
-class Leaving(Facts):
+class Leaving(Elsewhere):
     """The facts of one job, and what follows from the notices among them."""
 
     def __init__(self, *given: Any, **named: Any) -> None:

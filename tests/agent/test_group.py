@@ -11,7 +11,8 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Word
-from ckpt.agent.facts import REJOIN_S, UNKEPT, State, Store, Why
+from ckpt.agent.elsewhere import UNKEPT
+from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import LEAD_MIN, Group
 from ckpt.agent.leaving import NEAR_S, Standing
 from ckpt.agent.memory import SLOTS_CLOSE

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from ckpt.agent.facts import Facts, Round, Why
+from ckpt.agent.elsewhere import Elsewhere
+from ckpt.agent.facts import Round, Why
 from ckpt.policy.every import Every
 from ckpt.types import Identity
 
 
 class Copying:
-    """One checkpoint after the other. Its word is that of `facts.Facts`: whatever ends well there is safe."""
+    """One checkpoint after the other. Its word is that of `elsewhere.Elsewhere`: whatever ends well there is safe."""
 
     def __init__(self) -> None:
-        self._facts = Facts(1, Every(seconds=1.0))
+        self._facts = Elsewhere(1, Every(seconds=1.0))
 
     def begin(self, identity: Identity) -> None:
         slot = self._facts.slots[0]

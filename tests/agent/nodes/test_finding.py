@@ -12,7 +12,7 @@ import pytest
 from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
 from ckpt.agent.carrier import Carrier
-from ckpt.agent.facts import UNKEPT
+from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.facts import UNKEPT
+from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.peers import secret
 from ckpt.errors import AgentError, CkptError
 from ckpt.storage import open as open_store
