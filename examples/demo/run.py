@@ -33,7 +33,7 @@ from ckpt.store import keys
 
 HERE = Path(__file__).parent
 RANKS = 2
-BANDWIDTH = 30e6  # bytes per second to the store, so that a save takes long enough to be hit
+BANDWIDTH = 30e6  # bytes per second to the store, so that a save takes long enough to be hit on a machine that is idle
 START_TIMEOUT_S = 120.0
 
 
@@ -50,8 +50,10 @@ class Kill:
 class Job:
     """One training run, started as often as it takes."""
 
-    def __init__(self, name: str, url: str, folder: Path, runtime: str, steps: int, every: int) -> None:
-        self.steps, self.every = steps, every
+    def __init__(
+        self, name: str, url: str, folder: Path, runtime: str, steps: int, every: int, bandwidth: float
+    ) -> None:
+        self.steps, self.every, self.bandwidth = steps, every, bandwidth
         self.name, self.url, self.log = name, url, folder / name
         self.log.mkdir(parents=True)
         self.runtime = runtime
@@ -61,7 +63,7 @@ class Job:
         self.starts += 1
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         script = [str(HERE / "train.py"), self.url, "--folder", str(self.log), "--steps", str(self.steps)]
-        script += ["--every", str(self.every), "--bandwidth", str(BANDWIDTH), "--launch", str(self.starts)]
+        script += ["--every", str(self.every), "--bandwidth", str(self.bandwidth), "--launch", str(self.starts)]
         # The launch id says that these starts are one job; a scheduler's job id would do as well.
         ours = {
             "CKPT_LAUNCH": f"demo-{self.name}",
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="local files; emptied first")
     parser.add_argument("--steps", type=int, default=160, help="of each run; more than 5 times --every")
     parser.add_argument("--every", type=int, default=20, help="save every so many steps")
+    parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="bytes per second to the store")
     args = parser.parse_args()
     if args.steps <= 5 * args.every:
         parser.error("--steps must be more than 5 times --every: the second kill comes right after that")
@@ -192,7 +195,7 @@ def main() -> None:
     store = f"{args.store.rstrip('/')}/{uuid.uuid4().hex[:8]}" if args.store else f"{args.folder}/store"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ckpt-demo-", dir="/tmp") as runtime:
-        about = args.folder / "logs", runtime, args.steps, args.every
+        about = args.folder / "logs", runtime, args.steps, args.every, args.bandwidth
         straight = Job("undisturbed", f"{store}/undisturbed", *about)
         killed = Job("killed", f"{store}/killed", *about)
         finish(straight.start())
