@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.servers import Server
 from tests.session.proxy import HELD, Proxy
@@ -42,6 +43,10 @@ from tests.session.test_notices import given as given  # a fixture, for every te
 SELDOM = ("--every", "1000000")
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 USR1_HANDLED = {"PET_SIGNALS_TO_HANDLE": HANDLED, "TORCHELASTIC_SIGNALS_TO_HANDLE": HANDLED}
+passes_usr1_on = pytest.mark.skipif(
+    "signals_to_handle" not in LaunchConfig.__dataclass_fields__,
+    reason="torchrun passes SIGUSR1 on since torch 2.9",
+)
 Test = TypeVar("Test", bound=Callable[..., None])
 ROWS: set[str] = set()
 
@@ -197,6 +202,7 @@ def test_a_usr1_that_torchrun_does_not_handle_ends_it_and_not_its_workers(tmp_pa
 
 
 @pytest.mark.torchrun
+@passes_usr1_on
 @row("torchrun, SIGUSR1 that it is told to handle")
 def test_a_usr1_that_torchrun_handles_is_passed_on_and_ends_the_job(tmp_path: Path) -> None:
     script = two_ranks(tmp_path, restarts=1, **USR1_HANDLED)
@@ -232,7 +238,7 @@ def test_every_process_of_a_slurm_step_gets_sigterm_and_the_requeued_job_goes_on
 
 
 @pytest.mark.torchrun
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=passes_usr1_on)])
 def test_workers_of_loaders_get_the_signal_too_and_all_ranks_leave_at_one_step(
     tmp_path: Path, number: signal.Signals
 ) -> None:
