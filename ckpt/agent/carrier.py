@@ -257,8 +257,8 @@ class Carrier(Committing):
         assert protection is not None  # else nothing is replicated
         began_s = time.monotonic()
 
-        def ended(error: str) -> bool:
-            """Whether older ones may go for it."""
+        def ended(error: str, found: bool = False) -> bool:
+            """Whether older ones may go for it. `found`: nothing was copied for that."""
             now_s = time.monotonic()
             why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
             if why_not:
@@ -266,7 +266,7 @@ class Carrier(Committing):
                 loud = why_not not in (UNKEPT, ROOMLESS)  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return why_not == UNKEPT and self.group.outdoes_former  # all that is to be had is there
-            if self.learning is not None and self.group.replicates:  # else nothing was copied, but found
+            if self.learning is not None and not found:
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)
             count = int(made.manifest.frames["length"].sum()) if made is not None else 0
@@ -297,12 +297,9 @@ class Carrier(Committing):
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
             return
-        if not self.group.replicates:
-            is_safe = identity.tick == self.group.safe_tick  # as was found now
-            ended("" if is_safe else ROOMLESS)
-            return
-        if self.group.undoes_safe:  # as was found only now
-            ended(UNKEPT)
+        if not self.group.replicates or self.group.undoes_safe:  # as was found only now
+            is_safe = identity.tick == self.group.safe_tick
+            ended("" if is_safe else UNKEPT if self.group.replicates else ROOMLESS, found=True)
             return
         own = dict(self.own.arenas.get(slot, {}))
         safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None

@@ -53,8 +53,8 @@ class Elsewhere(Facts):
         if not error and self._lost_meanwhile:
             error = "an agent that had a part of it already was lost meanwhile"
         kept = entry.round.kept if entry.round is not None else ()
-        if entry.round is not None and entry.round.tick == self.safe_tick:  # what was there before is there still
-            before = {each.node: each for each in self._safe_left}
+        if entry.round is not None:
+            before = {each.node: each for each in self._stays(entry.round.tick, kept)}
             kept = tuple(each if each.losses else before.get(each.node, each) for each in kept)
         why_not = error or ("" if _is_whole(kept) else UNKEPT)
         self.replicating = None
@@ -88,7 +88,7 @@ class Elsewhere(Facts):
             found.peer = Store.DONE
             self._tell_level(found.tick, "peer", whole, "" if whole else UNKEPT)
         if under_way is not None:  # who is to keep it may be others by now; or it stays where it was found
-            under_way.kept = self.kept if self.replicates else self.safe_kept
+            under_way.kept = self.kept if self.replicates and not self.undoes_safe else self.safe_kept
 
     def copies_lost(self, name: str, ticks: Collection[Tick]) -> None:
         """The agent of that node is not connected any more: what it kept of these for others may have gone with it."""
@@ -150,8 +150,14 @@ class Elsewhere(Facts):
         copied = self._under_way or (newest.round if newest is not None else None)
         if self.safe_tick is None or copied is None or (stored is not None and stored >= self.safe_tick):
             return False
-        stays = self._safe_left if copied.tick == self.safe_tick else ()
-        return not outlived(safe) <= outlived(self.kept if self.replicates else ()) | outlived(stays)
+        kept = self.kept if self.replicates else ()
+        return not outlived(safe) <= outlived(kept) | outlived(self._stays(copied.tick, kept))
+
+    def _stays(self, tick: Tick, kept: Iterable[Kept]) -> tuple[Kept, ...]:
+        """What others have for certain of what is safe, where that is copied again, so: copies stay beside the new
+        ones, and parity goes for what is made anew."""
+        by_parity = any(each.losses and not each.holders for each in kept)
+        return self._safe_left if tick == self.safe_tick and not by_parity else ()
 
     @property
     def _is_stuck(self) -> bool:

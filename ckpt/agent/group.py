@@ -193,9 +193,9 @@ class Group(Verdicts):
         again = peer is Store.FAILED or (peer is Store.DONE and lost)
         if peer is not Store.NEW and (not again or waits or self._broken()):
             return
-        if self.undoes_safe:
-            newest.round.peer = Store.FAILED
+        if self.undoes_safe and not self.unsure:  # else less may be left of what is safe than is known
             if peer is Store.NEW:
+                newest.round.peer = Store.FAILED
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)
             return
         self.unsure = self.unsure or self._may_undo_safe

@@ -1926,6 +1926,71 @@ def test_before_what_is_safe_is_copied_again_in_part_it_is_asked_what_is_left_of
     assert group.outlives_a_node
 
 
+def test_it_is_asked_again_what_is_left_though_something_newer_would_undo_what_is_known_to_be() -> None:
+    """Until that is known no slot is free: with the store down the job would stand still."""
+    driver, safe = safe_by(Kept("", 1, ("b",)), Kept("b", 1, ("c",)), Kept("c", 1, ("",)))
+    group = driver.group
+    group.kept = Kept("", 0), Kept("b", 1, ("c",)), Kept("c", 0)
+    driver.decide()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    driver.copy("a node has not said what it has")
+    newer = driver.complete()
+    assert (group.replicating is not None, group.undoes_safe) == (True, True)
+    found_safe(group, safe, False, ["", "b", "c"], ["b", "c"])
+    driver.copy(UNKEPT)
+    driver.decide()
+    for _ in range(3):
+        newest = driver.complete()
+    held = {slot.round.tick for slot in group.slots if slot.round is not None and slot.state is State.COMPLETE}
+    assert held == {safe, newest}
+    assert driver.levels("peer")[str(newer)] is False
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parity_of_what_is_safe_is_not_made_anew_where_that_outlives_less_since_the_former_goes_then(
+    whole: bool,
+) -> None:
+    """Of nodes in pairs one is lost for a while, and then there is memory for the parity of two others only."""
+    driver, safe = safe_by(*(Kept(node, 1) for node in ("", "b", "c", "d")))
+    group = driver.group
+    group.kept = Kept("", 1), Kept("b", 0), Kept("c", 1), Kept("d", 0)
+    driver.decide()
+    assert (group.replicating, group.unsure) == (None, False), "b may be lost, for certain"
+    assert driver.levels("peer") == {str(safe): True}
+    group.kept = Kept("", 0), Kept("b", 1), Kept("c", 1), Kept("d", 0)
+    driver.decide()
+    assert (group.replicating is not None, group.unsure) == (True, True)
+    found_safe(group, safe, whole, ["", "b", "c", "d"], ["b", "c", "d"])
+    assert group.undoes_safe
+    assert driver.copy() == ("" if whole else UNKEPT), "it stays as it was found"
+    driver.decide()
+    assert (group.safe_tick, group.outlives_a_node, group.replicating) == (safe, whole, None)
+    newer = driver.complete()
+    assert (group.safe_tick, group.replicating) == (safe, None)
+    group.kept = tuple(Kept(node, 1) for node in ("", "b", "c", "d"))
+    driver.decide()
+    assert driver.copy() == ""
+    assert (group.safe_tick, group.outlives_a_node) == (newer, True)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_waits_for_what_is_found_to_be_safe_by_parity_hears_so_though_less_of_it_could_be_made_now(
+    whole: bool,
+) -> None:
+    driver = Driver(policy=Every(seconds=600))
+    group = driver.group
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1), Kept("b", 0)
+    group.holds(0, Tick(50), False)
+    driver.decide()
+    found_safe(group, Tick(50), whole, ["", "b"], ["b"])
+    assert group.undoes_safe
+    driver.copy()
+    driver.decide()
+    assert driver.levels("peer") == {str(Tick(50)): whole}
+    assert group.outlives_a_node is whole
+
+
 def test_nor_does_what_has_taken_its_place_since_and_outlives_the_same_nodes() -> None:
     driver = Driver()
     group = driver.group
