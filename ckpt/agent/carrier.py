@@ -293,16 +293,16 @@ class Carrier(Committing):
         if self.group.unsure and self._services.awaits_lenders():
             self._later(AWAIT_S, lambda: self._replicate(slot, identity))
             return
+        safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
         if self.group.unsure:
             held = [made.identity for made in self.checkpoints.values()]
-            protection.find_safe(self.epoch, held, self.world, self._guarded(found_safe))
+            protection.find_safe(self.epoch, safe, held, self.world, self._guarded(found_safe))
             return
         if not self.group.replicates or self.group.undoes_safe:  # as was found only now
             is_safe = identity.tick == self.group.safe_tick
             ended("" if is_safe else UNKEPT if self.group.replicates else ROOMLESS, found=True)
             return
         own = dict(self.own.arenas.get(slot, {}))
-        safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
         self._unkept = False
         protection.replicate(identity, safe, own, self._guarded(ended))
 

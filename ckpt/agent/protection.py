@@ -267,11 +267,17 @@ class Protection:
         Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
 
     def find_safe(
-        self, epoch: Epoch, held: Iterable[Identity], world: int, then: Callable[[Safe | None], None]
+        self,
+        epoch: Epoch,
+        safe: Identity | None,
+        held: Iterable[Identity],
+        world: int,
+        then: Callable[[Safe | None], None],
     ) -> None:
         """What is safe of that epoch, where this agent does not know (see agent.finding); None where that cannot be
-        found out now. `held`: the checkpoints in this node's slots. Where nobody has memory for a node's part any more,
-        or for any, it may have been kept before, and is looked for, too."""
+        found out now. `safe`: what was, as far as it knows: of what is kept in part the others are not told. `held`:
+        the checkpoints in this node's slots. Where nobody has memory for a node's part any more, or for any, it may
+        have been kept before, and is looked for, too."""
         own = self._copies.inventory()
         own.add_chunks(self._copies.chunks.kept.values())
         ranks = {node.name: node.ranks for node in self._nodes}
@@ -279,7 +285,8 @@ class Protection:
             own.hold(identity, world, ranks.get(self._network.me, ()))
         losses = {rank: kept.losses for kept in self.kept for rank in ranks[kept.node or self._network.me]}
         names = [*ranks, *(each.node.name for each in self._lenders())]
-        keeps = Keeps.of(own, self._copies.told_safe, epoch)
+        told = max(filter(None, (safe, self._copies.told_safe)), default=None)
+        keeps = Keeps.of(own, told, epoch)
         find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], then)
 
     def remake(

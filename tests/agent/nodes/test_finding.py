@@ -18,6 +18,7 @@ from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
 from ckpt.agent.network import NodeAt
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.protection import Protection
 from ckpt.agent.remote import RemotePeer, RemoteRanks
 from ckpt.agent.replicating import Replication
 from ckpt.agent.storeside import Options
@@ -242,7 +243,7 @@ class Carried:
             replicated=self.replicated,
         )
         protection = SimpleNamespace(
-            find_safe=lambda epoch, held, world, then: self.finding.append(then),
+            find_safe=self.find_safe,
             replicate=self.protect,
         )
         self.carrier = SimpleNamespace(
@@ -260,6 +261,10 @@ class Carried:
             _later=lambda delay_s, what: self.later.append(what),
             _replicate=self.replicate,
         )
+
+    def find_safe(self, epoch: Epoch, safe: Identity | None, held: Any, world: int, then: Any) -> None:
+        self.known = safe
+        self.finding.append(then)
 
     def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool]) -> None:
         self.heard.append(f"{identity}, safe: {safe}")
@@ -342,6 +347,20 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
     carried.replicate()
     carried.finding.pop()(safe)
     assert carried.kept == [Kept("", 1), Kept("b", 0), Kept("c", 0)]
+
+
+def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
+    """A node that keeps some of it was not connected for a while."""
+    carried = Carried()
+    carried.group.safe_tick = Tick(3)
+    carried.replicate()
+    assert carried.known == at(3)
+    copies = SimpleNamespace(inventory=Inventory, chunks=SimpleNamespace(kept={}), told_safe=Identity(BEFORE, Tick(9)))
+    node = NodeAt("a", (ADDRESS,), (0, 1, 2))
+    protection = Protection(cast(Any, SimpleNamespace(me="a")), cast(Any, copies), cast(Any, None), (node,), None)
+    said: list[Safe | None] = []
+    protection.find_safe(EPOCH, carried.known, [at(3)], 3, said.append)
+    assert said == [Safe(at(3), None)]
 
 
 def test_a_node_that_keeps_some_of_what_is_safe_since_an_attempt_before_is_missed_when_it_is_gone() -> None:
