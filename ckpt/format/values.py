@@ -32,6 +32,7 @@ NDIM_MAX = 64
 # Keys of a dict, or items of a set, of one hash: each is compared with all before it. Whoever makes the data knows the
 # hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), not that of texts.
 SAME_HASH_MAX = 128
+NAMED_MAX = 5  # places of one kind of what cannot be stored, and kinds, that an error names
 _PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
 
 
@@ -84,14 +85,50 @@ class _Constant:
         self.items = 0
 
 
-def encode(tree: Any, root: str = "state", constants: Constants | None = None) -> bytes:
-    """The bytes of a tree of plain values. `root`: what the tree is called in messages. `constants`: what of it was
-    maybe encoded before.
+class Refused:
+    """What cannot be stored: the places by what is said of them. Bounded: of many they are only counted."""
 
-    Errors: UsageError with the path of a value that cannot be stored, or that nests deeper than DEPTH_MAX (as a tree
-    that contains itself does), or where the whole exceeds VALUES_BYTES_MAX."""
-    encoder = _Encoder(root, constants.parts if constants is not None else {})
+    def __init__(self) -> None:
+        self._places: dict[str, dict[str, None]] = {}
+        self._more: Counter[str] = Counter()
+        self._kinds_more = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def add(self, where: Callable[[], str], why: str) -> None:
+        if why not in self._places and len(self._places) == NAMED_MAX:
+            self._kinds_more += 1
+            return
+        places = self._places.setdefault(why, {})
+        if len(places) < NAMED_MAX:
+            places[where()] = None
+        else:
+            self._more[why] += 1
+
+    def check(self) -> None:
+        """Errors: UsageError that names all of it, where there is any."""
+        if not self:
+            return
+        said = []
+        for why, places in self._places.items():
+            more = f" and {self._more[why]} more" if self._more[why] else ""
+            said.append(f"{', '.join(places)}{more}: {why}")
+        raise UsageError("; ".join(said) + (f"; and {self._kinds_more} more" if self._kinds_more else ""))
+
+
+def encode(tree: Any, root: str = "state", constants: Constants | None = None, refused: Refused | None = None) -> bytes:
+    """The bytes of a tree of plain values. `root`: what the tree is called in messages. `constants`: what of it was
+    maybe encoded before. `refused`: takes what cannot be stored, and nothing is raised for it; the bytes are of no use
+    then.
+
+    Errors: UsageError with the paths of the values that cannot be stored; or of one that nests deeper than DEPTH_MAX
+    (as a tree that contains itself does), or where the whole exceeds VALUES_BYTES_MAX."""
+    found = Refused() if refused is None else refused
+    encoder = _Encoder(root, constants.parts if constants is not None else {}, found)
     encoder.value(tree)
+    if refused is None:
+        found.check()
     data = b"".join(encoder.out)
     if len(data) > VALUES_BYTES_MAX:
         raise UsageError(
@@ -118,8 +155,9 @@ def decode(data: bytes | memoryview, what: str = "values") -> Any:
 
 
 class _Encoder:
-    def __init__(self, root: str, constants: dict[int, _Constant]) -> None:
+    def __init__(self, root: str, constants: dict[int, _Constant], refused: Refused) -> None:
         self.out: list[bytes] = []
+        self.refused = refused
         self._constants = constants
         self._root = root
         self._packer = msgpack.Packer()
@@ -143,7 +181,8 @@ class _Encoder:
         if not constant.data:
             at, left = len(self.out), self._left
             self._container(type(constant.value), constant.value)
-            constant.data, constant.items = b"".join(self.out[at:]), left - self._left
+            if not self.refused:  # else it may be a part of this that was
+                constant.data, constant.items = b"".join(self.out[at:]), left - self._left
             return
         self._count(constant.items)
         self.out.append(constant.data)
@@ -175,7 +214,8 @@ class _Encoder:
             factory = value.default_factory
             name = None if factory is None else getattr(factory, "__name__", "")
             if name is not None and _FACTORIES.get(name) is not factory:
-                raise self._refused(f"a defaultdict of {factory!r} cannot be stored; use {', '.join(_FACTORIES)}")
+                self._refuse(f"a defaultdict of {factory!r} cannot be stored; use {', '.join(_FACTORIES)}")
+                name = None
             self._mapping(Tag.DEFAULT_DICT, value, name)
         elif kind is deque:
             self._items(Tag.DEQUE, value, value.maxlen)
@@ -189,20 +229,22 @@ class _Encoder:
             self._items(Tag.RANGE if kind is range else Tag.SLICE, (value.start, value.stop, value.step))
         elif kind is np.ndarray:
             self._count(value.ndim)
-            self._tagged(Tag.ARRAY, self._dtype(value), list(value.shape), value.tobytes())
+            if dtype := self._dtype(value):
+                self._tagged(Tag.ARRAY, dtype, list(value.shape), value.tobytes())
         elif isinstance(value, np.generic):
-            self._tagged(Tag.SCALAR, self._dtype(value), value.tobytes())
+            if dtype := self._dtype(value):
+                self._tagged(Tag.SCALAR, dtype, value.tobytes())
         elif kind.__module__ == "torch" and kind.__name__ in _TORCH:
             tag = _TORCH[kind.__name__]
             name = str(value).removeprefix("torch.")
             if tag == Tag.TORCH_SIZE:
                 self._items(tag, value)
             elif tag == Tag.TORCH_DTYPE and name not in ITEMSIZE:
-                raise self._refused(f"{value} is no dtype of the format; give its name")
+                self._refuse(f"{value} is no dtype of the format; give its name")
             else:
                 self._tagged(tag, name)
         else:
-            raise self._unknown(kind)
+            self._refuse_kind(kind)
 
     def _int(self, value: int) -> None:
         if -(1 << 63) <= value < 1 << 64:
@@ -287,12 +329,12 @@ class _Encoder:
         """As the decoder counts, so that whatever is written can be read."""
         self._left -= items
         if self._left < 0:
-            raise self._refused(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
+            raise self._error(f"more than {ELEMENTS_MAX} plain values; give large collections as arrays or tensors")
 
     def _check_hashes(self, keys: Collection[Any]) -> None:
         """What would not be read is not written."""
         if _are_of_one_hash(keys):
-            raise self._refused(
+            raise self._error(
                 f"more than {SAME_HASH_MAX} keys have the same hash, as ints that are equal modulo 2**61 - 1 have; "
                 "give them as texts"
             )
@@ -304,21 +346,28 @@ class _Encoder:
         self._path.append(_NO_KEY)
 
     def _dtype(self, value: np.generic | np.ndarray[Any, Any]) -> str:
+        """As it is written; "": it is refused."""
         name: str = value.dtype.str
-        if _NUMPY_DTYPE.fullmatch(name) is None:
-            raise self._refused(f"NumPy values of dtype {value.dtype} cannot be stored; convert them to numbers")
-        return name
+        if _NUMPY_DTYPE.fullmatch(name) is not None:
+            return name
+        self._refuse(f"NumPy values of dtype {value.dtype} cannot be stored; convert them to numbers")
+        return ""
 
-    def _unknown(self, kind: type) -> UsageError:
+    def _refuse_kind(self, kind: type) -> None:
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__):
-            return self._refused("a tensor cannot be stored as a value; register what holds it as state of its own")
-        return self._refused(
+            self._refuse("a tensor cannot be stored as a value; register what holds it as state of its own")
+            return
+        self._refuse(
             f"objects of type {name} cannot be stored as values; give plain numbers, strings, lists, tuples, dicts, "
             "sets or arrays, or an object with state_dict() and load_state_dict()"
         )
 
-    def _refused(self, message: str) -> UsageError:
+    def _refuse(self, why: str) -> None:
+        """What is here. The rest is looked at, so that all of it is named at once."""
+        self.refused.add(self._where, why)
+
+    def _error(self, message: str) -> UsageError:
         return UsageError(f"{self._where()}: {message}")
 
     def _where(self, levels: int = DEPTH_MAX) -> str:

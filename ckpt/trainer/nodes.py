@@ -151,8 +151,10 @@ def encode(shared: Mapping[str, Any], own: Mapping[str, Any], constants: values.
     try:
         return values.encode(shared, constants=constants), values.encode(own)
     except UsageError:
+        refused = values.Refused()
         for path, tree in _trees(shared, own):
-            values.encode(tree, f"state[{path!r}]")
+            values.encode(tree, f"state[{path!r}]", refused=refused)
+        refused.check()
         raise
 
 
@@ -176,8 +178,15 @@ def find(state: Mapping[str, Any]) -> list[Node]:
     if not isinstance(state, dict) or not all(isinstance(key, str) and key for key in state):
         raise UsageError('state is a dict whose keys are names: state={"model": model, "optim": optim}')
     found: list[Node] = []
+    refused: list[str] = []
     for key in state:
-        _find(state, key, key, found, 0)
+        try:
+            _find(state, key, key, found, 0)
+        except UsageError as exc:
+            refused.append(str(exc))
+    if refused:
+        more = f"; and {len(refused) - names.NAMED_MAX} more" if len(refused) > names.NAMED_MAX else ""
+        raise UsageError("; ".join(refused[: names.NAMED_MAX]) + more)
     paths = [node.path for node in found]
     if len(set(paths)) < len(paths):
         twice = sorted({p for p in paths if paths.count(p) > 1})

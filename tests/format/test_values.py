@@ -235,6 +235,31 @@ def test_what_cannot_be_stored_is_refused_by_its_path(tree: Any, says: str) -> N
         values.encode(tree)
 
 
+def test_all_that_cannot_be_stored_is_named_in_one_message() -> None:
+    tree = {"a": [Foo(), 1, Foo()], "t": {2: torch.zeros(1)}, "s": {print}, "d": defaultdict(lambda: 0, x=Foo())}
+    with pytest.raises(UsageError) as caught:
+        values.encode(tree)
+    first, *others = str(caught.value).split("; ")
+    assert first.startswith("state['a'][0], state['a'][2], state['d']['x']: objects of type tests.format.test_values.F")
+    for part in ("state['t'][2]: a tensor", "state['s']{<built-in function print>}: objects", "state['d']: a default"):
+        assert any(other.startswith(part) for other in others)
+
+
+def test_of_many_that_cannot_be_stored_a_few_are_named_and_the_rest_counted() -> None:
+    many = [Foo() for _ in range(values.NAMED_MAX + 3)]
+    kinds = [type(f"Kind{number}", (), {})() for number in range(values.NAMED_MAX + 1)]
+    with pytest.raises(UsageError, match=r"^state\[0\]\[0\], .*state\[0\]\[4\] and 3 more: objects .*; and 2 more$"):
+        values.encode([many, kinds])
+
+
+def test_a_part_that_is_encoded_once_is_refused_each_time() -> None:
+    part = [1, Foo()]
+    constants = values.Constants([part])
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"state\[1\]: objects"):
+            values.encode(part, constants=constants)
+
+
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = [1]
     tree.append({"again": tree})

@@ -123,6 +123,21 @@ def test_a_wrong_argument_is_named(tmp_path: Path, what: dict[str, Any], said: s
         ckpt.Checkpointer(given.pop("url"), given.pop("state"), **given).__enter__()
 
 
+def test_all_values_that_cannot_be_saved_are_named_at_once(tmp_path: Path) -> None:
+    state = {"a": {"b": [Path("x"), print]}, "mine": Unstorable(Path()), **group_of(Path())}
+    with pytest.raises(ckpt.UsageError) as caught:
+        ckpt.Checkpointer(tmp_path, state).__enter__()
+    said = str(caught.value)
+    for place in ("['a']['b'][0]", "['a']['b'][1]", "['mine']['held']", "['optim.param_groups.0']['note']"):
+        assert f"state{place}" in said
+
+
+def test_all_objects_that_cannot_be_saved_are_named_at_once(tmp_path: Path) -> None:
+    loaders = {f"loader{number}": torch.utils.data.DataLoader([1]) for number in range(7)}
+    with pytest.raises(ckpt.UsageError, match=r"'loader0'\] is a torch DataLoader.*'loader4'\].* and 2 more$"):
+        ckpt.Checkpointer(tmp_path, loaders).__enter__()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
