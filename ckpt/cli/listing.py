@@ -171,10 +171,12 @@ def _facts(record: Record) -> dict[str, Any]:
 def _tensors(record: Record, only: list[str]) -> list[dict[str, Any]]:
     import math
 
-    from ckpt.store.slabs import chosen
+    from ckpt.store.slabs import check_globs, chosen, exported_name
     from ckpt.types import ITEMSIZE
 
-    listed = {(spec.name, spec.owner) for spec in chosen(record.manifest, only)}
+    specs = chosen(record.manifest, only)
+    check_globs(only, [exported_name(spec) for spec in specs], f"step {record.identity.tick.label}")
+    listed = {(spec.name, spec.owner) for spec in specs}
     parts = [0] * len(record.manifest.tensors)
     for index, _ in record.manifest.boxes:
         parts[index] += 1

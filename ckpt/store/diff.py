@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import UsageError
 from ckpt.format import values
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.reshard import Cut
 from ckpt.store.numbers import INTEGERS, Bits, distances, values_of
 from ckpt.store.reader import FrameReader, load_values
-from ckpt.store.slabs import chosen, cuts_by_want, exported_name, slabs_of, stream
+from ckpt.store.slabs import check_globs, chosen, cuts_by_want, exported_name, slabs_of, stream
 from ckpt.types import FRAME_BYTES
 
 PATHS_MAX = 50
@@ -66,11 +65,10 @@ def diff(
 ) -> Diff:
     """`only`: globs on names; values are compared only without it. `progress(done, total)`: bytes of tensors.
 
-    Errors: UsageError (no tensor of either matches); DamagedData; StorageError."""
+    Errors: UsageError (no tensor of either matches a glob); DamagedData; StorageError."""
     ours = {exported_name(spec): spec for spec in chosen(first.record.manifest, only)}
     theirs = {exported_name(spec): spec for spec in chosen(second.record.manifest, only)}
-    if only and not ours and not theirs:
-        raise UsageError(f"no tensor of the two checkpoints matches {', '.join(only)}")
+    check_globs(only, ours.keys() | theirs.keys(), "the two checkpoints")
     both = [name for name in ours if name in theirs]
     retyped = [name for name in both if _kind(ours[name]) != _kind(theirs[name])]
     alike = [name for name in both if name not in set(retyped)]

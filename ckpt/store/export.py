@@ -27,7 +27,7 @@ from ckpt.format.safetensors import SafetensorsWriter, TensorHead
 from ckpt.plan.reshard import Want
 from ckpt.store.numbers import FLOATS, TARGETS, converted
 from ckpt.store.reader import FrameReader
-from ckpt.store.slabs import chosen, exported_name, slabs_of, stream
+from ckpt.store.slabs import check_globs, chosen, exported_name, slabs_of, stream
 
 Format = Literal["safetensors", "sharded", "torch"]
 
@@ -60,8 +60,8 @@ def export(
     `format`: by default by the name: .safetensors, .pt or .pth, else a folder. `dtype`: floating-point tensors become
     this. `strip`: a prefix that is taken off the names that have it. `shard_bytes`: the size of a file in a folder.
     `progress(done, total)`: bytes of the checkpoint.
-    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches or has the prefix; two names become
-    one; a dtype that the format does not have); DamagedData; StorageError; OSError."""
+    The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches a glob or has the prefix; two names
+    become one; a dtype that the format does not have); DamagedData; StorageError; OSError."""
     path = Path(to)
     format = format or _format_of(path)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
@@ -69,8 +69,9 @@ def export(
     if dtype is not None and dtype not in TARGETS:
         raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGETS)}")
     specs = chosen(reader.record.manifest, only)
+    check_globs(only, [exported_name(spec) for spec in specs], str(reader.record.identity))
     if not specs:
-        raise UsageError(f"no tensor of {reader.record.identity} matches {', '.join(only) or 'anything: it has none'}")
+        raise UsageError(f"{reader.record.identity} has no tensors")
     names = _stripped([exported_name(spec) for spec in specs], strip)
     heads = [TensorHead(names[exported_name(s)], _target(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}

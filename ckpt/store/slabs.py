@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import numpy as np
 
+from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.gather import apply_cuts
 from ckpt.plan.reshard import Cut, Want, cuts
@@ -37,6 +38,14 @@ def chosen(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
     """The tensors (no values) whose exported name matches one of the globs, in order of name; all without a glob."""
     specs = [spec for spec in manifest.tensors if not spec.values]
     return [s for s in specs if not only or any(fnmatchcase(exported_name(s), glob) for glob in only)]
+
+
+def check_globs(only: Sequence[str], names: Collection[str], of: str) -> None:
+    """Errors: UsageError for globs that none of the names matches: one that is mistyped beside others would leave out
+    in silence what it was to choose."""
+    vain = [glob for glob in only if not any(fnmatchcase(name, glob) for name in names)]
+    if vain:
+        raise UsageError(f"no tensor of {of} matches {', '.join(vain)}; `ckpt show --tensors` lists their names")
 
 
 def slabs_of(spec: TensorSpec, slab_bytes: int = SLAB_BYTES) -> Iterator[Want]:

@@ -121,6 +121,18 @@ def test_no_tensor_of_that_name_is_a_wrong_request(tmp_path: Path, monkeypatch: 
     assert "nothing.*" in said.err
 
 
+def test_a_glob_that_matches_nothing_is_named_beside_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "run")
+    globs = ("--only", "model.*", "--only", "modle.*")
+    for words in (("restore", "--to", tmp_path / "x.safetensors"), ("show",), ("diff", "10", "20")):
+        said = ckpt(monkeypatch, words[0], tmp_path / "run", *words[1:], *globs)
+        assert said.code == 2, words
+        assert "matches modle.*" in said.err
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path / "run")
     (tmp_path / "file").write_text("in the way")
