@@ -41,6 +41,7 @@ from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, Not
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_wanted, from_reply, lost
 from ckpt.storage.names import check_key, check_prefix, check_range, is_key
+from ckpt.types import counted
 
 SINGLE_BYTES_MAX = 128 << 20
 PART_BYTES = 32 << 20
@@ -256,7 +257,7 @@ class CloudBackend:
         if not each:
             return
         try:
-            with self._translated(f"delete {len(each)} objects"):
+            with self._translated(f"delete {counted(len(each), 'object')}"):
                 obstore.delete(self._small, each)
         except NotFound:  # gs and az delete one by one, and stop at the first that is not there
             for key in each:

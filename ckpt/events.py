@@ -24,6 +24,7 @@ from typing import Any
 
 from ckpt.errors import is_from_outside
 from ckpt.tasks import Tasks
+from ckpt.types import counted
 
 log = logging.getLogger("ckpt")
 
@@ -140,7 +141,7 @@ class JsonLines:
             try:
                 if self._lost:
                     lost, self._lost = self._lost, 0
-                    text = f"{lost} events could not be written here"
+                    text = f"{counted(lost, 'event')} could not be written here"
                     self._append(Event("events.lost", text, data={"lost": lost}).to_json(self.about).encode() + b"\n")
                 self._append(line)
                 self._told = False

@@ -35,6 +35,11 @@ HERE = ""  # this node, where the nodes of a job are named
 PATH_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # what may stand in a key or file name
 
 
+def counted(count: int, noun: str) -> str:
+    """For people: "1 step", "2 steps"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Epoch:
     """The branch of training that one (re)start begins: a number, and a nonce that keeps two starts apart

@@ -26,7 +26,7 @@ from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError
 from ckpt.events import Event
 from ckpt.plan.placement import Kept
-from ckpt.types import Identity, Tick
+from ckpt.types import Identity, Tick, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.finding import Safe
@@ -139,7 +139,8 @@ class Carrier(Committing):
             return
         if division.differing and (self._division is None or division.differing != self._division.differing):
             names = ", ".join(sorted(division.differing)[:5])
-            text = f"{len(division.differing)} tensors have one name and different values on the ranks: saved per rank"
+            tensors = counted(len(division.differing), "tensor")
+            text = f"{tensors} of one name, with different values on the ranks: saved per rank"
             self.emit("layout.differs", f"{text}: {names}", True, {"names": sorted(division.differing)[:100]})
         self.plan_soon()
         before, self.plan, self._division = self.plan, plan, division
@@ -337,7 +338,7 @@ class Carrier(Committing):
         self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
 
     def _fewer(self, slot: int, why: str) -> None:
-        message = f"slot {slot} cannot be had ({why}): {slot} slots are in use"
+        message = f"slot {slot} cannot be had ({why}): in use: {counted(slot, 'slot')}"
         self.emit("memory.short", message, slot < self._least_slots)
         self._least_slots = min(slot, self._least_slots)
         self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # it was less than was planned with

@@ -29,7 +29,7 @@ from ckpt.agent.surviving import check_due
 from ckpt.agent.writing import Parts, Then, write_part
 from ckpt.errors import Superseded, TransientError, Unsettled
 from ckpt.policy.every import Keep
-from ckpt.types import Identity
+from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.store.commit import Committed
@@ -223,7 +223,7 @@ class Committing(Basis):
         self._services.account.committed(self.epoch, identity.tick, result.seconds, *sizes)
         text = (
             f"step {identity.tick.step} is committed: {result.raw_bytes} bytes, {result.stored_bytes} stored in "
-            f"{result.packs} packs, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
+            f"{counted(result.packs, 'pack')}, {result.referred_bytes} unchanged, in {result.seconds:.2f} s"
         )
         facts = {
             "identity": str(identity),

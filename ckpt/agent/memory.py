@@ -17,6 +17,7 @@ from ckpt.cgroups import CGROUPS, groups
 from ckpt.errors import AgentError
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.every import STEPS_APART, Every
+from ckpt.types import counted
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
 SLOTS_CLOSE = 4  # and the next one, which is appointed before that which is being filled is complete
@@ -52,7 +53,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.slots} slots of {_mib(self.slot_bytes)}, {_mib(self.kept_bytes)} kept from before, "
+            f"{counted(self.slots, 'slot')} of {_mib(self.slot_bytes)}, {_mib(self.kept_bytes)} kept from before, "
             f"{_mib(self.commit_bytes)} for commits: {_mib(self.total_bytes)} of {_mib(self.allowed_bytes)} "
             f"({self.bound})"
         )

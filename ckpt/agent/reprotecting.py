@@ -20,7 +20,7 @@ from ckpt.agent.wire import Message
 from ckpt.errors import CkptError
 from ckpt.plan.groups import Node
 from ckpt.plan.reprotect import Copy, reprotect
-from ckpt.types import Identity
+from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
@@ -87,7 +87,8 @@ class Reprotecting:
         told = {rank: sorted(names) for rank, names in self._holders.items()}
         plan = reprotect(told, self._sizes, nodes, copies, self._failed)
         if plan.short and plan.short != self._short:
-            text = f"{len(plan.short)} ranks of step {self.identity.tick.step} stay on fewer nodes than was asked for"
+            ranks = counted(len(plan.short), "rank")
+            text = f"{ranks} of step {self.identity.tick.step} on fewer nodes than was asked for"
             self._emit("peers.short", f"{text}: too little memory is left", True, {"ranks": list(plan.short[:100])})
         self._short = plan.short
         self._safe(not (plan.copies or plan.short))

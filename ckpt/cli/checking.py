@@ -13,6 +13,7 @@ from ckpt.cli import out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
 from ckpt.storage.names import naming
+from ckpt.types import counted
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
@@ -96,7 +97,8 @@ def _say(results: list[Verified]) -> None:
         if names[step] > 1:  # one of them is on a branch
             step += f" of epoch {result.ref.identity.epoch}"
         if result.is_good:
-            out.say(f"step {step}: good, {result.frames} frames, {out.size(result.checked_bytes)} read and hashed")
+            frames = counted(result.frames, "frame")
+            out.say(f"step {step}: good, {frames}, {out.size(result.checked_bytes)} read and hashed")
         elif result.is_retired:
             out.say(f"step {step}: retired meanwhile, and deleted")
             continue
@@ -108,7 +110,8 @@ def _say(results: list[Verified]) -> None:
                 out.say(f"    lost: {', '.join(problem.tensors)}{more}")
     left = [result for result in results if not result.is_retired]
     bad = sum(not result.is_good for result in left)
-    out.say(f"{bad} of {len(left)} checkpoints are damaged" if bad else f"{len(left)} checkpoints, all good")
+    checkpoints = counted(len(left), "checkpoint")
+    out.say(f"{bad} of {checkpoints} damaged" if bad else f"{checkpoints}, all good")
 
 
 def diff(
@@ -177,6 +180,6 @@ def _say_diff(found: Diff, *steps: str) -> None:
         out.say(f"value: {path}")
     differ = len(found.changed) + len(found.added) + len(found.removed) + len(found.retyped)
     out.say(
-        f"step {steps[0]} and step {steps[1]}: {len(found.equal)} tensors equal, {differ} differ, "
-        f"{len(found.values)} values differ"
+        f"step {steps[0]} and step {steps[1]}: {counted(len(found.equal), 'tensor')} equal, {differ} differing; "
+        f"{counted(len(found.values), 'value')} differing"
     )

@@ -11,6 +11,7 @@ import typer
 from ckpt.cli import live, out, target
 from ckpt.errors import DamagedData, UsageError
 from ckpt.storage.names import naming, shown
+from ckpt.types import counted
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -174,7 +175,7 @@ def _say_plan(body: dict[str, Any], yes: bool) -> None:
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):
-        out.say(f"ended: {aborted} uploads that nobody would have finished")
+        out.say(f"ended: {counted(aborted, 'upload')} that nobody would have finished")
     if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting")):
         if not aborted:
             out.say("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")

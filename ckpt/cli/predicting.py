@@ -11,6 +11,7 @@ import typer
 
 from ckpt.cli import out
 from ckpt.errors import UsageError
+from ckpt.types import counted
 
 if TYPE_CHECKING:
     from ckpt.predict.recorded import Recorded
@@ -106,13 +107,15 @@ def _say(recorded: Recorded, found: Found) -> None:
 
     score = found.score
     readings = sum(len(run.times_s) for run in recorded.runs)
-    out.say(f"recorded   {readings} readings of {len(recorded.nodes)} nodes, {recorded.failures} failures")
-    out.say(f"tried on   {found.nodes} nodes with {found.failures} failures")
+    nodes = counted(len(recorded.nodes), "node")
+    out.say(f"recorded   {counted(readings, 'reading')} of {nodes}, {counted(recorded.failures, 'failure')}")
+    out.say(f"tried on   {counted(found.nodes, 'node')} with {counted(found.failures, 'failure')}")
     out.say(f"auc        {found.auc:.3f}")
     counts = {name: round(getattr(score, name)) for name in ("true", "late", "false", "missed")}
-    out.say("alarms     {true} true, {late} too late, {false} false; {missed} failures without one".format(**counts))
+    missed = counted(counts.pop("missed"), "failure")
+    out.say("alarms     {true} true, {late} too late, {false} false; ".format(**counts) + f"{missed} without one")
     out.say(f"precision  at least {score.precision:.0%}, recall at least {score.bound_of_recall:.0%}")
     if score.lead_s is not None:
         out.say(f"lead       {span(score.lead_s)} before the failure, usually")
-    proven = "yes" if score.proven else f"no, by {score.seen} outcomes"
+    proven = "yes" if score.proven else f"no, by {counted(score.seen, 'outcome')}"
     out.say(f"proven     {proven}; in a job it proves itself anew before anything follows from it")

@@ -29,6 +29,7 @@ import typer
 from ckpt.cli import live, out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import AgentError, CkptError, UsageError
+from ckpt.types import counted
 
 if TYPE_CHECKING:
     import psutil
@@ -100,9 +101,8 @@ def rehearse(
             }
         )
     else:
-        out.say(
-            f"came back at step {back.step} from {back.source}, and ran {compared.step - back.step} steps from there"
-        )
+        ran = counted(compared.step - back.step, "step")
+        out.say(f"came back at step {back.step} from {back.source}, and ran {ran} from there")
         _say(compared)
     if compared.differences:
         raise typer.Exit(Exit.DIFFERENT)

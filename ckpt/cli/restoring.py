@@ -10,6 +10,7 @@ import typer
 
 from ckpt.cli import out, target
 from ckpt.errors import StorageError, UsageError
+from ckpt.types import counted
 
 if TYPE_CHECKING:
     from ckpt.format.manifest import Record
@@ -71,4 +72,4 @@ def restore(
         files = [str(file) for file in made.files]
         out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})
     else:
-        out.say(f"step {target.name_of(ref)}: {made.tensors} tensors, {out.size(made.bytes)}, in {to}")
+        out.say(f"step {target.name_of(ref)}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {to}")

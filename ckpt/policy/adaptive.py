@@ -13,6 +13,7 @@ from typing import Literal
 from ckpt.errors import UsageError
 from ckpt.policy.every import LEAST, MOST, is_limit
 from ckpt.policy.levels import Measured
+from ckpt.types import counted
 
 LocalBy = Literal["start", "rates", "predictions", "overhead", "step", "replication", "least", "store"]
 StoreBy = Literal["start", "rates", "overhead", "snapshot", "commit", "store_mb_s", "unsaved_s", "at_risk_s"]
@@ -102,11 +103,12 @@ class Decision(Chosen):
             costs = f"; saving costs {_share(self.saving)}, with failures {_share(self.overhead)}"
         if self.unmet:
             costs += f"; cannot be kept: {', '.join(f'{name}=' for name in self.unmet)}"
+        of_memory, of_store = (counted(each, "failure") for each in (self.memory_failures, self.store_failures))
         return (
             f"a snapshot every {span(self.local_s)}: {local}; "
-            f"memory is needed every {span(1 / m.memory_rate)} ({self.memory_failures} failures seen)\n"
+            f"memory is needed every {span(1 / m.memory_rate)} ({of_memory} seen)\n"
             f"a commit every {span(self.store_s)}: {store}; "
-            f"the store is needed every {span(1 / m.store_rate)} ({self.store_failures} failures seen){costs}"
+            f"the store is needed every {span(1 / m.store_rate)} ({of_store} seen){costs}"
         )
 
 

@@ -23,6 +23,7 @@ from ckpt.predict.hazard import Array, auc, platt, sigmoid
 from ckpt.predict.model import SIGNALS_MAX, Floats, Trained, shapes
 from ckpt.predict.recorded import Recorded, Run
 from ckpt.predict.scoring import WINDOW_S, Score
+from ckpt.types import counted
 
 WINDOW = 24  # readings: two minutes of 5 s
 HIDDEN = 16
@@ -132,8 +133,9 @@ def _split(recorded: Recorded, seed: int) -> tuple[list[str], list[str]]:
 
 def _too_few(recorded: Recorded) -> str:
     failing = {run.node for run in recorded.runs if run.failures_s}
+    failures = f"{counted(recorded.failures, 'failure')} on {counted(len(failing), 'node')}"
     return (
-        f"{recorded.failures} failures on {len(failing)} nodes, of {len(recorded.nodes)} that were recorded, are too "
+        f"{failures}, of {len(recorded.nodes)} that were recorded, are too "
         f"few to learn from: it takes {FAILURES_MIN} on {NODES_MIN} nodes, since some are held out to see what was "
         "learnt. Record more (CKPT_SIGNALS_LOG), and give the files of all nodes"
     )

@@ -26,6 +26,7 @@ from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_wanted
 from ckpt.storage.names import is_key
+from ckpt.types import counted
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ class Retrying:
 
     def delete(self, keys: Iterable[str]) -> None:
         each = list(keys)
-        self._again(f"delete {len(each)} objects", lambda: self.inner.delete(each))
+        self._again(f"delete {counted(len(each), 'object')}", lambda: self.inner.delete(each))
 
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key

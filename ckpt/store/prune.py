@@ -33,7 +33,7 @@ from ckpt.store.lineage import CommitRef, decode_json
 from ckpt.store.reader import open_record
 from ckpt.store.run import Run, RunView, in_parallel
 from ckpt.tasks import Tasks
-from ckpt.types import Epoch, Identity
+from ckpt.types import Epoch, Identity, counted
 
 GRACE_S = 900.0
 LEASE_REFRESH_S = 30.0
@@ -196,8 +196,9 @@ class Pruner:
         ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
         self.run.events.emit(
             "prune.done",
-            f"{backend.url}: retired {len(plan.retire)} checkpoints and {len(abandoned)} abandoned commits, "
-            f"deleted {len(plan.records)} records and {len(plan.packs)} packs ({plan.deleted_bytes} bytes)"
+            f"{backend.url}: retired {counted(len(plan.retire), 'checkpoint')} and "
+            f"{counted(len(abandoned), 'abandoned commit')}, deleted {counted(len(plan.records), 'record')} and "
+            f"{counted(len(plan.packs), 'pack')} ({plan.deleted_bytes} bytes)"
             + (f"; no pack could be deleted: {plan.blocked}" if plan.blocked else ""),
             loud=bool(plan.blocked),
             uploads_aborted=ended,

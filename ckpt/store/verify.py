@@ -15,7 +15,7 @@ from ckpt.store.lineage import CommitRef
 from ckpt.store.reader import FrameReader, each_values, is_missing, open_record
 from ckpt.store.run import Run
 from ckpt.store.slabs import exported_name
-from ckpt.types import Identity
+from ckpt.types import Identity, counted
 
 NAMED_MAX = 20
 _Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2), raw length
@@ -143,7 +143,7 @@ def _problems(record: Record, bad: dict[int, Exception]) -> tuple[Problem, ...]:
         by_pack.setdefault(int(record.places["pack"][frame]), []).append(frame)
     problems = []
     for pack, frames in sorted(by_pack.items()):
-        more = f" (and {len(frames) - 1} more frames of it)" if len(frames) > 1 else ""
+        more = f" (and {counted(len(frames) - 1, 'more frame')} of it)" if len(frames) > 1 else ""
         names, names_more = _tensors_of(record.manifest, frames)
         missing = any(is_missing(bad[frame]) for frame in frames)
         problems.append(Problem(record.packs[pack][0], f"{bad[frames[0]]}{more}", names, missing, names_more))

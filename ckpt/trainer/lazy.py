@@ -24,6 +24,7 @@ from ckpt.events import Events
 from ckpt.trainer.copier import UNIT_BYTES, check_storage
 from ckpt.trainer.pieces import Piece, is_cuda_used, keep, later, split
 from ckpt.trainer.shard import live_parts, storage_of
+from ckpt.types import counted
 
 PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
 LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
@@ -97,7 +98,7 @@ class Trust:
 
     def proven(self) -> list[str]:
         count = sum(self.is_proven(key) for key in list(self._proofs))
-        return [f"lazy copies of {count} tensors"] if count else []
+        return [f"lazy copies of {counted(count, 'tensor')}"] if count else []
 
     def fell_back(self) -> list[str]:
         off = [f"lazy copies off: {self._why_off}"] if self._why_off else []

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt.plan.layout import Declaration
 from ckpt.trainer.names import some
-from ckpt.types import ITEMSIZE
+from ckpt.types import ITEMSIZE, counted
 
 
 class ReplicaTally:
@@ -42,7 +42,8 @@ class ReplicaTally:
         with self._lock:
             if not self._tensors:
                 return []
-            return [f"replicas of {self._tensors} tensors ({self._bytes / 2**20:.1f} MiB that other ranks stage)"]
+            tensors, staged_mib = counted(self._tensors, "tensor"), self._bytes / 2**20
+            return [f"replicas of {tensors} ({staged_mib:.1f} MiB that other ranks stage)"]
 
     def fell_back(self) -> list[str]:
         with self._lock:

@@ -170,7 +170,7 @@ def test_where_no_record_of_a_checkpoint_is_whole_it_is_damaged(
     said = ckpt(monkeypatch, "verify", tmp_path)
     assert said.code == Exit.DIFFERENT
     assert said.out.count("step 2: DAMAGED") == 2
-    assert "1 of 1 checkpoints are damaged" in said.out
+    assert "1 of 1 checkpoint damaged" in said.out
     assert f"commits/{saved}-a" in ckpt(monkeypatch, "show", tmp_path).err
 
 
@@ -189,7 +189,7 @@ def test_what_retention_deleted_while_it_was_read_is_no_damage(tmp_path: Path, m
     said = ckpt(monkeypatch, "verify", tmp_path)
     assert said.code == 0, said.out
     assert said.out.count("retired meanwhile") == 2
-    assert "1 checkpoints, all good" in said.out
+    assert "1 checkpoint, all good" in said.out
     assert "DAMAGED" not in said.out
     assert [each["retired"] for each in ckpt(monkeypatch, "verify", tmp_path, "--json").json["checkpoints"]] == [
         True,

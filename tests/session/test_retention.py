@@ -118,7 +118,7 @@ def test_a_running_job_keeps_what_its_rule_says(
     wait_agent_gone(tmp_path)
     assert listed(tmp_path, monkeypatch) == kept
     assert seen.named("prune.failed") == []
-    assert any("retired 1 checkpoints" in event.message for event in seen.named("prune.done"))
+    assert any("retired 1 checkpoint " in event.message for event in seen.named("prune.done"))
     with ckpt.Checkpointer(tmp_path, make(seed=3).state) as ck:
         assert ck.restored.step == 5
 

@@ -201,7 +201,7 @@ def test_a_key_that_a_bulk_delete_did_not_find_is_gone(server: TinyS3, cloud: Cl
 def test_a_reply_that_obstore_panics_at_is_an_error_like_any_other(server: TinyS3, cloud: CloudBackend) -> None:
     server.body = not_deleted("elsewhere", "AccessDenied")
     server.plan = [("POST", 200)]
-    with pytest.raises(StorageError, match="delete 1 objects"):
+    with pytest.raises(StorageError, match="delete 1 object:"):
         cloud.delete(["k"])
 
 
