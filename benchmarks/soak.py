@@ -99,7 +99,7 @@ def main() -> int:
         Row("torchruns that ended without an answer of torch's store", patience.replaced, "", "printed", None),
         Row("read from the store", far / 2**20, "MiB", "nothing", not far),
         Row("back after, the median", sorted(back_s)[len(back_s) // 2], "s", "printed", None),
-        Row("steps done again, at most", max(lost), "steps", "printed", None),
+        Row("steps lost, at most", max(lost), "steps", "printed", None),
     ]
     return report("soak", rows, args)
 

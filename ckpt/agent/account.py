@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.types import Epoch, Tick
+from ckpt.types import Epoch, Tick, counted
 
 MARKS_MAX = 4096  # snapshots whose place in the work is remembered; of older ones every other
 PARTS = ("productive", "stall", "lost", "recovery", "starting", "ending")
@@ -122,12 +122,22 @@ class Account:
             self._from = parent
 
     def started(
-        self, now_s: float, epoch: Epoch, tick: Tick, level: str, read_bytes: Mapping[str, int], age_s: float | None
+        self,
+        now_s: float,
+        epoch: Epoch,
+        tick: Tick,
+        level: str,
+        read_bytes: Mapping[str, int],
+        age_s: float | None,
+        steps_lost: int,
     ) -> None:
         """Training goes on after `tick`, from what `level` held ("none": from the beginning). `read_bytes`: by level.
-        `age_s`: how long ago that was taken, as far as anybody has written it down."""
+        `age_s`: how long ago that was taken, as far as anybody has written it down. `steps_lost`: ended ones beyond it,
+        which count where it is by a failure that it is gone back."""
         self._advance(now_s)
         self._go_back(tick)
+        if self._recovering:
+            self.lost_steps += steps_lost
         if self._recovering and self._down_s is not None:
             self.recoveries.add(now_s - self._down_s)
         self._down_s, self._recovering = None, False
@@ -187,6 +197,11 @@ class Account:
     # -- what follows from it
 
     @property
+    def ended(self) -> tuple[Epoch, int] | None:
+        """The newest start that trained, and the newest step that all its ranks have ended; None: there was none."""
+        return (self._epoch, self._ended_step) if self._epoch is not None else None
+
+    @property
     def lost_s(self) -> float:
         return self._seconds["lost"]
 
@@ -223,8 +238,9 @@ class Account:
         goodput = "nothing yet" if found["goodput"] is None else f"{found['goodput']:.1%}"
         return (
             f"goodput {goodput} of {found['elapsed_s']:.0f} s: stalled {found['stall_s']:.2f} s by "
-            f"{self.snapshots.number} snapshots, lost {found['lost_s']:.1f} s ({self.lost_steps} steps) and recovering "
-            f"{found['recovery_s']:.1f} s by {self.failures} failures; {self.commits.number} commits"
+            f"{counted(self.snapshots.number, 'snapshot')}, lost {found['lost_s']:.1f} s "
+            f"({counted(self.lost_steps, 'step')}) and recovering {found['recovery_s']:.1f} s by "
+            f"{counted(self.failures, 'failure')}; {counted(self.commits.number, 'commit')}"
         )
 
     # -- small steps
@@ -264,7 +280,6 @@ class Account:
             then_s = self._kept_at(tick)
             self._seconds["lost"] += kept_s - then_s
             self._seconds["productive"] = kept_s = then_s
-            self.lost_steps += max(0, self._ended_step - tick.step)
         found = [mark for mark in self._marks if mark.tick == tick]
         before = [mark for mark in self._marks if mark.tick < tick] if self._recovering else []
         self._marks = [*before, Mark(tick, kept_s, found[-1].at_s if found else None)]

@@ -148,7 +148,7 @@ class Foreseeing:
             self._sighted = None
             self._job, self._began_s, self._due_s, self._used = job, now_s, now_s, (0.0, 1.0)
             self._paces = Paces()
-        training = [each for each in followings if each.needed and each.newest_step]
+        training = [each for each in followings if each.needed and each.is_training]
         self._following = training[-1] if training and job is None else None
         self.reading.follow(job is not None or self._following is not None)
         if not training:

@@ -36,7 +36,7 @@ from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.deciding import START_S
 from ckpt.policy.every import Every
 from ckpt.policy.known import NOTHING
-from ckpt.types import Epoch, Identity, Tick
+from ckpt.types import Epoch, Identity, Tick, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.network import NodeAt
@@ -116,8 +116,9 @@ class Job(TakenOver):
         return self.ended_in_order and not self._sent_away
 
     @property
-    def newest_step(self) -> int:
-        return max(self.ranks.steps())
+    def ended_step(self) -> int:
+        """The newest step that its ranks here have all ended, 0: none yet; those of other nodes keep step."""
+        return max(0, self.ranks.hindmost() - 1)
 
     @property
     def is_idle(self) -> bool:
@@ -336,7 +337,11 @@ class Job(TakenOver):
 
     def _distrust(self, rank: int, number: int, names: list[str]) -> None:
         self._distrusted.update(names)
-        what = f"{names[0]} differs" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors differ"
+        what = (
+            f"{names[0]} differs"
+            if len(names) == 1
+            else f"{names[0]} and {counted(len(names) - 1, 'more tensor')} differ"
+        )
         self.group.missed(rank, number, f"{what} between the ranks")
         self.group.layout(rank)
         what = names[0] if len(names) == 1 else f"{len(names)} tensors, {', '.join(names[:5])}"

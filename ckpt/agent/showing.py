@@ -21,7 +21,7 @@ from ckpt.events import Event, JsonLines
 from ckpt.policy.failures import Failure
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
-from ckpt.types import Tick
+from ckpt.types import Tick, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.fetch import Restore
@@ -89,8 +89,8 @@ class Showing:
         if message.kind == "leave" and message.fields.get("outcome") == "notice":
             self._interrupted.add(str(job.epoch))
 
-    def restored(self, job: Job, level: str, restore: Restore | None) -> None:
-        """Training begins, after what was restored; `level`: where that was found."""
+    def restored(self, job: Job, level: str, restore: Restore | None, steps_lost: int | None) -> None:
+        """Training begins, after what was restored; `level`: where that was found. `steps_lost`: see `Start`."""
         self._is_of(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
@@ -100,7 +100,7 @@ class Showing:
         age_s = time.time() - taken_s if taken_s is not None else None
         read_bytes = restore.sources if restore is not None else {}
         tick = parent.tick if parent is not None else Tick(0)
-        account.started(now_s, job.epoch, tick, level, read_bytes, age_s)
+        account.started(now_s, job.epoch, tick, level, read_bytes, age_s, steps_lost or 0)
         if account.recoveries.number > recovered:
             took_s = account.recoveries.last_s or 0.0
             facts = {
@@ -111,8 +111,8 @@ class Showing:
                 "recovery_s": took_s,
             }
             text = (
-                f"training goes on after step {tick.step}: {facts['lost_steps']} steps ({facts['lost_s']:.1f} s) were "
-                f"lost, and {took_s:.1f} s until it did"
+                f"training goes on after step {tick.step}: {counted(account.lost_steps - lost_steps, 'step')} lost "
+                f"({facts['lost_s']:.1f} s), and {took_s:.1f} s until it did"
             )
             job.emit("job.recovered", text, data=facts)
         self._tell_account()
@@ -124,8 +124,7 @@ class Showing:
         if job is not None:
             parent = job.claim.parent if job.claim is not None else None
             self.account.follow(job.epoch, parent.tick if parent is not None else None)
-        ended = max(0, job.ranks.hindmost() - 1) if job is not None else 0
-        self.account.look(time.monotonic(), self._phase(job, starting), ended)
+        self.account.look(time.monotonic(), self._phase(job, starting), job.ended_step if job is not None else 0)
         if self.account.phase is not before and self.account.phase in (Phase.DOWN, Phase.IDLE):
             self._tell_account()
         if not self._opened and self._settings.metrics is not None and (job is not None or starting):

@@ -50,6 +50,7 @@ class Start:
     resolving: bool = False
     has_any: bool = False  # whether there is a checkpoint on the line, be it struck out
     newest_step: int = 0  # of the line, be it struck out
+    steps_lost: int | None = None  # by going on from what was chosen, or from the beginning; None: nobody knows
     chosen: Candidate | None = None
     told_of_loss: bool = False
     asked_former: bool = False

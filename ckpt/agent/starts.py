@@ -292,12 +292,14 @@ class Starts(Keeper):
         assert start.request_id is not None
         job = start.job = start.job or self._new_job(start)
         start.chosen = chosen.candidate if chosen is not None else None
+        start.steps_lost = self._steps_lost(start)
         body: dict[str, Any] = {
             "epoch": str(job.epoch),
             "parent": None,
             "ancestors": [],
             "candidate": None,
             "struck": [str(identity) for identity in self._struck][-LISTED_MAX:],
+            "steps_lost": start.steps_lost,
         }
         self._tell_of_lost_parts(start, chosen)
         for identity, why in damaged.items():
@@ -330,9 +332,6 @@ class Starts(Keeper):
             fan=fan,
         )
         job.restore.record = chosen.record
-        lost = [former.newest_step - identity.tick.step for former in self.former if former.epoch == identity.epoch]
-        lost += [step - identity.tick.step for epoch, step in start.inventory.steps.items() if epoch == identity.epoch]
-        lost += [start.newest_step - identity.tick.step] if start.newest_step > identity.tick.step else []
         body |= {
             "parent": str(identity),
             "ancestors": texts(self._claim(job, identity, start)),
@@ -343,9 +342,21 @@ class Starts(Keeper):
                 "step": identity.tick.step,
                 "metrics": chosen.metrics,
             },
-            "steps_lost": max(0, *lost) if lost else None,
         }
         self._answer(start, body, [chosen.encoded])
+
+    def _steps_lost(self, start: Start) -> int | None:
+        """How many steps the former run had ended beyond what is gone on from, as far as anybody who is left knows.
+        What the runs before it had ended was lost by its start."""
+        ended = dict(start.inventory.steps)
+        account = self.showing.account.ended  # it outlives a job that has left nothing in memory
+        for epoch, step in [*((job.epoch, job.ended_step) for job in self.former), *([account] if account else [])]:
+            ended[epoch] = max(step, ended.get(epoch, 0))
+        chosen = start.chosen.identity if start.chosen is not None else None
+        known = [epoch for epoch, step in ended.items() if step and (chosen is None or epoch >= chosen.epoch)]
+        newest = max(ended[max(known)] if known else 0, start.newest_step)
+        lost = newest - (chosen.tick.step if chosen is not None else 0)
+        return max(0, lost) if known or lost > 0 else None
 
     def _level_of(self, start: Start, identity: Identity) -> str:
         """Where a candidate is to be had from: in a job of several nodes, from the memory of all of them."""

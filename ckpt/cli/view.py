@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ckpt.cli import out
 from ckpt.policy.adaptive import span
+from ckpt.types import counted
 
 Facts = dict[str, Any]
 Row = tuple[str, str, str]  # label, text, style; without a label it belongs to the one before
@@ -43,7 +44,7 @@ COLUMN_GAP = 3
 LEVELS = ("local", "peer", "store")
 WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
 STATES = {
-    "appointed": "step {step} is being taken ({staged} of {of} ranks), for {for_}",
+    "appointed": "step {step} is being taken ({staged} of {ranks}), for {for_}",
     "hashed": "step {step} is hashed, for {for_}",
     "copied": "step {step} is put into other nodes' memory",
     "committed": "step {step} is written, for {for_}",
@@ -119,7 +120,7 @@ def _of_store(status: Facts) -> Iterator[Row]:
         yield "store", "no checkpoint yet", ""
     else:
         when = out.ago(found["saved"]) if found["saved"] else "at an unknown time"
-        count = f"{found['checkpoints']} checkpoints"
+        count = counted(found["checkpoints"], "checkpoint")
         yield "store", f"step {found['step']}, saved {when}: the next start goes on from it; {count} in all", ""
     how = "has ended" if found["closed"] else "has not ended: it runs elsewhere, or died with its host"
     yield "epoch", f"{found['epoch']} {how}", ""
@@ -161,7 +162,7 @@ def _lending(lent: Facts) -> Iterator[Row]:
     size, used = out.size(lent["memory_bytes"]), out.size(lent["used_bytes"])
     yield "memory", f"lends {size} at {', '.join(lent['at'])}, {used} used{whose}{how}", ""
     whole = lent["whole"][-1] if lent["whole"] else None
-    yield "keeps", f"{len(lent['keeps'])} checkpoints; the newest that is whole here: {whole or 'none'}", ""
+    yield "keeps", f"{counted(len(lent['keeps']), 'checkpoint')}; the newest that is whole here: {whole or 'none'}", ""
     if lent["committing"]:
         yield "now", f"commits {lent['committing']}", ""
     if lent["error"]:
@@ -171,7 +172,7 @@ def _lending(lent: Facts) -> Iterator[Row]:
 def _ranks(ranks: list[str]) -> str:
     counts = {state: ranks.count(state) for state in ("here", "left", "dead")}
     rest = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != "here")
-    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}" + (f" ({rest})" if rest else "")
+    return counted(len(ranks), "rank") + (f" ({rest})" if rest else "")
 
 
 def _levels(job: Facts, account: Facts) -> tuple[list[str], list[list[str]]]:
@@ -221,13 +222,13 @@ class _Levels:
 def _every(interval: Facts) -> str:
     if interval["interval_s"] is not None:
         return f"every {span(interval['interval_s'])}"
-    return f"every {interval['interval_steps']} steps" if interval["interval_steps"] else ""
+    return f"every {counted(interval['interval_steps'], 'step')}" if interval["interval_steps"] else ""
 
 
 def _under_way(each: Facts) -> str:
-    for_s = each.get("for_s")
+    for_s, ranks = each.get("for_s"), counted(each.get("of", 0), "rank")
     asked = "" if each["asked"] == "appointed" else f" ({each['asked']})"
-    return STATES[each["state"]].format(**each, for_="?" if for_s is None else span(for_s)) + asked
+    return STATES[each["state"]].format(**each, ranks=ranks, for_="?" if for_s is None else span(for_s)) + asked
 
 
 def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) -> Iterator[Row]:
@@ -271,7 +272,7 @@ def _costs(account: Facts) -> Iterator[Row]:
     failed = account["commits_failed"]
     yield "commits", text + (f"; {failed} failed" if failed else ""), "yellow" if failed else ""
     if account["failures"]:
-        text = f"{account['failures']}: {account['lost_steps']} steps ({span(account['lost_s'])}) were lost"
+        text = f"{account['failures']}: {counted(account['lost_steps'], 'step')} lost ({span(account['lost_s'])})"
         if account["phase"] in ("down", "starting"):
             text += ", and what training will go on without"
         if account["recoveries"]["number"]:
@@ -293,7 +294,8 @@ def _share(part_s: float, whole_s: float) -> str:
 def _memory(plan: Facts | None) -> Iterator[Row]:
     if plan is None:
         return
-    text = f"{plan['slots']} slots of {out.size(plan['slot_bytes'])}, {out.size(plan['kept_bytes'])} kept from before, "
+    text = f"{counted(plan['slots'], 'slot')} of {out.size(plan['slot_bytes'])}, "
+    text += f"{out.size(plan['kept_bytes'])} kept from before, "
     text += f"{out.size(plan['commit_bytes'])} for commits: {out.size(plan['total_bytes'])} of "
     text += f"{out.size(plan['allowed_bytes'])} ({plan['bound']})"
     yield "memory", text, "" if plan["slots"] > 2 else "yellow"

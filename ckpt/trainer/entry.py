@@ -88,14 +88,15 @@ class Attempt(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was restored. `level` "none": nothing. `stored`: whether the store has it, wherever it came from."""
+    """What was restored. `level` "none": nothing. `steps_lost`: see `Receipt`. `stored`: whether the store has it,
+    wherever it came from."""
 
     tick: Tick
     level: Any
     identity: str | None
     source: str
     sources: dict[str, int]
-    steps_lost: int | None = None
+    steps_lost: int | None
     stored: bool = True
 
 
@@ -356,8 +357,7 @@ def _restore(
             level = candidate["level"]
             where = {"local": "this host's memory", "peer": "the nodes' memory"}.get(level, "the store")
             source = f"step {identity.tick.step} from {where}"
-            lost = decision.fields.get("steps_lost")
-            stored = bool(candidate["stored"])
+            lost, stored = decision.fields["steps_lost"], bool(candidate["stored"])
             return Found(identity.tick, level, str(identity), source, sources, lost, stored), decision
         failures.append(f"step {identity.tick.step}: {bad}")
         events.emit(
@@ -386,7 +386,7 @@ def _restore(
             )
             events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
         source = f"weights of {asked.init}"
-    return Found(Tick(0), "none", None, source, {}), decision
+    return Found(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
 
 
 def _try(

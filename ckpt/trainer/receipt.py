@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.events import Event
+from ckpt.types import counted
 
 # Events that say that the safe path was taken, or an older or smaller thing than was wanted: their words are the why.
 FALLEN = frozenset(
@@ -42,8 +43,8 @@ class Receipt:
     """`entry_s`: how long entering took. `stalls_s`: how long training stood still for each snapshot.
     `staged_bytes`: of this rank's snapshots in this host's memory. `read_bytes`: what was restored on this rank, by
     the level that it came from. `proven`: what was trusted because this run showed it (hashes, lazy copies, replicas).
-    `fell_back`: what was not, and why. `steps_lost`: between the last step of the former run that is known of and the
-    one restored; None where nothing was."""
+    `fell_back`: what was not, and why. `steps_lost`: that the former run had ended and that have to be done again, as
+    far as anybody who is left knows; None where nobody does."""
 
     start_step: int = 0
     end_step: int = 0
@@ -113,7 +114,7 @@ class Receipt:
 
     def restored_line(self) -> str:
         """One line at the start of a run that goes on."""
-        lost = "" if self.steps_lost is None else f", {self.steps_lost} steps of the former run to do again"
+        lost = self._lost()
         read = ", ".join(f"{_size(count)} {level}" for level, count in sorted(self.read_bytes.items()))
         return (
             f"ckpt: restored {self.restored_from}{lost}; {read or 'no bytes read'}, entered in {self.entry_s:.2f} s"
@@ -124,7 +125,7 @@ class Receipt:
         """One line, without a line break."""
         body = self.to_dict()
         ran = f"steps {self.start_step + 1}..{self.end_step}" if self.end_step > self.start_step else "no steps"
-        lost = "" if self.steps_lost is None else f", {self.steps_lost} steps lost"
+        lost = self._lost()
         stall = (
             ""
             if body["stall_ms_median"] is None
@@ -134,16 +135,20 @@ class Receipt:
         committed = "nothing committed" if self.committed_step is None else f"step {self.committed_step} committed"
         return (
             f"ckpt: {ran} from {self.restored_from}{lost}; "
-            f"{self.snapshots} snapshots, {self.missed} missed{stall}{staged}; {committed}{self._stored()}"
+            f"{counted(self.snapshots, 'snapshot')}, {self.missed} missed{stall}{staged}; {committed}{self._stored()}"
             f"{self._trust()}"
         )
+
+    def _lost(self) -> str:
+        return "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} lost"
 
     def _stored(self) -> str:
         done = self.committed
         if not done.commits:
             return ""
         unchanged = f", {_size(done.referred_bytes)} unchanged" if done.referred_bytes else ""
-        return f" ({_size(done.raw_bytes)} in {done.commits} commits: {_size(done.stored_bytes)} stored{unchanged})"
+        stored = f"{_size(done.stored_bytes)} stored{unchanged}"
+        return f" ({_size(done.raw_bytes)} in {counted(done.commits, 'commit')}: {stored})"
 
     def _trust(self) -> str:
         proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""

@@ -30,6 +30,7 @@ import psutil
 
 from ckpt import storage
 from ckpt.store import keys
+from ckpt.types import counted
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -83,9 +84,9 @@ class Job:
                     raise SystemExit(f"{self.name}: step {step} of rank {rank} was repeated with another loss")
         return found
 
-    def trained(self) -> list[int]:
-        """The steps that rank 0 has ended, in all starts so far."""
-        path = self.log / "losses-0.txt"
+    def trained(self, rank: int = 0) -> list[int]:
+        """The steps that it has ended, in all starts so far."""
+        path = self.log / f"losses-{rank}.txt"
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
     def read(self, what: str, start: int) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def kill_during_save(job: Job, step: int, *, agent_too: bool) -> Kill:
     torchrun.wait()
     psutil.wait_procs(victims, timeout=10)
     what = f"torchrun, {RANKS} workers" + (", agent" if agent_too else "")
-    last_step = job.trained()[-1]
+    last_step = min(job.trained(rank)[-1] for rank in range(RANKS))
     print(f"\n*** SIGKILL to {what} after step {last_step}\n", flush=True)
     return Kill(what, last_step, step, committed)
 
@@ -149,17 +150,18 @@ def is_agent(process: psutil.Process, runtime: str) -> bool:
 def report(kills: list[Kill], job: Job, straight: Job) -> None:
     print()
     row = "{:<28} {:<13} {:<13} {:<13} {:<8} {}"
-    print(row.format("killed", "while saving", "in the store", "came back at", "from", "steps done again"))
+    print(row.format("killed", "while saving", "in the store", "came back at", "from", "steps lost"))
     for number, kill in enumerate(kills, 2):
         came = job.read("restored", number)
         level = {"local": "memory", "store": "store", "none": "nothing"}[came["level"]]
         stored = f"step {max(kill.committed)}" if kill.committed else "nothing"
-        again = kill.last_step - came["step"]
-        print(row.format(kill.what, f"step {kill.saving}", stored, f"step {came['step']}", level, again))
+        lost = kill.last_step - came["step"]
+        print(row.format(kill.what, f"step {kill.saving}", stored, f"step {came['step']}", level, lost))
     for run in (straight, job):
         receipt = run.read("receipt", run.starts)
         stalls = f"{receipt.get('stall_ms_median')} ms each, at most {receipt.get('stall_ms_max')} ms"
-        print(f"{run.name}: the last start took {receipt.get('snapshots')} snapshots; training stood still {stalls}")
+        taken = counted(receipt["snapshots"], "snapshot")
+        print(f"{run.name}: the last start took {taken}; training stood still {stalls}")
 
 
 def compare(straight: Job, killed: Job) -> None:

@@ -29,8 +29,9 @@ class Run:
     def start(self, step: int = 0, level: str = "none", epoch: Epoch = FIRST, took_s: float = 2.0) -> None:
         self.wait(0.0, Phase.STARTING)
         self.now_s += took_s
+        steps_lost = max(0, self.step - step)
         self.epoch, self.step = epoch, step
-        self.account.started(self.now_s, epoch, Tick(step), level, {level: 10} if step else {}, None)
+        self.account.started(self.now_s, epoch, Tick(step), level, {level: 10} if step else {}, None, steps_lost)
 
     def train(self, steps: int) -> None:
         self.step += steps
@@ -176,7 +177,7 @@ def test_going_on_from_an_older_checkpoint_on_purpose_is_no_loss() -> None:
     run.train(10)
     run.wait(0, Phase.IDLE)
     run.start(10, "store", SECOND)
-    assert run.facts()["lost_s"] == 0
+    assert (run.facts()["lost_s"], run.facts()["lost_steps"]) == (0, 0)
 
 
 def test_a_start_that_does_not_come_about_leaves_a_failed_run_down_and_an_ended_one_idle() -> None:
@@ -283,7 +284,7 @@ def test_a_commit_of_the_start_before_counts_where_this_one_goes_on_from_it() ->
 def test_the_age_of_a_checkpoint_from_the_store_is_what_its_record_says() -> None:
     account = Account()
     account.look(0.0, Phase.STARTING)
-    account.started(1.0, FIRST, Tick(7), "store", {}, 60.0)
+    account.started(1.0, FIRST, Tick(7), "store", {}, 60.0, 0)
     assert account.facts(11.0)["safe"] == {"store": {"step": 7, "tick": str(Tick(7)), "age_s": 70.0}}
 
 

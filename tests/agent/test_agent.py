@@ -236,6 +236,33 @@ def test_a_new_start_supersedes_the_trainers_that_still_live_and_takes_their_mem
     assert committed_steps(url)[-1] == step > last
 
 
+def test_each_start_says_how_many_steps_it_loses_and_no_step_is_lost_twice(
+    ranks: Callable[..., list[FakeRank]],
+) -> None:
+    def begin() -> tuple[FakeRank, Any]:
+        (rank,) = ranks(1, options={**OPTIONS, "policy": {"steps": 1000, "seconds": None}})
+        return rank, start([rank]).fields
+
+    rank, fields = begin()
+    assert fields["steps_lost"] is None
+    rank.enter(8)
+    rank, fields = begin()
+    assert (fields["candidate"], fields["steps_lost"]) == (None, 7), "nothing was saved"
+    train([rank], 4)
+    rank.save(Tick(4, 1))
+    assert rank.wait_level(Tick(4, 1), "local")
+    rank.enter(9)
+    rank, fields = begin()
+    assert (fields["candidate"]["step"], fields["steps_lost"]) == (4, 4)
+    rank.enter(7)
+    rank, fields = begin()
+    assert (fields["candidate"]["step"], fields["steps_lost"]) == (4, 2), "those of the start before are lost already"
+    recovered = lambda: [each["data"] for each in rank.events if each["name"] == "job.recovered"]  # noqa: E731
+    wait_for(lambda: bool(recovered()))
+    assert recovered()[0]["lost_steps"] == 2
+    finish([rank])
+
+
 def test_a_launch_that_was_superseded_does_not_come_back_by_itself(ranks: Callable[..., list[FakeRank]]) -> None:
     first = ranks(1, "first")
     start(first)
@@ -508,7 +535,7 @@ def test_a_killed_job_is_restored_from_memory_and_its_newest_checkpoint_committe
         assert decision.fields["candidate"]["step"] == last
         assert decision.fields["candidate"]["level"] == "local"
         again.check(last)
-        assert decision.fields["steps_lost"] == 2
+        assert decision.fields["steps_lost"] == 1  # and the second was under way, as far as the ranks had said
         finish([again])
         agent = again.connection.agent_pid
     finally:

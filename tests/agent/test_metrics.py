@@ -60,7 +60,7 @@ def parse(text: str) -> Samples:
 def a_status(**job: Any) -> dict[str, Any]:
     account = Account()
     account.look(0.0, Phase.STARTING)
-    account.started(2.0, Epoch(1, "0" * 16), Tick(5), "store", {"store": 100}, 30.0)
+    account.started(2.0, Epoch(1, "0" * 16), Tick(5), "store", {"store": 100}, 30.0, 0)
     account.staged(10.0, Tick(9), 0.25)
     account.complete(Epoch(1, "0" * 16), Tick(9), 1000)
     account.look(12.0, Phase.TRAINING, 11)

@@ -138,7 +138,7 @@ def test_what_a_killed_trainer_cost_is_seen_by_a_scraper(
     again = FakeRank(url, 0, 1)
     again.connect()
     try:
-        start([again])
+        decision = start([again])
         wait_for(lambda: scraped(address)["ckpt_phase"][("phase", "training"),] == 1)  # a page is kept for a moment
         up = scraped(address)
         assert up["ckpt_lost_steps_total"][()] == 2  # and the third was under way, as far as the ranks had said
@@ -149,7 +149,7 @@ def test_what_a_killed_trainer_cost_is_seen_by_a_scraper(
         assert up["ckpt_restored_bytes_total"][("level", "local"),] > 512 * 300 * 4
         assert up["ckpt_safe_step"][("level", "local"),] == last
         recovered = [each for each in again.events if each["name"] == "job.recovered"]
-        assert recovered[0]["data"]["lost_steps"] == 2
+        assert recovered[0]["data"]["lost_steps"] == decision.fields["steps_lost"] == 2
         finish([again])
         agent = again.connection.agent_pid
     finally:

@@ -96,6 +96,16 @@ def test_a_small_terminal_shows_what_one_has_to_know_and_says_what_else_there_is
     assert lines[-1].startswith("a higher window also shows memory")
 
 
+def test_of_one_of_a_kind_it_speaks_as_of_one() -> None:
+    way = {"level": "local", "state": "appointed", "step": 2, "staged": 0, "of": 1, "for_s": 1, "asked": "appointed"}
+    every = {"interval_s": None, "interval_steps": 1, "by": "every"}
+    job = {**JOB, "ranks": ["here"], "under_way": [way], "intervals": {"local": every}}
+    job["memory"] = {**JOB["memory"], "slots": 1}
+    text = view.text({**STATUS, "account": {**ACCOUNT, "lost_steps": 1}, "job": job}, 200)
+    for part in (", 1 rank\n", "(0 of 1 rank)", "every 1 step ", "1 slot of", "1: 1 step lost (10 s)"):
+        assert part in text, text
+
+
 def test_the_newest_event_stays_longer_than_those_before_it() -> None:
     text = "\n".join(drawn(80, 24))
     assert "step 64 was not committed" in text

@@ -106,6 +106,16 @@ def test_what_fell_back_is_bounded_and_in_one_line() -> None:
     assert all(len(text) <= WORDS_MAX and text.endswith("x ...") for text in receipt.fallen)
 
 
+def test_a_restore_and_an_exit_say_in_the_same_words_what_a_restart_lost() -> None:
+    receipt = Receipt(start_step=2, end_step=3, restored_from="step 2 from the store", steps_lost=7)
+    for line in (receipt.restored_line(), receipt.line()):
+        assert "step 2 from the store, 7 steps lost; " in line
+    receipt.steps_lost = receipt.snapshots = receipt.committed.commits = 1
+    assert ", 1 step lost; " in receipt.restored_line()
+    for part in (", 1 step lost; ", "; 1 snapshot, ", " in 1 commit: "):
+        assert part in receipt.line()
+
+
 def test_a_run_that_was_at_its_end_already_says_that_it_made_no_steps() -> None:
     receipt = Receipt(start_step=48, end_step=48, restored_from="step 48 from the store")
     assert receipt.line().startswith("ckpt: no steps from step 48 from the store;")
