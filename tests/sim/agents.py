@@ -218,7 +218,7 @@ class Agent:
         if killed and self.network is not None:
             self.network.transport.close()
         if killed:
-            self.world.dead.add(self)
+            self.world.kill(self)
             self._hang_up()
         else:
             self.world.spawn(f"end of agent {self.number}", self._end)
@@ -635,6 +635,7 @@ class SimFetch:
         self._fabric, self._peer, self._name, self._target, self._frames = fabric, peer, name, target, frames
         self._missing, self._landed, self._numbers = list(wanted), landed, numbers
         self._cancelled = False
+        fabric.world.remember(self)
         fabric.world.spawn(f"fetch {name}", self._work)
 
     def missing(self) -> list[int]:
@@ -642,6 +643,9 @@ class SimFetch:
 
     def cancel(self) -> None:
         self._cancelled = True
+
+    def close(self) -> None:
+        self._target.release()
 
     def _work(self) -> None:
         try:

@@ -112,7 +112,7 @@ class SimRank(FakeRank):
     def die(self) -> None:
         if not self.over:
             self.over = True
-            self.fabric.world.dead.add(self)
+            self.fabric.world.kill(self)
             if self.is_open:
                 self.connection.died()
 

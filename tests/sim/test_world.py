@@ -109,5 +109,17 @@ def test_nothing_of_a_world_is_left_after_it() -> None:
     assert time.monotonic is monotonic, "the clock is the machine's again"
 
 
+def test_what_a_killed_process_had_in_memory_goes_with_it_and_what_others_have_stays() -> None:
+    with living(1) as world:
+        pages: list[ControlPage] = []
+        for owner in ("killed", "lives"):
+            world.owner = owner
+            world.spawn(owner, lambda: pages.append(ControlPage.create(1)))
+        world.owner = None
+        world.run(lambda: len(pages) == 2, 10.0)
+        world.kill("killed")
+        assert [page.fd >= 0 for page in pages] == [False, True]
+
+
 def test_a_seed_gives_the_same_life_again() -> None:
     assert live(2) == live(2)

@@ -20,8 +20,8 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import pytest
 
@@ -42,6 +42,10 @@ class Over(BaseException):
 
 class Stuck(AssertionError):
     """Nothing more can happen, or it takes too long."""
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
 
 
 class Turn:
@@ -99,7 +103,7 @@ class World:
         self.back = threading.Lock()
         self.back.acquire()
         self.turns: list[Turn] = []
-        self.memory: list[Arena | ControlPage] = []
+        self._memory: list[tuple[Any, Closes]] = []  # by whose it is
         self._events: list[tuple[float, int, Any, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._waiting: dict[int, list[tuple[Turn, int]]] = {}  # by condition
@@ -140,13 +144,25 @@ class World:
         self.at(0.0, lambda: self._go_on(turn))
         return turn
 
+    def remember(self, memory: Closes) -> None:
+        """It goes with whose it is."""
+        self._memory.append((self.owner, memory))
+
+    def kill(self, owner: Any) -> None:
+        """A process: none of its threads goes on, and its memory goes, as it does on a machine."""
+        self.dead.add(owner)
+        self._close_memory([each for each in self._memory if each[0] is owner])
+
     def close(self) -> None:
-        """What is left of processes goes, as it does on a machine: their threads, and their memory."""
+        """What is left of processes goes, too."""
         self.over = True
         for turn in self.turns:
             while not turn.done:
                 self._let_go(turn)
-        for each in self.memory:
+        self._close_memory(self._memory)
+
+    def _close_memory(self, which: Iterable[tuple[Any, Closes]]) -> None:
+        for _, each in which:
             with contextlib.suppress(BufferError):
                 each.close()
 
@@ -268,7 +284,7 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
 
         def begin_here(self: Any, *given: Any, **named: Any) -> None:
             begin(self, *given, **named)
-            world.memory.append(self)
+            world.remember(self)
 
         patch.setattr(made, "__init__", begin_here)
 
