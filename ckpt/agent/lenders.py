@@ -6,6 +6,7 @@ more than PATIENCE_S and fails no training; it is called again as long as the jo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class Lenders:
         self.wanted: tuple[Address, ...] = ()  # by the newest job
         self._there: dict[Address, Lent] = {}
         self._why: dict[Address, str] = {}  # of those that are not
+        self._cut: dict[Address, object] = {}  # of these: whose connection has ended just now: they may be there still
         self._terms: Terms | None = None  # of the job under way, once it has begun
         self._calls = 0  # older rounds of calls end by themselves
 
@@ -74,8 +76,9 @@ class Lenders:
 
     @property
     def awaited(self) -> bool:
-        """Whether it is not known yet of some that are called whether they are there."""
-        return self.lead and any(address not in self._there and address not in self._why for address in self.wanted)
+        """Whether it is not known yet of some that are called whether they are there, or there again."""
+        known = {*self._there, *self._why} - self._cut.keys()
+        return self.lead and any(address not in known for address in self.wanted)
 
     def there(self) -> tuple[Lent, ...]:
         """Those that can be asked, in a fixed order; one that is named by several addresses once."""
@@ -131,7 +134,13 @@ class Lenders:
         found = [address for address, lent in self._there.items() if lent.node.name == name]
         for address in found:
             self._lose(address, "the connection has ended")
+            self._cut[address] = token = object()
+            self._later(PATIENCE_S, functools.partial(self._gone, address, token))
         return bool(found)
+
+    def _gone(self, address: Address, cut: object) -> None:
+        if self._cut.get(address) is cut:
+            del self._cut[address]
 
     # -- inside
 
@@ -204,6 +213,8 @@ class Lenders:
         def answered(answer: Message | None, error: str, was_there: bool) -> None:
             if number != self._calls:
                 return
+            if not was_there:
+                self._cut.pop(address, None)
             error = self._busy(answer) or error
             if not error and answer is not None:
                 error = self._take(address, answer)
@@ -234,6 +245,7 @@ class Lenders:
             return f"it has answered what cannot be read: {exc!r:.200}"
         before = self._there.get(address)
         self._there[address] = lent
+        self._cut.pop(address, None)
         if before is None or before.node != lent.node:
             known = self._why.pop(address, None)
             text = f"the memory-only node at {address} lends {lends >> 20:,} MiB"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ckpt.agent.lenders import Lenders
+import pytest
+
+from ckpt.agent.lenders import CALL_S, PATIENCE_S, Lenders
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.terms import Terms
 
@@ -19,3 +22,33 @@ def test_nobody_waits_for_one_that_is_not_called_any_more() -> None:
     assert lenders.awaited
     lenders.end()
     assert not lenders.awaited
+
+
+@pytest.mark.parametrize("then", ["it is back", "nobody is there", "it does not answer"])
+def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_again(then: str) -> None:
+    """What it keeps may be all that outlives a node, and nothing goes before it was asked."""
+    address = Address.parse("127.0.0.1:9")
+    later: dict[float, Callable[[], None]] = {}
+    loan = {"lends": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
+    answers, reach = [SimpleNamespace(fields=loan)], ["lender", ""]
+    network = SimpleNamespace(
+        find=lambda address, then: then(*reach),
+        ask=lambda name, fields, blobs, then: then(answers.pop(), "") if answers else None,
+        channel=lambda name: None,
+    )
+    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    assert [each.name for each in lenders.nodes()] == ["lender"]
+    assert not lenders.awaited
+    assert lenders.closed("lender")
+    assert lenders.nodes() == []
+    assert lenders.awaited
+    if then == "it is back":
+        answers.append(SimpleNamespace(fields=loan))
+    elif then == "nobody is there":
+        reach[:] = ["", "nobody listens there"]
+    later[CALL_S]()
+    assert lenders.awaited is (then == "it does not answer")
+    later[PATIENCE_S]()
+    assert not lenders.awaited, "for ever nobody waits"
+    assert bool(lenders.nodes()) is (then == "it is back")
