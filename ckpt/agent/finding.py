@@ -1,10 +1,11 @@
 """What is safe in other nodes' memory, where its coordinator does not know, since it was started again, or had no
 connection to who keeps it: each node says what it has of the epoch, and what it was told to be safe. Main thread only.
 
-Safe is the newest that any of them was told of, if there is anything of it: nothing went for a newer one. A newer one
-counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for, or as of
-the one before: that word may have reached nobody. All of it was checked where it arrived. If a node does not answer
-nothing is known.
+Safe is the newest that any of them was told of, if there is anything of it: nothing went for a newer one. Where none
+was told of any there may be one all the same of which others keep a part, the first then that outlives a node. A newer
+one counts as well that lies, in copies, in parity, or both, where as many nodes may be lost of it as is asked for, or
+as of the one before: that word may have reached nobody. All of it was checked where it arrived. If a node does not
+answer nothing is known.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
         every.add(each.held, name)
     whole = max((identity for identity in every.worlds if _outlives(every, identity, losses)), default=None)
     told = [each.safe for each in kept.values() if each.safe in every.worlds]
-    newest = max([*filter(None, told), *([whole] if whole is not None else [])], default=None)
+    partly = (each for each in every.complete() if max(_outlived(every, each, losses), default=0) > 0)
+    newest = max([*filter(None, told), *([whole] if whole is not None else [])], default=None) or next(partly, None)
     for newer in [identity for identity in every.complete() if newest is not None and identity > newest]:
         if newest is not None and _outlives(every, newer, _outlived(every, newest, losses)):
             newest = newer

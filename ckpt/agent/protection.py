@@ -48,6 +48,7 @@ class Protection:
         self.with_hosts: dict[str, list[str]] = {}  # whose state goes with one machine, by what that is called
         self._risks: dict[str, float] = {}
         self._used: dict[Identity, Placement] = {}  # of the newest checkpoints: where they went, wherever the next goes
+        self._parts: dict[Identity, set[str]] = {}  # the same by any attempt: who has ever had a part in it
         self._anew = False  # whoever was together need not stay so
         self._lenders = lenders
         self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
@@ -154,11 +155,7 @@ class Protection:
 
     def involves(self, name: str, identity: Identity) -> bool:
         """Whether that checkpoint is less safe without that agent's memory, as far as is known."""
-        placement = self._used.get(identity)
-        if placement is None:
-            return True
-        kept = any(name in (each.node, *each.holders) for each in placement.kept)
-        return kept or any(group.parity and name in group.members for group in placement.groups)
+        return identity not in self._parts or name in self._parts[identity]
 
     def others(self, identity: Identity, node: str, slow: bool) -> list[str]:
         """Who else has what that node staged of that checkpoint: those that keep copies of it; with parity, where it is
@@ -255,8 +252,12 @@ class Protection:
         or what went wrong. It answers whether that makes it safe: see Replication."""
         assert self.placement is not None
         self._used[identity] = self.placement
+        if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
+            self._parts.setdefault(identity, set()).update(_parts(self.placement))
         while len(self._used) > USED_MAX:
-            del self._used[next(iter(self._used))]
+            oldest = next(iter(self._used))
+            del self._used[oldest]
+            self._parts.pop(oldest, None)
         nodes = [*self._nodes, *(each.node for each in self._lenders())]
         if isinstance(self.placement.option, Parity):
             services = self._network, self._copies, self._parities, nodes
@@ -349,6 +350,12 @@ class Protection:
         """One after the other: each wants much of the other nodes."""
         while self._to_remake and not self._is_remaking:
             self._to_remake.popleft()()
+
+
+def _parts(placement: Placement) -> set[str]:
+    """Who gives something, or keeps it."""
+    kept = {name for each in placement.kept for name in (each.node, *each.holders)}
+    return kept | {name for group in placement.groups if group.parity for name in group.members}
 
 
 def _order(risks: Mapping[str, float]) -> dict[str, int]:

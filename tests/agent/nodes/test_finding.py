@@ -79,6 +79,8 @@ def keeps(safe: int | None, **ranks: list[int]) -> Keeps:
         ([keeps(None, _5=[0]), keeps(3, _3=[0, 1], _5=[1]), keeps(3, _3=[1], _5=[2])], 3, None),
         ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1], _5=[2])], 5, None),  # of 3 a part is lost
         ([keeps(None, _5=[0]), keeps(3, _3=[0], _5=[1]), keeps(3, _3=[1])], 3, None),  # of both
+        # Nothing was ever said to be safe, but a node has more of 5 than of 7.
+        ([keeps(None, _5=[0], _7=[0]), keeps(None, _5=[0, 1], _7=[1]), keeps(None, _5=[2], _7=[2])], 5, None),
     ],
 )
 def test_safe_is_what_anybody_was_told_of_or_what_lies_on_as_many_nodes_as_it_should(

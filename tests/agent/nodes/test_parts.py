@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -246,10 +247,15 @@ def test_the_answers_of_all_nodes_are_waited_for_and_the_first_error_is_told(ord
 MIB = 1 << 20
 
 
-def protection(count: int, copies: int | None = 1, option: Parity | None = None) -> Protection:
+def protection(
+    count: int,
+    copies: int | None = 1,
+    option: Parity | None = None,
+    lenders: Callable[[], Sequence[Lent]] = tuple,
+) -> Protection:
     nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
     asked = option if option is not None else Replicas(copies) if copies is not None else None
-    return Protection(cast(Network, None), cast(Copies, None), cast(Parities, None), nodes, asked)
+    return Protection(cast(Network, None), cast(Copies, None), cast(Parities, None), nodes, asked, lenders)
 
 
 def plans(count: int, slot_mib: int, allowed_mib: int) -> dict[str, MemoryPlan]:
@@ -455,6 +461,26 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     assert made.placement != before
     assert [made.others(identity(5), name, False) for name in ("n0", "n3")] == [["n2"], [""]]
     assert made.others(identity(6), "n0", True) == []
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again_elsewhere(found: bool) -> None:
+    """`found`: it was found to be safe, and the memory-only node may have part in it or not."""
+    lenders = [Lent(NodeAt("lender", (), ()), 1 << 40)]
+    made = protection(2, lenders=lambda: lenders)
+    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=lambda *given: None))
+    made._copies = cast(Copies, SimpleNamespace(publish=lambda *given: None))
+    if not found:
+        made.place(sizes(2, 100), plans(2, 100, 400))
+        made.replicate(identity(5), None, {}, lambda error: None)
+    assert made.involves("lender", identity(5))
+    lenders.clear()
+    made.place(sizes(2, 100), plans(2, 100, 5000))
+    for _ in range(2):
+        made.replicate(identity(5), identity(5), {}, lambda error: None)
+        assert made.involves("lender", identity(5)), "it was copied there before, and may be there still"
+    made.replicate(identity(6), identity(5), {}, lambda error: None)
+    assert [made.involves(name, identity(6)) for name in ("n1", "lender")] == [True, False]
 
 
 def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
