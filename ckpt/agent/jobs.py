@@ -377,10 +377,7 @@ class Job(TakenOver):
         protection, tick = self.protection, self.group.safe_tick
         if protection is None:
             return
-        ticks, holders = self.group.copied_ticks, {each for kept in self.group.safe_kept for each in kept.holders}
-        # It may have been copied anew since, to others, and what some have of before counts still.
-        known = [each for each in ticks if each == tick and name in holders]
-        lost = [each for each in ticks if each in known or protection.involves(name, Identity(self.epoch, each))]
+        lost = [each for each in self.group.copied_ticks if protection.involves(name, Identity(self.epoch, each))]
         if lost:
             self.group.copies_lost(name, lost)
         if tick in lost and tick is not None and self._services.account.unprotected() is not None:

@@ -365,30 +365,6 @@ def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_
     assert said == [Safe(at(3), None)]
 
 
-def test_a_node_that_keeps_some_of_what_is_safe_since_an_attempt_before_is_missed_when_it_is_gone() -> None:
-    """It was copied anew, and then to others: of what these had no room for the former copies count still."""
-    lost, said = list[tuple[str, list[Tick]]](), list[str]()
-    group = SimpleNamespace(
-        safe_tick=Tick(3),
-        copied_ticks=[Tick(3), Tick(7)],
-        safe_kept=(Kept("", 1, ("b",)), Kept("b", 1, ("m",))),
-        copies_lost=lambda name, ticks: lost.append((name, ticks)),
-    )
-    job = SimpleNamespace(
-        reprotecting=None,
-        refinding=None,
-        protection=SimpleNamespace(involves=lambda name, identity: name == "b"),
-        group=group,
-        epoch=EPOCH,
-        _services=SimpleNamespace(account=SimpleNamespace(unprotected=lambda: at(3))),
-        emit=lambda name, *about: said.append(name),
-    )
-    for name in ("other", "m", "b"):
-        Job.copies_lost(cast(Job, job), name)
-    assert lost == [("m", [Tick(3)]), ("b", [Tick(3), Tick(7)])]
-    assert said == ["peers.lost"] * 2
-
-
 def test_where_no_node_has_room_any_more_it_is_not_said_to_be_safe_elsewhere() -> None:
     carried = Carried()
     carried.replicate()
