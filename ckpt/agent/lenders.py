@@ -215,6 +215,8 @@ class Lenders:
                 return
             if not was_there:
                 self._cut.pop(address, None)
+            elif answer is None and self._is_cut_off(address):
+                return  # `closed` is told next, and what it kept is missed then
             error = self._busy(answer) or error
             if not error and answer is not None:
                 error = self._take(address, answer)
@@ -222,6 +224,10 @@ class Lenders:
                 self._lose(address, error)
 
         return answered
+
+    def _is_cut_off(self, address: Address) -> bool:
+        lent, network = self._there.get(address), self._network()
+        return lent is not None and network is not None and network.channel(lent.node.name) is None
 
     def _busy(self, answer: Message | None) -> str:
         launch = answer.fields.get("busy") if answer is not None else None

@@ -52,3 +52,27 @@ def test_one_whose_connection_has_ended_may_be_there_still_until_it_was_called_a
     later[PATIENCE_S]()
     assert not lenders.awaited, "for ever nobody waits"
     assert bool(lenders.nodes()) is (then == "it is back")
+
+
+def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() -> None:
+    """As where the link is cut, or its machine has died: it is asked every few seconds, and found to be silent later.
+    What it kept is not believed to be there any more, and it may be there still."""
+    address = Address.parse("127.0.0.1:9")
+    later: dict[float, Callable[[], None]] = {}
+    loan = {"lends": 1 << 30, "name": "lender", "domains": [], "link_bytes_s": 0}
+    asked: list[Callable[..., None]] = []
+    connected = {"lender": object()}
+    network = SimpleNamespace(
+        find=lambda address, then: then("lender", ""),
+        ask=lambda name, fields, blobs, then: asked.append(then),
+        channel=connected.get,
+    )
+    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    asked.pop()(SimpleNamespace(fields=loan), "")
+    later[CALL_S]()
+    connected.clear()  # in the order of Network.closed
+    asked.pop()(None, "the connection to agent lender has ended: it has been silent for 20 s")
+    assert lenders.closed("lender")
+    assert lenders.nodes() == []
+    assert lenders.awaited
