@@ -305,7 +305,7 @@ class Carrier(Committing):
             return
         own = dict(self.own.arenas.get(slot, {}))
         self._unkept = False
-        protection.replicate(identity, safe, own, self._guarded(ended))
+        protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_kept)
 
     def _unprotect(self, tick: Tick, why: str) -> None:
         """What other nodes keep of that tick is not all that made it safe: nobody is told any more that it is."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -335,13 +335,21 @@ class Copies:
         """All of it that was to come from there is here, or not."""
         (self._failed.discard if succeeded else self._failed.add)((identity, source))
 
-    def make_room(self, identity: Identity, safe: Identity | None, sizes: Iterable[int] = ()) -> None:
+    def make_room(
+        self,
+        identity: Identity,
+        safe: Identity | None,
+        sizes: Collection[int] = (),
+        needed: Collection[int] | None = None,
+    ) -> None:
         """Copies of `identity` are to come. What is kept of other checkpoints of its epoch, but for the one that is
         `safe`, came of attempts that failed. `safe`: None where that is not known, or nothing is, and these may be all
         that outlives a node: then that stays which was said to be when that was known, and the newest of those that did
         not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Where nothing of `safe`
         is here, since this node was away, it may be less safe than what was said to be before: that stays as well, if
-        there is room. Errors: AgentError, see `check`."""
+        there is room. `needed`: the ranks of `safe` whose copies here make it so, None: that is not known. Others have
+        come when it was copied under an earlier placement, and go where there is no room. Errors: AgentError, see
+        `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         if safe is None:
@@ -355,6 +363,8 @@ class Copies:
             self.forget(lambda each: each in others and each != before)
             others = set() if self.fits(sizes) else {before}
         self.forget(others.__contains__)
+        if needed is not None and safe != identity and not self.fits(sizes):
+            self._forget([key for key in self.kept if key[0] == safe and key[1] not in needed])
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more, nor what of them is still on its way."""
@@ -366,7 +376,11 @@ class Copies:
                 self._offer_no_more(name)
         self.chunks.forget(goes)
         self._failed = {each for each in self._failed if not goes(each[0])}
-        for key in [key for key in self.kept if goes(key[0])]:
+        self._forget([key for key in self.kept if goes(key[0])])
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._offer_no_more(transfer_of(*key))
             arena = self.kept.pop(key)
             if self._leases[key[0]]:
                 self._late[key] = arena

@@ -394,7 +394,9 @@ class Others(Leading):
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
             safe = fields["safe"]
             sizes = [each.size for each in wanted]
-            self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None, sizes)
+            told = fields.get("needed")
+            needed = [int(rank) for rank in told] if told is not None else None
+            self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None, sizes, needed)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
         moving = Moving(channel, request_id, self.copies.progress, self._server.later)
 

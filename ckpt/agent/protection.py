@@ -246,10 +246,15 @@ class Protection:
         ]
 
     def replicate(
-        self, identity: Identity, safe: Identity | None, own: Mapping[int, Arena], then: Callable[[str], bool | None]
+        self,
+        identity: Identity,
+        safe: Identity | None,
+        own: Mapping[int, Arena],
+        then: Callable[[str], bool | None],
+        safe_kept: Sequence[Kept] = (),
     ) -> None:
-        """`safe`: the newest that is safe until now. `then` hears "" once every copy is where it should be, and right;
-        or what went wrong. It answers whether that makes it safe: see Replication."""
+        """`safe`: the newest that is safe until now, and `safe_kept`: by whom. `then` hears "" once every copy is where
+        it should be, and right; or what went wrong. It answers whether that makes it safe: see Replication."""
         assert self.placement is not None
         self._used[identity] = self.placement
         if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
@@ -265,7 +270,13 @@ class Protection:
             return
         ranks = {node.name: node.ranks for node in self._nodes}
         wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
-        Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then).begin()
+        named: dict[str, list[int]] = {}
+        for kept in safe_kept:
+            for holder in kept.holders:
+                named.setdefault(holder or self._network.me, []).extend(ranks[kept.node or self._network.me])
+        known = safe_kept and all(kept.holders or not kept.losses for kept in safe_kept)  # else it was found to be safe
+        needed = named if known else None
+        Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then, needed).begin()
 
     def find_safe(
         self,

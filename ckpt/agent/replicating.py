@@ -25,7 +25,8 @@ class Replication:
     """`wanted`: by the name of the node that gives them: snapshots of which ranks, and the nodes that are to keep them.
     `safe`: the newest checkpoint that is where it should be. `own`: the arenas of what this node gives. The givers keep
     them as they are until `then` has heard "" or what went wrong. It is called once, and answers whether the checkpoint
-    is safe now: where it does not say so nothing older goes anywhere."""
+    is safe now: where it does not say so nothing older goes anywhere. `needed`: by the name of a node: the ranks whose
+    copies there make `safe` so; None: that is not known."""
 
     what = "a copy"
 
@@ -39,8 +40,9 @@ class Replication:
         safe: Identity | None,
         own: Mapping[int, Arena],
         then: Callable[[str], bool | None],
+        needed: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._safe = safe
+        self._safe, self._needed = safe, needed
         self._network, self._copies, self._then = network, copies, then
         self._nodes = {node.name: node for node in nodes}
         self._wanted = {name: each for name, each in wanted.items() if all(each) and name in self._nodes}
@@ -91,7 +93,8 @@ class Replication:
             wanted, addresses = decode_described(blob), self._network.addresses(node)
             then = lambda error: self._ended(source, holder, error)  # noqa: E731
             try:
-                self._copies.make_room(self._identity, self._safe, [each.size for each in wanted])
+                sizes = [each.size for each in wanted]
+                self._copies.make_room(self._identity, self._safe, sizes, self._needed_at(holder))
             except AgentError as exc:
                 self._ended(source, holder, str(exc))
                 return
@@ -101,10 +104,14 @@ class Replication:
             "t": "keep",
             "identity": str(self._identity),
             "safe": str(self._safe) if self._safe is not None else None,
+            "needed": self._needed_at(holder),
             "source": source,
             "addresses": [str(address) for address in node.addresses],
         }
         self._network.ask(holder, fields, [blob], lambda answer, error: self._ended(source, holder, error))
+
+    def _needed_at(self, holder: str) -> Sequence[int] | None:
+        return self._needed.get(holder, ()) if self._needed is not None else None
 
     def _ended(self, source: str, holder: str, error: str) -> None:
         if (source, holder) not in self._left:

@@ -168,6 +168,23 @@ def test_what_is_on_its_way_from_an_agent_that_is_gone_is_given_up_at_once(held:
     assert held.kept() == set()
 
 
+def test_what_came_of_what_is_safe_under_an_earlier_placement_goes_where_the_next_has_no_room_beside_it(
+    held: Held,
+) -> None:
+    """Else it would be there until something newer is safe, which never is: memory is for two generations."""
+    assert held.copy(identity(5)) == ""
+    size = held.keeper.kept[identity(5), 0].bytes
+    held.keeper.bound(lambda: 3 * size)
+    held.keeper.make_room(identity(6), identity(5), [size], [1])
+    assert held.kept() == {(5, 0), (5, 1)}, "there is room"
+    held.keeper.make_room(identity(6), identity(5), [size] * 2)
+    assert held.kept() == {(5, 0), (5, 1)}, "it is not known which of them make it safe"
+    held.keeper.make_room(identity(5), identity(5), [size] * 2, [1])
+    assert held.kept() == {(5, 0), (5, 1)}, "it is copied itself, and stays as it was until that has come"
+    held.keeper.make_room(identity(6), identity(5), [size] * 2, [1])
+    assert held.kept() == {(5, 1)}
+
+
 @pytest.mark.parametrize("landed", [True, False])
 @pytest.mark.parametrize("how", ["a newer start has a whole checkpoint", "a newer one is safe", "the job is over"])
 def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:

@@ -241,6 +241,7 @@ class Carried:
             outdoes_former=True,
             undoes_safe=False,
             safe_tick=None,
+            safe_kept=(),
             found_safe=self.found_safe,
             replicated=self.replicated,
         )
@@ -268,7 +269,7 @@ class Carried:
         self.known = safe
         self.finding.append(then)
 
-    def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool]) -> None:
+    def protect(self, identity: Identity, safe: Identity | None, own: Any, then: Callable[[str], bool], _: Any) -> None:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 

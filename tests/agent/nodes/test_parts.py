@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.agent import memory
+from ckpt.agent.arena import PAGE
 from ckpt.agent.candidates import candidates
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies
+from ckpt.agent.copies import Copies, Described, encode_described
 from ckpt.agent.folding import WORK_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
@@ -30,12 +31,14 @@ from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
 from ckpt.agent.parities import Parities
+from ckpt.agent.peers.transport import Frames
 from ckpt.agent.protection import SLOTS_MIN, Protection
 from ckpt.agent.rebuilding import UNWANTED
 from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
+from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
 from ckpt.format.manifest import FRAME
-from ckpt.plan.placement import GENERATIONS, Parity, Replicas
+from ckpt.plan.placement import GENERATIONS, Kept, Parity, Replicas
 from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity
 from tests.agent.nodes.staged import EPOCH, WRONG, identity, spoiled, staged
@@ -481,6 +484,24 @@ def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again
         assert made.involves("lender", identity(5)), "it was copied there before, and may be there still"
     made.replicate(identity(6), identity(5), {}, lambda error: None)
     assert [made.involves(name, identity(6)) for name in ("n1", "lender")] == [True, False]
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(found: bool) -> None:
+    """`found`: it was found to be safe, and who keeps what of it is not known."""
+    made, heard = protection(2), list[Any]()
+    frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
+    told = Message({}, [], [encode_described([Described(1, PAGE, bytes(PAGE), frames)])])
+    ask = lambda name, fields, blobs, then: then(told, "")  # noqa: E731
+    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=ask, addresses=lambda node: []))
+    copies = SimpleNamespace(
+        publish=lambda *given: None, keep=lambda *given: None, make_room=lambda *given: heard.append(given)
+    )
+    made._copies = cast(Copies, copies)
+    made.place(sizes(2, 100), plans(2, 100, 5000))
+    kept = Kept("", 1, () if found else ("n1",)), Kept("n1", 1, () if found else ("",))
+    made.replicate(identity(6), identity(5), {}, lambda error: None, kept)
+    assert heard == [(identity(6), identity(5), [PAGE], None if found else [1])]
 
 
 def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
