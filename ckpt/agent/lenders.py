@@ -133,10 +133,14 @@ class Lenders:
             return False  # it was made anew
         found = [address for address, lent in self._there.items() if lent.node.name == name]
         for address in found:
-            self._lose(address, "the connection has ended")
-            self._cut[address] = token = object()
-            self._later(PATIENCE_S, functools.partial(self._gone, address, token))
+            self._cut_off(address, "the connection has ended")
         return bool(found)
+
+    def _cut_off(self, address: Address, why: str) -> None:
+        """It was there until now, and may be there still."""
+        self._lose(address, why)
+        self._cut[address] = token = object()
+        self._later(PATIENCE_S, functools.partial(self._gone, address, token))
 
     def _gone(self, address: Address, cut: object) -> None:
         if self._cut.get(address) is cut:
@@ -220,7 +224,9 @@ class Lenders:
             error = self._busy(answer) or error
             if not error and answer is not None:
                 error = self._take(address, answer)
-            if error:
+            if error and answer is None and was_there and address not in self._why:
+                self._cut_off(address, error)
+            elif error:
                 self._lose(address, error)
 
         return answered

@@ -76,3 +76,25 @@ def test_one_whose_connection_ends_while_it_is_asked_is_missed_all_the_same() ->
     assert lenders.closed("lender")
     assert lenders.nodes() == []
     assert lenders.awaited
+
+
+def test_one_whose_connection_ends_while_it_is_called_first_may_be_there_still_until_it_was_called_again() -> None:
+    """As by a coordinator that was started again: it is waited for once, not each time that it does not answer."""
+    address = Address.parse("127.0.0.1:9")
+    later: dict[float, Callable[[], None]] = {}
+    network = SimpleNamespace(
+        find=lambda address, then: then("lender", ""),
+        ask=lambda name, fields, blobs, then: then(None, "the connection to agent lender has ended"),
+        channel=lambda name: None,
+    )
+    lenders = Lenders("url", lambda: cast(Any, network), later.__setitem__, lambda _: None, lambda: None)
+    lenders.led(cast(Terms, SimpleNamespace(encode=lambda: b"")), [address])
+    assert lenders.awaited
+    gone = later.pop(PATIENCE_S)
+    later[CALL_S]()
+    assert lenders.awaited
+    gone()
+    assert not lenders.awaited, "for ever nobody waits"
+    later[CALL_S]()
+    assert not lenders.awaited
+    assert PATIENCE_S not in later
