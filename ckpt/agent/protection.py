@@ -299,7 +299,13 @@ class Protection:
         names = [*ranks, *(each.node.name for each in self._lenders())]
         told = max(filter(None, (safe, self._copies.told_safe)), default=None)
         keeps = Keeps.of(own, told, epoch)
-        find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], then)
+
+        def ended(found: Safe | None) -> None:
+            if found is not None and found.newest is not None:
+                self._parts.pop(found.newest, None)  # others may keep some, from before this agent was started
+            then(found)
+
+        find_safe(self._network, names, keeps, epoch, [max(1, losses.get(rank, 0)) for rank in range(world)], ended)
 
     def remake(
         self,

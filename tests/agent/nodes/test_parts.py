@@ -22,6 +22,7 @@ from ckpt.agent.candidates import candidates
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies, Described, encode_described
+from ckpt.agent.finding import Keeps
 from ckpt.agent.folding import WORK_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
@@ -502,6 +503,30 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     kept = Kept("", 1, () if found else ("n1",)), Kept("n1", 1, () if found else ("",))
     made.replicate(identity(6), identity(5), {}, lambda error: None, kept)
     assert heard == [(identity(6), identity(5), [PAGE], None if found else [1])]
+
+
+def test_who_keeps_what_was_found_is_not_known_though_some_have_a_part_in_it_by_an_attempt() -> None:
+    held = holding((5, 0), (5, 1))
+    keeps = Keeps(None, held)
+    answer = Message({"t": "reply", "id": 1, **keeps.fields()}, [], keeps.blobs())
+    made = protection(2)
+    made._network = cast(Network, SimpleNamespace(me="n0", transport=None, ask=lambda *given: given[-1](answer, "")))
+    made._copies = cast(
+        Copies,
+        SimpleNamespace(
+            publish=lambda *given: None,
+            inventory=Inventory,
+            chunks=SimpleNamespace(kept={}),
+            told_safe=None,
+        ),
+    )
+    made.place(sizes(2, 100), plans(2, 100, 5000))
+    made.replicate(identity(5), None, {}, lambda error: None)
+    assert not made.involves("lender", identity(5))
+    found: list[Any] = []
+    made.find_safe(EPOCH, None, [identity(5)], 2, found.append)
+    assert [each.newest for each in found] == [identity(5)]
+    assert made.involves("lender", identity(5)), "it may keep some, since before this agent was started"
 
 
 def test_who_has_what_a_node_staged_is_known_and_with_parity_it_is_made_again_where_that_is_gone_or_slow() -> None:
