@@ -13,6 +13,7 @@ from ckpt.types import Tick
 
 UNKEPT = "no other node has memory for a part of it"
 ROOMLESS = "no other node has room for any of it any more"
+LOST = "an agent that had a part of it already was lost meanwhile"
 
 
 class Elsewhere(Facts):
@@ -51,7 +52,7 @@ class Elsewhere(Facts):
         Returns why it is not safe in other nodes' memory; "": it is."""
         entry = self.slots[slot]
         if not error and self._lost_meanwhile:
-            error = "an agent that had a part of it already was lost meanwhile"
+            error = LOST
         kept = entry.round.kept if entry.round is not None else ()
         if entry.round is not None:
             before = {each.node: each for each in self._stays(entry.round.tick, kept)}
@@ -86,7 +87,8 @@ class Elsewhere(Facts):
         found, under_way = self.safe.round if self.safe is not None else None, self._under_way
         if found is not None and found is not under_way:  # else `replicated` tells it
             found.peer = Store.DONE
-            self._tell_level(found.tick, "peer", whole, "" if whole else UNKEPT)
+            why_not = "" if whole and not self._lost_meanwhile else LOST if whole else UNKEPT
+            self._tell_level(found.tick, "peer", not why_not, why_not)
         if under_way is not None:  # who is to keep it may be others by now; or it stays where it was found
             under_way.kept = self.kept if self.replicates and not self.undoes_safe else self.safe_kept
 
@@ -150,6 +152,8 @@ class Elsewhere(Facts):
         copied = self._under_way or (newest.round if newest is not None else None)
         if self.safe_tick is None or copied is None or (stored is not None and stored >= self.safe_tick):
             return False
+        if copied.tick < self.safe_tick:
+            return True  # it cannot take its place, and would be told to be safe all the same
         kept = self.kept if self.replicates else ()
         return not outlived(safe) <= outlived(kept) | outlived(self._stays(copied.tick, kept))
 

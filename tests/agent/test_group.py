@@ -2012,3 +2012,35 @@ def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_mak
     group.copies_lost("b", [])
     found_safe(group, safe)
     assert not group.outlives_a_node
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
+    """It lies in a slot, and a newer one is on its way."""
+    driver = Driver()
+    group = driver.group
+    safe, _ = driver.complete(), driver.complete()
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    driver.decide()
+    if lost:
+        group.copies_lost("b", [])
+    found_safe(group, safe)
+    driver.decide()
+    assert driver.levels("peer") == {str(safe): not lost}
+
+
+def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() -> None:
+    """It would be told to be safe, and its slot be used again. The newer one was complete while that was asked."""
+    driver = Driver()
+    group = driver.group
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    driver.complete()
+    safe = driver.complete()
+    found_safe(group, safe, False, ["", "b"], ["b"])
+    assert group.undoes_safe
+    assert driver.copy(UNKEPT) == UNKEPT
+    driver.decide()
+    assert not group.undoes_safe
+    assert (group.replicating, group.safe_tick, driver.levels("peer")[str(Tick(10))]) == (None, safe, False)
