@@ -36,8 +36,8 @@ test: .venv/.ready-dev
 deep: .venv/.ready-dev
 	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py tests/agent/nodes/test_lending.py
 	CKPT_SIM_DEEP=1 CKPT_SIM_SCHEDULES=100000 $(BIN)/python -m pytest tests/agent/test_leaving_exhaustive.py \
-		tests/agent/test_leaving_sim.py tests/agent/test_group_sim.py tests/agent/nodes/test_replication_sim.py \
-		tests/agent/nodes/test_parity_sim.py tests/sim
+		tests/agent/test_leaving_sim.py tests/agent/test_group_sim.py tests/agent/test_elsewhere_sim.py \
+		tests/agent/nodes/test_replication_sim.py tests/agent/nodes/test_parity_sim.py tests/sim
 
 check: .venv/.ready-dev
 	$(BIN)/ruff check .
