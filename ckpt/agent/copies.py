@@ -352,17 +352,15 @@ class Copies:
         `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
+        stay, may_stay = set[Identity | None](), set[Identity | None]()  # always; if there is room
         if safe is None:
-            failed = {each for each, _ in self._failed}
-            others.discard(self.told_safe or identity)
-            left = sorted(others - failed)[-FAILED_MAX:]
-            self.forget(lambda each: each in others and each not in left)
-            others = set() if self.fits(sizes) else set(left[:-1])
-        elif safe not in self.identities and self.told_safe in others:
-            before = self.told_safe
-            self.forget(lambda each: each in others and each != before)
-            others = set() if self.fits(sizes) else {before}
-        self.forget(others.__contains__)
+            left = sorted(others - {each for each, _ in self._failed} - {self.told_safe})[-FAILED_MAX:]
+            stay, may_stay = {self.told_safe, *left[-1:]}, {*left[:-1]}
+        elif safe not in self.identities:
+            may_stay = {self.told_safe}
+        self.forget((others - stay - may_stay).__contains__)
+        if not self.fits(sizes):
+            self.forget((others & may_stay).__contains__)
         if needed is not None and safe != identity and not self.fits(sizes):
             self._forget([key for key in self.kept if key[0] == safe and key[1] not in needed])
 

@@ -51,11 +51,12 @@ class Elsewhere(Facts):
         """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
         Returns why it is not safe in other nodes' memory; "": it is."""
         entry = self.slots[slot]
+        round_ = entry.round
         if not error and self._lost_meanwhile:
             error = LOST
-        kept = entry.round.kept if entry.round is not None else ()
-        if entry.round is not None:
-            before = {each.node: each for each in self._stays(entry.round.tick, kept)}
+        kept = round_.kept if round_ is not None else ()
+        if round_ is not None:
+            before = {each.node: each for each in self._stays(round_.tick, kept)}
             kept = tuple(each if each.losses else before.get(each.node, each) for each in kept)
         why_not = error or ("" if _is_whole(kept) else UNKEPT)
         self.replicating = None
@@ -64,12 +65,12 @@ class Elsewhere(Facts):
             self._lost_with.clear()
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
-        if entry.round is not None and entry.round.peer is not Store.DONE:  # else it was safe, and stays so
-            entry.round.peer = Store.FAILED if error else Store.DONE
+        if round_ is not None and round_.peer is not Store.DONE:  # else it was safe, and stays so
+            round_.peer = Store.FAILED if error else Store.DONE
             if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
-                self._tell_level(entry.round.tick, "peer", not why_not, why_not)
-        if entry.round is not None and not error and (self.safe_tick is None or entry.round.tick >= self.safe_tick):
-            self.safe_tick, self.safe_kept = entry.round.tick, kept
+                self._tell_level(round_.tick, "peer", not why_not, why_not)
+        if round_ is not None and not error and (self.safe_tick is None or round_.tick >= self.safe_tick):
+            self.safe_tick, self.safe_kept = round_.tick, kept
         return why_not
 
     @property

@@ -85,11 +85,7 @@ def newest_safe(kept: Mapping[str, Keeps], losses: Sequence[int]) -> Safe:
 
 def _outlives(every: Inventory, identity: Identity, losses: Sequence[int]) -> bool:
     """Whether each rank of it may lose so many nodes."""
-    by_parity = functools.cache(lambda count: every.protected(identity, count))
-    return every.worlds[identity] == len(losses) and all(
-        len(every.holders.get((identity, rank), ())) > count or rank in by_parity(count)
-        for rank, count in enumerate(losses)
-    )
+    return every.worlds[identity] == len(losses) and _outlived(every, identity, losses) == [*losses]
 
 
 def _outlived(every: Inventory, identity: Identity, losses: Sequence[int]) -> list[int]:

@@ -145,11 +145,6 @@ class Following:
         """Whether a rank here has entered a step."""
         return any(self.ranks.steps())
 
-    @property
-    def ended_step(self) -> int:
-        """The newest step that its ranks here have all ended; 0: none yet."""
-        return max(0, self.ranks.hindmost() - 1)
-
     def rank_of(self, peer: AnyPeer) -> int | None:
         return next((rank for rank, each in self._here.items() if each.peer is peer), None)
 

@@ -116,11 +116,6 @@ class Job(TakenOver):
         return self.ended_in_order and not self._sent_away
 
     @property
-    def ended_step(self) -> int:
-        """The newest step that its ranks here have all ended, 0: none yet; those of other nodes keep step."""
-        return max(0, self.ranks.hindmost() - 1)
-
-    @property
     def is_idle(self) -> bool:
         """Nobody is there, nor at work on what it left, nor waits for an answer."""
         group = self.group

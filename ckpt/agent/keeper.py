@@ -111,10 +111,10 @@ class Keeper:
         found = Inventory()
         for job in self._jobs():
             if whole or job.nodes:
-                found.add_epoch(job.claim, job.epoch, job.ended_step)
+                found.add_epoch(job.claim, job.epoch, job.ranks.ended())
                 found.add_arenas(job.own.all_arenas())
         for each in self.followings:
-            found.add_epoch(each.claim, each.epoch, each.ended_step)
+            found.add_epoch(each.claim, each.epoch, each.ranks.ended())
             found.add_arenas(each.ranks.all_arenas())
         found.add_arenas(self.copies.arenas())
         found.add_chunks(self.copies.chunks.kept.values())

@@ -116,6 +116,9 @@ class Nodes:
         """Of this node's ranks: what others are in is known a little later, and they keep step."""
         return self.own.hindmost()
 
+    def ended(self) -> int:
+        return self.own.ended()
+
     def hindmost_since_s(self) -> float | None:
         return self.own.hindmost_since_s()
 

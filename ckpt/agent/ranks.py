@@ -79,6 +79,10 @@ class Ranks:
         """The step that all of these ranks have entered."""
         return min((self.page.entered(rank) for rank in self.peers), default=0)
 
+    def ended(self) -> int:
+        """The newest step that all of these ranks have ended; 0: none yet."""
+        return max(0, self.hindmost() - 1)
+
     def hindmost_since_s(self) -> float | None:
         """When the last of them entered it, on the monotonic clock; None: that is not known here."""
         last = min(self.peers, key=self.page.entered, default=None)

@@ -124,7 +124,7 @@ class Showing:
         if job is not None:
             parent = job.claim.parent if job.claim is not None else None
             self.account.follow(job.epoch, parent.tick if parent is not None else None)
-        self.account.look(time.monotonic(), self._phase(job, starting), job.ended_step if job is not None else 0)
+        self.account.look(time.monotonic(), self._phase(job, starting), job.ranks.ended() if job is not None else 0)
         if self.account.phase is not before and self.account.phase in (Phase.DOWN, Phase.IDLE):
             self._tell_account()
         if not self._opened and self._settings.metrics is not None and (job is not None or starting):

@@ -350,7 +350,7 @@ class Starts(Keeper):
         What the runs before it had ended was lost by its start."""
         ended = dict(start.inventory.steps)
         account = self.showing.account.ended  # it outlives a job that has left nothing in memory
-        for epoch, step in [*((job.epoch, job.ended_step) for job in self.former), *([account] if account else [])]:
+        for epoch, step in [*((job.epoch, job.ranks.ended()) for job in self.former), *([account] if account else [])]:
             ended[epoch] = max(step, ended.get(epoch, 0))
         chosen = start.chosen.identity if start.chosen is not None else None
         known = [epoch for epoch, step in ended.items() if step and (chosen is None or epoch >= chosen.epoch)]
