@@ -266,7 +266,7 @@ class Carrier(Committing):
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
                 loud = why_not not in (UNKEPT, ROOMLESS)  # the placement has said that
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
-                return why_not == UNKEPT and self.group.outdoes_former  # all that is to be had is there
+                return self.group.lets_older_go(why_not)
             if self.learning is not None and not found:
                 self.learning.replicated(seconds)
             made = self.checkpoints.get(slot)
@@ -299,9 +299,9 @@ class Carrier(Committing):
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, safe, held, self.world, self._guarded(found_safe))
             return
-        if not self.group.replicates or self.group.undoes_safe:  # as was found only now
-            is_safe = identity.tick == self.group.safe_tick
-            ended("" if is_safe else UNKEPT if self.group.replicates else ROOMLESS, found=True)
+        why_not = self.group.why_not_copied(identity.tick)
+        if why_not is not None:
+            ended(why_not, found=True)
             return
         own = dict(self.own.arenas.get(slot, {}))
         self._unkept = False

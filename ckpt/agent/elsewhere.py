@@ -47,6 +47,13 @@ class Elsewhere(Facts):
         slot.leases += 1
         self.replicating = slot.number
 
+    def why_not_copied(self, tick: Tick) -> str | None:
+        """Why what `Replicate` asked for is not copied, now that it is known what is safe, as `replicated` is to hear
+        it; None: it is copied."""
+        if self.replicates and not self.undoes_safe:
+            return None
+        return "" if tick == self.safe_tick else UNKEPT if self.replicates else ROOMLESS
+
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
         Returns why it is not safe in other nodes' memory; "": it is."""
@@ -72,6 +79,11 @@ class Elsewhere(Facts):
         if round_ is not None and not error and (self.safe_tick is None or round_.tick >= self.safe_tick):
             self.safe_tick, self.safe_kept = round_.tick, kept
         return why_not
+
+    def lets_older_go(self, why_not: str) -> bool:
+        """Whether older copies may go elsewhere, by what `replicated` has answered: it is safe, or there is all of it
+        that is to be had."""
+        return not why_not or (why_not == UNKEPT and self.outdoes_former)
 
     @property
     def is_kept_whole(self) -> bool:

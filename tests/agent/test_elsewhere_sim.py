@@ -33,7 +33,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.arena import PAGE
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
-from ckpt.agent.elsewhere import ROOMLESS, UNKEPT
+from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.facts import State
 from ckpt.agent.finding import Keeps, Safe
 from ckpt.agent.group import Group
@@ -326,7 +326,7 @@ class Sim:
             self.totals["failed"] += bool(error)
             self.totals["partly"] += why_not == UNKEPT and not error
             self.check()
-            return not why_not or (why_not == UNKEPT and group.outdoes_former)
+            return group.lets_older_go(why_not)
 
         def found_safe(found: Safe | None) -> None:
             if found is None:
@@ -348,10 +348,10 @@ class Sim:
         safe = identity(group.safe_tick) if group.safe_tick is not None else None
         if group.unsure:
             protection.find_safe(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
-        elif not group.replicates or group.undoes_safe:
-            ended("" if which == safe else UNKEPT if group.replicates else ROOMLESS)
+        elif (why_not := group.why_not_copied(tick)) is not None:
+            ended(why_not)
         else:
-            protection.replicate(which, safe, cast(Any, {0: None}), ended)
+            protection.replicate(which, safe, cast(Any, {0: None}), ended, group.safe_kept)
 
     # -- the other agents
 
@@ -373,7 +373,8 @@ class Sim:
             case "keep":
                 which, safe = Identity.parse(fields["identity"]), fields["safe"]
                 wanted = decode_described(blobs[0])
-                memory.make_room(which, Identity.parse(safe) if safe else None, [each.size for each in wanted])
+                sizes = [each.size for each in wanted]
+                memory.make_room(which, Identity.parse(safe) if safe else None, sizes, fields["needed"])
                 memory.keep(None, which, fields["source"], (), wanted, lambda error: reply((), error))
 
     def told(self, name: str, fields: dict[str, Any]) -> None:

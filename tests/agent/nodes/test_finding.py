@@ -12,7 +12,7 @@ import pytest
 from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
 from ckpt.agent.carrier import Carrier
-from ckpt.agent.elsewhere import UNKEPT
+from ckpt.agent.elsewhere import UNKEPT, Elsewhere
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
@@ -244,6 +244,8 @@ class Carried:
             safe_kept=(),
             found_safe=self.found_safe,
             replicated=self.replicated,
+            why_not_copied=lambda tick: Elsewhere.why_not_copied(cast(Elsewhere, self.group), tick),
+            lets_older_go=lambda why_not: Elsewhere.lets_older_go(cast(Elsewhere, self.group), why_not),
         )
         protection = SimpleNamespace(
             find_safe=self.find_safe,
