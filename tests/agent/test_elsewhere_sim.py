@@ -205,6 +205,7 @@ class Sim:
         self.gone: set[str] = set()  # memory-only nodes
         self.roomy = False  # everywhere
         self.outlive: dict[str, Tick] = {}  # by node: the newest that is to be had without it
+        self.spare: set[tuple[str, Key]] = set()  # copies that may go, as others are that make a checkpoint as safe
         self.totals: Counter[str] = Counter()
         self.begin_agent()
         self.place()
@@ -227,9 +228,12 @@ class Sim:
         staged = tick in self.slots.values()
         return all(
             (staged and name != without)
-            or any((identity(tick), rank) in self.memory[h].kept for h in NODES if h != without)
+            or any(self.keeps(other, (identity(tick), rank)) for other in NODES if other != without)
             for rank, name in enumerate(TRAIN)
         )
+
+    def keeps(self, name: str, key: Key) -> bool:
+        return key in self.memory[name].kept and (name, key) not in self.spare
 
     def is_had(self, tick: Tick, without: str) -> bool:
         """Whether that one is, or a newer one, or the store has it."""
@@ -248,6 +252,16 @@ class Sim:
             self.promise(group.safe_tick, (name or TRAIN[0] for name in outlived(group._safe_left)))
         for name, tick in self.outlive.items():
             assert self.is_had(tick, name), f"{tick} outlived {name}, and neither it nor a newer one does any more"
+
+    def rely(self) -> None:
+        """On the copies of what is safe that are counted; what came of it by other attempts may go."""
+        safe, ranks = self.group.safe_tick, dict(zip(TRAIN, itertools.count()))
+        if safe is not None and all(each.holders or not each.losses for each in self.group.safe_kept):
+            counted = {
+                (h or TRAIN[0], ranks[each.node or TRAIN[0]]) for each in self.group.safe_kept for h in each.holders
+            }
+            every = ((name, key) for name, memory in self.memory.items() for key in memory.kept)
+            self.spare = {each for each in every if each[1][0].tick == safe and (each[0], each[1][1]) not in counted}
 
     # -- the coordinator's agent
 
@@ -323,6 +337,7 @@ class Sim:
 
         def ended(error: str) -> bool:
             why_not = group.replicated(slot, error, self.driver.now_s)
+            self.rely()
             self.totals["failed"] += bool(error)
             self.totals["partly"] += why_not == UNKEPT and not error
             self.check()
@@ -336,6 +351,7 @@ class Sim:
             for rank, node in enumerate(TRAIN if newest is not None else ()):
                 kept.append(Kept("" if node == TRAIN[0] else node, max(0, found.outlives[rank])))
             self.totals["found"] += newest is not None
+            self.spare.clear()
             group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
             for name in outlived(group._safe_left) if newest is not None else ():
                 self.outlive[name or TRAIN[0]] = newest.tick  # an older one maybe, that outlives other nodes besides
@@ -430,6 +446,7 @@ class Sim:
 
     def empty(self, name: str) -> None:
         """Its agent is another one, that keeps nothing yet."""
+        self.rely()
         former, self.memory[name] = self.memory[name], Memory(self, name)
         self.coming = [each for each in self.coming if each[0] is not former]
         self.outlive = {without: tick for without, tick in self.outlive.items() if self.has(tick, without)}
