@@ -12,8 +12,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
@@ -91,20 +92,22 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: any name can be printed
     try:
-        with in_order():
-            status = _run()
-        sys.stdout.flush()
+        with redirect_stdout(cast(TextIO, out.Printed(sys.stdout))):
+            with in_order():
+                status = _run()
+            sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
         status = Exit.UNREAD
         if not isinstance(error, BrokenPipeError):
-            print(f"error: standard output cannot be written: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             status = Exit.STORAGE
     sys.exit(status)
 
 
 def _run() -> int:
-    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints; OSError where there is no room."""
+    """The exit status. Errors: BrokenPipeError where nobody reads on what it prints; Unwritten where there is no
+    room."""
     try:
         app = make_app(sys.argv[1:])
         status = int(app(standalone_mode=False) or Exit.OK)  # the one that a command ends with, or None
@@ -116,7 +119,7 @@ def _run() -> int:
     except (typer.Abort, KeyboardInterrupt):
         _as_json("interrupted", "interrupted by Ctrl-C")
         return Exit.INTERRUPTED
-    except BrokenPipeError:
+    except (out.Unwritten, BrokenPipeError):
         raise
     except OSError as error:
         return _failed(StorageError.kind, str(error), Exit.STORAGE)

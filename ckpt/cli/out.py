@@ -37,16 +37,43 @@ def seconds(value: float) -> float:
     return value
 
 
-class Unread(BrokenPipeError):
-    """Nobody reads on what is printed. Without a number: what has that of a broken pipe click ends with 1."""
+class Unwritten(OSError):
+    """Standard output takes no more. Without a number: what has that of a broken pipe click ends with 1."""
+
+
+class Unread(Unwritten, BrokenPipeError):
+    """Nobody reads on what is printed."""
+
+
+class Printed:
+    """Standard output, whoever writes to it (also click, for the help, and rich). Errors: Unwritten."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            self._stream.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            kind = Unread if isinstance(exc, BrokenPipeError) else Unwritten
+            raise kind(f"standard output cannot be written: {exc}") from exc
 
 
 def say(text: str = "", to: TextIO | None = None) -> None:
-    """Lines, on standard output if nothing else is said. Errors: Unread."""
-    try:
-        print("\n".join(map(plain, text.split("\n"))), file=to)
-    except BrokenPipeError:
-        raise Unread from None
+    """Lines, on standard output if nothing else is said."""
+    print("\n".join(map(plain, text.split("\n"))), file=to)
 
 
 def plain(said: str) -> str:

@@ -136,9 +136,13 @@ def test_no_permission_is_an_error_of_the_store(command: list[str], tmp_path: Pa
     assert "Traceback" not in said.stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "show -t"])
-def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["ls", "show -t", "ls --help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(
+    unbuffered: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where all of it would have fitted into the buffer, and is written as the program ends."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     save(tmp_path, begin(tmp_path), 10, {f"layer.{n:04}.weight": np.zeros(1, np.float32) for n in range(500)})
     reader, writer = os.pipe()
     os.close(reader)
@@ -151,15 +155,18 @@ def test_who_has_seen_enough_of_what_is_printed_gets_no_traceback(command: str, 
     assert said.returncode == Exit.UNREAD
 
 
-@pytest.mark.parametrize("command", ["ls", "ls --json", "show -t"])
-def test_no_room_for_what_is_printed_is_an_error_of_the_disk(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["ls", "ls --json", "show -t", "ls --help", "--version"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_no_room_for_what_is_printed_is_an_error_of_the_disk(
+    unbuffered: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     save(tmp_path, begin(tmp_path), 10, {f"layer.{n:04}.weight": np.zeros(1, np.float32) for n in range(500)})
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "ckpt", *command.split(), str(tmp_path)]
         said = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     assert said.returncode == Exit.STORAGE
-    assert "No space left on device" in said.stderr.splitlines()[-1]
-    assert "Traceback" not in said.stderr
+    assert said.stderr == "error: standard output cannot be written: [Errno 28] No space left on device\n"
 
 
 def test_who_closes_the_standard_output_has_the_exit_status(tmp_path: Path) -> None:
