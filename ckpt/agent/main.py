@@ -75,7 +75,7 @@ def _serve(given: argparse.Namespace) -> None:
 
 def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[str]], None]) -> None:
     """Runs the agent of a memory-only node in this process until it is told to end. `listening`: told where it can be
-    reached, once it can be. Errors: AgentError, UsageError."""
+    reached, once it can be; an OSError of it ends the agent. Errors: AgentError, UsageError, and that OSError."""
     from ckpt.agent import memory
     from ckpt.agent.client import places
     from ckpt.agent.lending import LendingNode
@@ -101,9 +101,20 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
         server = Server(place.socket)
         try:
             node = LendingNode(url, settings, server, terms)
+            unsaid: list[OSError] = []
+
+            def say() -> None:
+                try:
+                    listening([str(each) for each in node.addresses])
+                except OSError as exc:
+                    unsaid.append(exc)
+                    server.end_asked = True
+
             try:
-                server.post(lambda: listening([str(each) for each in node.addresses]))  # once it heeds signals
+                server.post(say)  # once it heeds signals
                 server.run(node)
+                if unsaid:
+                    raise unsaid[0]
             finally:
                 node.close()
         finally:

@@ -61,6 +61,7 @@ def agent(
             out.as_json({"url": shown(url), "listen": addresses, "memory_bytes": terms.memory_bytes})
         else:
             out.say(f"lending up to {out.size(terms.memory_bytes)} to {shown(url)} at {', '.join(addresses)}")
+        sys.stdout.flush()  # nothing else is said for as long as it lends
 
     lend(url, settings, terms, listening)
 

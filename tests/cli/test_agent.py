@@ -58,7 +58,7 @@ def running(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the line that it says. `given`: what stands in its standard input, which stays open."""
     command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(url), *HERE, *words]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""}  # as a user has it
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command,
@@ -77,6 +77,20 @@ def running(
             yield process, process.stdout.readline()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_say_where_it_listens_ends_leaving_nothing(
+    unbuffered: str, more: list[str], tmp_path: Path, runtime_dir: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    command = [sys.executable, "-m", "ckpt", "agent", str(tmp_path / "run"), *HERE, *more]
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert said.returncode == Exit.STORAGE
+    assert said.stderr == "error: standard output cannot be written: [Errno 28] No space left on device\n"
+    assert not list(runtime_dir.iterdir())
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
