@@ -42,6 +42,8 @@ def train_one(
 
     if to.exists() and not to.is_file():
         raise UsageError(f"--out {to} is no file")
+    if not to.parent.is_dir():  # found out now, not once it is trained
+        raise UsageError(f"--out {to}: {to.parent} is no folder; make one, or give another name")
     recorded = _read(signals)
     with out.progress("training", json=json, of="rounds") as report:
         trained, found = train(recorded, seed, limit_s, report)

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ckpt.errors import UsageError
+from ckpt.errors import StorageError, UsageError
 from ckpt.format.safetensors import SafetensorsWriter, TensorHead
 from ckpt.plan.reshard import Want
 from ckpt.store.numbers import FLOATS, TARGETS, converted
@@ -260,7 +260,13 @@ def _under_another_name(path: Path) -> Iterator[Path]:
     as it may be a link, a mount or where somebody is: what was made moves into it, by name, and so the index last."""
     is_there = path.is_dir()
     parent = path if is_there else path.parent
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as exc:
+        file = next(each for each in (parent, *parent.parents) if os.path.lexists(each))
+        raise StorageError(
+            f"cannot write {path}: there is a file at {file}, where a folder should be; give another name"
+        ) from exc
     temporary = parent / f".{path.name[:200]}.{secrets.token_hex(4)}.part"
     try:
         yield temporary

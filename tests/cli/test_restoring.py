@@ -133,12 +133,16 @@ def test_a_glob_that_matches_nothing_is_named_beside_one_that_does(
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x", "in/deep/x.safetensors"])
+def test_a_file_where_a_folder_should_be_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path / "run")
-    (tmp_path / "file").write_text("in the way")
-    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "file" / "x.safetensors")
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", file / name)
     assert said.code == 4
-    assert "x.safetensors" in said.err
+    assert f"cannot write {file / name}: there is a file at {file}, where a folder should be" in said.err
+    assert "give another name" in said.err
+    assert file.read_text() == "in the way"
 
 
 def test_strip_takes_a_prefix_off_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
