@@ -78,7 +78,7 @@ class Cutter:
     _seen: dict[Any, tuple[tuple[Box, ...], tuple[Runs, ...]]] = field(default_factory=dict)
 
     def pieces(self, tensor: torch.Tensor | Shard, name: str) -> Pieces:
-        """Errors: UsageError names the tensor, what it is, and what to do."""
+        """Errors: UsageError: the tensor's name, a colon, what it is, and what to do."""
         if isinstance(tensor, Shard):
             box = Box(tensor.offset, tuple(tensor.tensor.shape))
             local = plain(tensor.tensor, name)
@@ -95,7 +95,7 @@ class Cutter:
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
         if any(p.is_partial() for p in placements):
             raise UsageError(
-                f"{name} is a DTensor with a Partial placement ({placements}): its value is spread over ranks as "
+                f"{name}: a DTensor with a Partial placement ({placements}), whose value is spread over ranks as "
                 "unreduced sums; redistribute it to Shard or Replicate before it is saved"
             )
         local = tensor._local_tensor
@@ -116,7 +116,7 @@ class Cutter:
         held = tuple(sum(n for _, n in r) for r in runs)
         if held != tuple(view.shape):
             raise UsageError(
-                f"{name} is a DTensor whose local part has shape {tuple(view.shape)}, where its placements "
+                f"{name}: a DTensor whose local part has shape {tuple(view.shape)}, where its placements "
                 f"{placements} give {held}; declare such a part with ckpt.Shard(tensor, global_shape, offset)"
             )
         views = (view,) if len(boxes) == 1 else tuple(_views(view, runs)) if boxes else ()
@@ -176,14 +176,14 @@ def changing(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A detached view of a tensor whose bytes are all that there is to it. Errors: UsageError, by name, for any other
-    kind."""
+    """A detached view of a tensor whose bytes are all that there is to it. Errors: UsageError for any other kind, which
+    begins with the name and a colon."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         _refuse_subclass(tensor, name)
     trouble = _trouble(tensor)
     if trouble is not None:
-        raise UsageError(f"{name} {trouble}")
+        raise UsageError(f"{name}: {trouble}")
     with torch._C.DisableTorchFunctionSubclass():
         view = tensor.detach()
         return view if type(view) is torch.Tensor else view.as_subclass(torch.Tensor)
@@ -191,27 +191,27 @@ def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def _trouble(tensor: torch.Tensor) -> str | None:
     if tensor.dtype not in DTYPE_NAMES:
-        return f"has dtype {tensor.dtype}, which cannot be stored; convert it to one of {', '.join(DTYPES)}"
+        return f"dtype {tensor.dtype} cannot be stored; convert it to one of {', '.join(DTYPES)}"
     if tensor.layout is not torch.strided:
-        return f"is a {tensor.layout} tensor; store its indices and values as tensors, or call .to_dense()"
+        return f"a {tensor.layout} tensor; store its indices and values as tensors, or call .to_dense()"
     if tensor.is_meta:
-        return "is on the meta device and holds no data; materialise it (module.to_empty(device=...)) before the block"
+        return "on the meta device, with no data; materialise it (module.to_empty(device=...)) before the block"
     if tensor.is_nested:
-        return "is a nested tensor; store its values and offsets as tensors"
+        return "a nested tensor; store its values and offsets as tensors"
     if tensor.is_conj() or tensor.is_neg():
-        return "is a lazily conjugated or negated view; call .resolve_conj() and .resolve_neg() on it"
+        return "a lazily conjugated or negated view; call .resolve_conj() and .resolve_neg() on it"
     return None
 
 
 def _refuse_subclass(tensor: torch.Tensor, name: str) -> None:
     kind = type(tensor).__name__
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-        raise UsageError(f"{name} is not initialised yet ({kind}); run one forward pass before the Checkpointer")
+        raise UsageError(f"{name}: not initialised yet ({kind}); run one forward pass before the Checkpointer")
     if kind == "FlatParameter" or hasattr(tensor, "_is_flat_param"):
-        raise UsageError(f"{name} is a flat parameter of FSDP1; use torch.distributed.fsdp.fully_shard (FSDP2)")
+        raise UsageError(f"{name}: a flat parameter of FSDP1; use torch.distributed.fsdp.fully_shard (FSDP2)")
     if type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__:
         raise UsageError(
-            f"{name} is a {kind}, a tensor subclass that is not known to be made of plain bytes; keep its parts "
+            f"{name}: a {kind}, a tensor subclass that is not known to be made of plain bytes; keep its parts "
             "(such as integer data and scales) as plain tensors in the state, or give its owner state_dict() and "
             "load_state_dict() that do"
         )
@@ -227,7 +227,7 @@ def _boxes(
         if placement.is_replicate():
             continue
         if type(placement).__name__ not in ("Shard", "_StridedShard") or not 0 <= placement.dim < len(shape):
-            raise UsageError(f"{name} is a DTensor with the placement {placement}, which is not known; use Shard")
+            raise UsageError(f"{name}: a DTensor with the placement {placement}, which is not known; use Shard")
         parts = int(getattr(placement, "split_factor", 1))
         cuts.setdefault(placement.dim, []).append((parts, size, index))
     for dim, line in cuts.items():

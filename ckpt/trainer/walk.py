@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -294,6 +295,7 @@ def _unique(
     tensors: dict[str, tuple[Named, Pieces]] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
+    refused = values.Refused()
     for named in (named for node in all_nodes for named in found.get(node.path, ())):
         bare = named.tensor.tensor if isinstance(named.tensor, Shard) else named.tensor
         name = first.setdefault(id(bare), named.name)
@@ -305,8 +307,13 @@ def _unique(
             continue
         names.check_name(name)
         shard = owners.shards.get(id(bare), named.tensor)
-        pieces = cutter.pieces(shard, name)
+        try:
+            pieces = cutter.pieces(shard, name)
+        except UsageError as exc:
+            refused.add(functools.partial(str, name), str(exc).removeprefix(f"{name}: "))
+            continue
         tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
+    refused.check()
     return tensors, aliases
 
 

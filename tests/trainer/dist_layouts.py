@@ -229,7 +229,7 @@ def special(rank: int, world: int) -> None:
 
     sums = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     crooked = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False, shape=(40,), stride=(1,))
-    for tensor, message in ((sums, "x is a DTensor with a Partial placement"), (crooked, "declare such a part with")):
+    for tensor, message in ((sums, "x: a DTensor with a Partial placement"), (crooked, "declare such a part with")):
         with pytest.raises(UsageError, match=message):
             walker_of({"x": tensor}, rank, world).walk()
 

@@ -191,14 +191,14 @@ def _looped() -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "sparse": (lambda: {"x": torch.eye(3).to_sparse()}, r"x is a torch.sparse_coo tensor"),
-    "meta": (lambda: {"m": nn.Linear(1, 1, device="meta")}, r"m.weight is on the meta device.*to_empty"),
-    "conjugate": (lambda: {"x": torch.ones(2, dtype=torch.complex64).conj()}, r"x is a lazily conj.*resolve_conj"),
-    "subclass": (lambda: {"x": Wrapping(torch.ones(2))}, r"x is a Wrapping, a tensor subclass"),
-    "lazy": (lambda: {"m": nn.LazyLinear(3)}, r"m.weight is not initialised yet.*forward"),
+    "sparse": (lambda: {"x": torch.eye(3).to_sparse()}, r"x: a torch.sparse_coo tensor"),
+    "meta": (lambda: {"m": nn.Linear(1, 1, device="meta")}, r"m.weight, m.bias: on the meta device.*to_empty"),
+    "conjugate": (lambda: {"x": torch.ones(2, dtype=torch.complex64).conj()}, r"x: a lazily conj.*resolve_conj"),
+    "subclass": (lambda: {"x": Wrapping(torch.ones(2))}, r"x: a Wrapping, a tensor subclass"),
+    "lazy": (lambda: {"m": nn.LazyLinear(3)}, r"m.weight, m.bias: not initialised yet.*forward"),
     "quantised": (
         lambda: {"x": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)},
-        r"x has dtype.*quint8",
+        r"x: dtype torch.quint8 cannot be stored",
     ),
     "loader": (
         lambda: {"loader": torch.utils.data.DataLoader([1, 2])},
@@ -231,6 +231,18 @@ def test_what_cannot_be_saved_is_refused_by_name(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UsageError, match=message):
         rt.walker_of(make()).walk()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_tensors_that_cannot_be_saved_are_named_in_one_message() -> None:
+    model = nn.ParameterDict({f"{n}": torch.eye(2).to_sparse() for n in range(7)})
+    quantised = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+    with pytest.raises(UsageError) as refused:
+        rt.walker_of({"m": model, "fine": torch.ones(1), "x": [quantised, torch.eye(3).to_sparse()]}).walk()
+    said = str(refused.value)
+    assert "m.0, m.1, m.2, m.3, m.4 and 3 more: a torch.sparse_coo tensor; store its indices" in said
+    assert "; x.0: dtype torch.quint8 cannot be stored; convert it" in said
+    assert "fine" not in said
 
 
 PLACES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
