@@ -160,7 +160,8 @@ class Retrying:
                 if left_s <= pause_s or self._closed.is_set():
                     doubted = not self._has_answered and "://" in self.url  # a folder has no address
                     hint = "" if not doubted else ADDRESS if contact_s is None else ADDRESS + LONGER
-                    raise type(exc)(f"{self.url}: gave up to {what} after {tries} tries: {exc}{hint}") from exc
+                    after = counted(tries, "attempt")
+                    raise type(exc)(f"{self.url}: gave up to {what} after {after}: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)
