@@ -40,7 +40,7 @@ from ckpt.agent.storeside import StoreSide
 from ckpt.events import Event, Events
 from ckpt.notices.notice import Word
 from ckpt.settings import Settings
-from ckpt.types import HERE, Epoch, Identity
+from ckpt.types import HERE, Epoch, Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.network import Network
@@ -227,7 +227,7 @@ class Keeper:
                 more, count = give_back(missing - freed)
                 freed, gone = freed + more, gone + count
         if freed:
-            what = f", {gone} older checkpoints among them" if gone else ""
+            what = f", {counted(gone, 'older checkpoint')} among them" if gone else ""
             text = f"memory runs out here, {free_bytes >> 20:,} MiB are left: {freed >> 20:,} MiB are given back{what}"
             self._event(Event("memory.relief", text, bool(gone), {"free_bytes": free_bytes, "freed_bytes": freed}))
         return now_s + relief.PERIOD_S

@@ -3,6 +3,7 @@ on. The agent writes it, or the trainer where no agent is to be had any more."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -46,7 +47,7 @@ def write(path: Path, epoch: Epoch | str, launch: str, body: dict[str, Any]) -> 
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():
-            raise FileExistsError("it is no regular file, and is not replaced")
+            raise FileExistsError(errno.EEXIST, "it is no regular file, and is not replaced", os.fspath(path))
         part.write_text(json.dumps({**about, **body}) + "\n")
         part.replace(path)
     except OSError:

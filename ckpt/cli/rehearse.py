@@ -115,7 +115,7 @@ def _say(compared: Compared) -> None:
         out.say("both runs differed already before the kill, so it is not the restart: is everything seeded? First:")
         out.say(compared.before_the_kill[0])
     elif compared.differences:
-        out.say(f"DIFFERENT in {len(compared.differences)} places; the first:")
+        out.say(f"DIFFERENT in {counted(len(compared.differences), 'place')}; the first:")
         out.say(compared.differences[0])
     else:
         out.say(f"equal bit for bit at step {compared.step}: tensors, values, generators, positions")

@@ -310,7 +310,7 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
         yield "", text, "" if row["total_bytes"] <= row["allowed_bytes"] else "yellow"
     left_out = len(rows) - len(rows[:NODES]) + plan["nodes_left_out"]
     if left_out:
-        yield "", f"and {left_out} more nodes (--json)", ""
+        yield "", f"and {counted(left_out, 'more node')} (--json)", ""
 
 
 def _lenders(lenders: list[Facts]) -> Iterator[Row]:
@@ -351,10 +351,12 @@ def _predictions(found: Facts | None) -> Iterator[Row]:
         if not source["outcomes"]:
             unseen.append(name)
             continue
-        counts = f"{source['true']:.0f} true, {source['late']:.0f} late, {source['false']:.0f} false alarms"
-        text = f"{name}: {'proven' if source['proven'] else 'not proven'}, {source['outcomes']} outcomes ({counts}, "
-        text += f"{source['missed']:.0f} failures missed); precision at least {source['precision']:.0%}, recall "
-        text += f"{source['recall']:.0%}" + (f", lead {span(source['lead_s'])}" if source["lead_s"] is not None else "")
+        alarms = counted(round(source["false"]), "false alarm")
+        missed = counted(round(source["missed"]), "failure")
+        text = f"{name}: {'proven' if source['proven'] else 'not proven'}, {counted(source['outcomes'], 'outcome')} "
+        text += f"({source['true']:.0f} true, {source['late']:.0f} late, {alarms}, {missed} missed); "
+        text += f"precision at least {source['precision']:.0%}, recall {source['recall']:.0%}"
+        text += f", lead {span(source['lead_s'])}" if source["lead_s"] is not None else ""
         yield "foreseen" * (not number), text, ""
         number += 1
     if unseen:

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from ckpt.cli import rehearse
 from ckpt.cli.exits import Exit
 from ckpt.cli.rehearse import Run, compare
 from tests import servers
@@ -242,3 +243,8 @@ def test_a_rehearsal_that_is_told_to_end_takes_its_script_along(
     assert psutil.wait_procs(script, timeout=60)[1] == []
     assert list(tmp_path.iterdir()) == []
     assert not Path(runtime).exists()
+
+
+def test_one_difference_is_spoken_of_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    rehearse._say(rehearse.Compared(5, ["model.weight differs"], [], []))
+    assert capsys.readouterr().out == "DIFFERENT in 1 place; the first:\nmodel.weight differs\n"

@@ -146,6 +146,8 @@ def test_of_several_nodes_each_has_a_line_with_its_memory_and_traffic_up_to_a_fe
     assert len(shown) == view.NODES
     assert "copies 1.0 MiB" in shown[0]
     assert any("and 104 more nodes" in line for line in lines)
+    job["memory"].update(nodes=nodes[: view.NODES], nodes_left_out=1)
+    assert "and 1 more node (--json)" in view.text({**STATUS, "job": job}, 200)
 
 
 def test_memory_only_nodes_that_the_job_names_have_a_line_each_and_one_that_is_not_there_says_why() -> None:
