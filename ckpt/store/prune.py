@@ -181,19 +181,20 @@ class Pruner:
         if self.epoch is not None:
             self.run.check(self.epoch)
         backend = self.run.backend
-        # What former tombstones allow comes first: in a store that is full there is no room for another one before.
+        # What former tombstones allow, and what killed writers have left, comes first: in a store that is full there is
+        # no room for another tombstone before.
         if plan.records:
             backend.delete(plan.records)  # before any pack: no record is ever seen without its packs
         if plan.packs:
             backend.delete(plan.packs)
         if plan.leases:
             backend.delete(plan.leases)
+        ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
         # A record that has landed since the plan was made is a checkpoint, whatever became of its writer.
         landed = {found[0] for info in backend.list(keys.COMMITS) if (found := keys.parse_record(info.key))}
         abandoned = [identity for identity in plan.abandoned if identity not in landed]
         body = json.dumps({"by": str(self.epoch) if self.epoch else "prune of a closed run"}).encode()
         in_parallel(lambda identity: backend.put(keys.retired_key(identity), [body]), [*plan.retire, *abandoned], 8)
-        ended = backend.abort_uploads(self.grace_s, keys.PREFIXES, keys.is_ours)
         self.run.events.emit(
             "prune.done",
             f"{backend.url}: retired {counted(len(plan.retire), 'checkpoint')} and "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from ckpt.errors import StorageError, Superseded, TransientError, UsageError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Best, Keep
 from ckpt.storage.contract import Buffer, PutMode
+from ckpt.storage.names import is_key
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
@@ -133,6 +134,12 @@ class Full(Sim):
         super().delete(keys)
         self.full = False
 
+    def abort_uploads(
+        self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
+    ) -> int:
+        self.full = False
+        return super().abort_uploads(older_than_s, prefixes, is_ours)
+
 
 def test_a_prune_makes_room_in_a_full_store_although_a_tombstone_takes_some() -> None:
     store = Full()
@@ -144,6 +151,16 @@ def test_a_prune_makes_room_in_a_full_store_although_a_tombstone_takes_some() ->
     plan = job.prune(Keep(last=1))
     assert [identity.tick.step for identity in plan.retire] == [20]
     assert (job.packs_of(10), job.steps()) == ([], [30])
+
+
+def test_uploads_that_nobody_ends_make_room_in_a_full_store_before_the_first_tombstone() -> None:
+    store = Full()
+    job = Job(store=store)
+    for step in (10, 20):
+        job.save(step)
+    store.full = True
+    job.prune(Keep(last=1))
+    assert job.steps() == [20]
 
 
 def test_the_first_pass_only_retires_and_the_second_deletes_after_the_grace() -> None:
