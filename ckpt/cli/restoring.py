@@ -27,7 +27,7 @@ class Form(enum.StrEnum):
 
 def restore(
     url: out.Url,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder.")],
     which: out.Which = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
@@ -44,6 +44,9 @@ def restore(
     from ckpt.store.reader import FrameReader, any_readable
     from ckpt.store.run import Run
 
+    if not to or "://" in to:
+        raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
+    path = Path(to)
     with target.store(url) as store:
         view = target.view(store)
         ref = target.choose(url, view, which)
@@ -53,7 +56,7 @@ def restore(
             def made_of(record: Record) -> Exported:
                 return export(
                     FrameReader(store, record),
-                    to,
+                    path,
                     format=form.value if form else None,
                     only=only or (),
                     dtype=dtype,
@@ -65,11 +68,11 @@ def restore(
             try:
                 made = any_readable(Run(store), records, made_of)
             except OSError as exc:
-                raise StorageError(f"cannot write {to}: {exc}") from exc
+                raise StorageError(f"cannot write {path}: {exc}") from exc
             except ImportError as exc:
-                raise UsageError(f"{to}: this format is written by torch, which cannot be imported: {exc}") from exc
+                raise UsageError(f"{path}: this format is written by torch, which cannot be imported: {exc}") from exc
     if json:
         files = [str(file) for file in made.files]
         out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})
     else:
-        out.say(f"step {target.name_of(ref)}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {to}")
+        out.say(f"step {target.name_of(ref)}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {path}")

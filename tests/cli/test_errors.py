@@ -90,6 +90,8 @@ def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monke
         (["ls", "--no-such-option", "x"], Exit.USAGE),
         (["prune", "/nowhere/run", "--best", "val_loss"], Exit.USAGE),
         (["prune", "/nowhere/run", "--last", "0"], Exit.USAGE),
+        (["restore", "/nowhere/run", "--to", "s3://bucket/x.safetensors"], Exit.USAGE),
+        (["restore", "/nowhere/run", "--to", ""], Exit.USAGE),
     ],
 )
 def test_a_wrong_request_ends_with_its_code(words: list[str], code: Exit, monkeypatch: pytest.MonkeyPatch) -> None:
