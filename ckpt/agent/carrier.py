@@ -250,6 +250,7 @@ class Carrier(Committing):
         if changed or copies != self._told_copies:
             most = max(copies.values(), default=0)
             more = f"; up to {most >> 20:,} MiB for other nodes" if most else ""
+            more += "" if self.plan.slots else "; nothing is saved as long as not one fits: free some, or save less"
             self.emit("memory.plan", f"memory: {self.plan}{more}", self.plan.slots < memory.SLOTS, table)
         self._told_copies = copies
 
