@@ -158,6 +158,8 @@ class Checkpointer:
         check_state(state)
         if notices not in ("auto", "off"):
             raise UsageError(f'notices={notices!r}: "auto" or "off"')
+        if not isinstance(sinks, tuple | list) or not all(map(callable, sinks)):
+            raise UsageError(f"sinks={sinks!r}: a tuple of functions, such as (print,)")
         self._notices = notices
         self._limits = limits or Limits()
         self.url = find_url(url, read())
@@ -213,7 +215,7 @@ class Checkpointer:
         Errors: UsageError; Leave (a SystemExit) when the job is to go."""
         if n is not None and whole(n) != (last := self._parts.steps.ended) + 1:
             raise UsageError(
-                f"ck.step({n}): the last ended step is {last}, so the next is {last + 1}; "
+                f"ck.step({n!r}): the last ended step is {last}, so the next is {last + 1}; "
                 "start counting from ck.restored.step + 1"
             )
         self._end_step()
