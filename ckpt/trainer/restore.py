@@ -158,8 +158,8 @@ def check_match(
         )
     if lines and asked.strict:
         raise StateMismatch(
-            f"{does_not_match}Nothing was changed. Register the same state, or pass strict=False to go on with what "
-            "fits"
+            f"{does_not_match}Nothing was changed. Register the same state, pass strict=False to go on with what fits, "
+            "or use another URL to begin anew"
         )
     if lines and group.rank == 0:
         events.emit("restore.mismatch", f"ckpt: strict=False: {text}", loud=True, lines=lines)
