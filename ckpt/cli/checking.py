@@ -12,7 +12,7 @@ import typer
 from ckpt.cli import out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
-from ckpt.storage.names import naming
+from ckpt.storage.names import naming, shown
 from ckpt.types import counted
 
 if TYPE_CHECKING:
@@ -146,7 +146,11 @@ def diff(
     if json:
         out.as_json({"differ": not found.is_equal, **asdict(found)})
     else:
-        _say_diff(found, target.name_of(one[0]), target.name_of(two[0]))
+        places = (f" of {shown(url)}", f" of {shown(other)}") if other else ("", "")
+        names = [f"{target.name_of(refs[0])}{place}" for refs, place in zip((one, two), places, strict=True)]
+        if names[0] == names[1] and one[0].identity != two[0].identity:  # one of them is on a branch
+            names = [str(refs[0].identity) for refs in (one, two)]
+        _say_diff(found, *names)
     if not found.is_equal:
         raise typer.Exit(Exit.DIFFERENT)
 

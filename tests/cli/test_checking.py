@@ -252,6 +252,17 @@ def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch:
     assert "only in step 2: new" in text.out
 
 
+def test_diff_tells_checkpoints_of_one_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, more in (("a", {}), ("b", {"new": np.zeros(3, np.float32)})):
+        save(tmp_path / name, begin(tmp_path / name), 5, arrays(1) | more)
+    said = ckpt(monkeypatch, "diff", tmp_path / "a", "5", "--other", tmp_path / "b")
+    assert f"only in step 5 of {tmp_path / 'b'}: new" in said.out
+    old = save(tmp_path / "c", begin(tmp_path / "c"), 5, arrays(1))
+    save(tmp_path / "c", begin(tmp_path / "c"), 5, arrays(1) | {"new": np.zeros(3, np.float32)})
+    said = ckpt(monkeypatch, "diff", tmp_path / "c", str(old), "5")
+    assert f"step {old} and step 00000002-" in said.out
+
+
 def test_diff_of_equal_checkpoints_ends_with_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         save(tmp_path / name, begin(tmp_path / name), 5)
