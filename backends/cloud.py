@@ -64,6 +64,10 @@ _ENDPOINTS = {
 }
 _GOOGLE = "https://storage.googleapis.com"
 _LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
+_TO_SET = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
+    "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
+)
 _S3_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -377,14 +381,14 @@ class CloudBackend:
         try:
             yield
         except (BaseError, FileNotFoundError, OSError, ValueError) as exc:
-            raise self._error(what, exc) from exc
+            raise self._error(what, exc, asks) from exc
         except BaseException as exc:
             if type(exc).__name__ != "PanicException":  # of Rust: no Exception, and no module has its name
                 raise
             raise StorageError(f"{self.url}: {what}: the store's reply makes no sense to obstore: {exc}") from exc
         self._is_known |= asks
 
-    def _error(self, what: str, exc: Exception) -> CkptError:
+    def _error(self, what: str, exc: Exception, asks: bool = True) -> CkptError:
         if isinstance(exc, CkptError):
             return exc
         text = str(exc)
@@ -399,9 +403,7 @@ class CloudBackend:
             if self._is_known:
                 return lost(self.url, what, f"the credentials could not be renewed: {said}")
             return AccessDenied(
-                f"{self.url}: no credentials were found, and this machine has no role that gives them; "
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE "
-                "(gs: GOOGLE_APPLICATION_CREDENTIALS; az: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
+                f"{self.url}: no credentials were found, and this machine has no role that gives them; set {_TO_SET}"
             )
         if status := _STATUS.search(text):
             return self._failed(what, int(status[1] or status[2]), said)
@@ -421,6 +423,8 @@ class CloudBackend:
         if "HTTP error" in text:
             kinds = re.findall(r'(?:kind|error): "?([^",\n]+)"?,', text)
             return lost(self.url, what, f"{said.strip()} ({', '.join(dict.fromkeys(kinds))})")
+        if not asks:  # it is made of the environment only
+            return AccessDenied(f"{self.url}: {what}: {said}; set {_TO_SET}")
         return StorageError(f"{self.url}: {what}: {said}")
 
     def _failed(self, what: str, status: int, text: str) -> CkptError:

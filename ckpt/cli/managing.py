@@ -56,7 +56,8 @@ def prune(
     also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Let this one go, too.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, it is only said what would be done.")] = False,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Read and hash the newest first: what else goes may be needed.")
+        bool,
+        typer.Option("--check/--no-check", help="With --yes: read and hash the newest first: others may be needed."),
     ] = True,
     json: out.Json = False,
 ) -> None:

@@ -157,7 +157,9 @@ class Run:
             f"CKPT_HOLD_AT={hold_at}",
         ]
         if shutil.which(self.command[0]) is None:
-            raise UsageError(f"cannot start {self.command[0]!r}: there is no such program")
+            is_file = os.path.isfile(self.command[0])
+            wrong = "this file is no program; put python before it" if is_file else "there is no such program"
+            raise UsageError(f"cannot start {self.command[0]!r}: {wrong}")
         return subprocess.Popen(["env", *added, *self.command], stdout=STDERR, start_new_session=True)
 
     def saved(self) -> list[int]:

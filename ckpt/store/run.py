@@ -181,7 +181,7 @@ class Run:
         self.events.emit(
             "run.watching",
             f"{self.backend.url}: epoch {epoch} (launch {launch!r} on {host!r}) was not closed; watching it for "
-            f"{2 * period_s:g} s (ckpt.Checkpointer(take_over=True) does not wait)",
+            f"{2 * period_s:g} s (take_over=True, or --take-over, does not wait)",
             loud=True,
             watched=str(epoch),
         )
@@ -192,7 +192,7 @@ class Run:
             if self._heartbeat_of(epoch)[0] != before:
                 raise RunInUse(
                     f"{self.backend.url} is in use: launch {launch!r} on host {host!r} is running its epoch {epoch}. "
-                    "Stop that job, use another URL, or give take_over=True to supersede it"
+                    "Stop that job, use another URL, or supersede it: take_over=True, or --take-over of `ckpt branch`"
                 )
 
     def _heartbeat_of(self, epoch: Epoch) -> tuple[tuple[str, bytes] | None, float]:

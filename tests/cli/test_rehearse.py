@@ -100,6 +100,11 @@ def test_a_program_that_is_not_there_is_a_wrong_request(tmp_path: Path, monkeypa
     said = ckpt(monkeypatch, "rehearse", tmp_path / "run", "--", "no-such-program-here")
     assert said.code == 2
     assert "no-such-program-here" in said.err
+    script = tmp_path / "train.py"
+    script.touch(mode=0o600)
+    said = ckpt(monkeypatch, "rehearse", tmp_path / "run", "--", str(script))
+    assert said.code == 2
+    assert "put python before it" in said.err
 
 
 def test_only_the_url_itself_is_replaced_in_the_command() -> None:

@@ -426,5 +426,5 @@ def test_other_clouds_open_without_asking_the_network(monkeypatch: pytest.Monkey
         assert backend.abort_uploads(0) == 0
         backend.close()
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-    with pytest.raises(StorageError, match="Account must be specified"):
+    with pytest.raises(AccessDenied, match=r"Account must be specified; set .*AZURE_STORAGE_ACCOUNT_NAME"):
         open_cloud("az://container/run")

@@ -156,7 +156,7 @@ def test_a_living_job_of_another_launch_is_refused_by_name() -> None:
     _, beat = other_job(store)
     with pytest.raises(RunInUse) as error:
         watch(store, Beating(beat))
-    for part in ("theirs", "their-host", str(epoch(1)), "take_over"):
+    for part in ("theirs", "their-host", str(epoch(1)), "take_over", "--take-over"):
         assert part in str(error.value)
 
 
