@@ -83,6 +83,7 @@ class Chunks:
 
     def only(self, identity: Identity, names: Collection[ChunkName]) -> None:
         """Of that checkpoint nothing but these is wanted any more: the rest came of an attempt that failed."""
+        self._instead.pop(identity, None)
         self._forget([name for name in self.kept if name.identity == identity and name not in names])
 
     def replace(self, identity: Identity, names: Collection[ChunkName]) -> None:

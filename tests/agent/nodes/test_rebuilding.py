@@ -186,6 +186,22 @@ def test_parity_of_what_is_safe_that_is_made_anew_for_other_groups_replaces_the_
         assert before[name].isdisjoint(copies.chunks.kept)
 
 
+def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_place_of_that_which_is_whole(
+    make: Make,
+) -> None:
+    """Nothing was known to be safe when the first attempt was made; the second one is for other groups."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(NEXT, None)
+    fleet.option, fleet.gone = Parity(3, 1), set()
+    assert fleet.protect(NEXT, STEP) == ""
+    fleet.gone = {"d"}
+    made, error = fleet.rebuild(NEXT)
+    assert (list(made), error) == ([3], "")
+    fleet.check(NEXT, made)
+
+
 def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
     fleet = make(FOUR, Parity(2, 2))
     safe = None
