@@ -78,7 +78,7 @@ class Carrier(Committing):
             case do.Recycle(slot):
                 self.checkpoints.pop(slot, None)
             case do.Unprotect(tick):
-                self._unprotect(tick, "its memory is needed here, since copies of newer ones have failed")
+                self._unprotect(tick, "its memory is needed, since copies of newer ones have failed")
             case do.Unkeep():
                 self._unkeep()
             case do.Answer((peer, request_id), body):
@@ -295,7 +295,8 @@ class Carrier(Committing):
         if self.group.unsure and self._services.awaits_lenders():
             self._later(AWAIT_S, lambda: self._replicate(slot, identity))
             return
-        safe = Identity(self.epoch, self.group.safe_tick) if self.group.safe_tick is not None else None
+        stays = self.group.stays_tick
+        safe = Identity(self.epoch, stays) if stays is not None else None
         if self.group.unsure:
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, safe, held, self.world, self._guarded(found_safe))
@@ -306,7 +307,7 @@ class Carrier(Committing):
             return
         own = dict(self.own.arenas.get(slot, {}))
         self._unkept = False
-        protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_kept)
+        protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_needed)
 
     def _unprotect(self, tick: Tick, why: str) -> None:
         """What other nodes keep of that tick is not all that made it safe: nobody is told any more that it is."""

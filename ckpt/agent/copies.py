@@ -348,8 +348,8 @@ class Copies:
         not fail here: fewer where what is to come, of `sizes` bytes, does not fit beside them. Where nothing of `safe`
         is here, since this node was away, it may be less safe than what was said to be before: that stays as well, if
         there is room. `needed`: the ranks of `safe` whose copies here make it so, None: that is not known. Others have
-        come when it was copied under an earlier placement, and go where there is no room. Errors: AgentError, see
-        `check`."""
+        come when it was copied under an earlier placement, and go where there is no room; so does parity of it where
+        there are none. Errors: AgentError, see `check`."""
         self.check(identity.epoch)
         others = {i for i in self.identities if i.epoch == identity.epoch and i not in (identity, safe)}
         stay, may_stay = set[Identity | None](), set[Identity | None]()  # always; if there is room
@@ -358,11 +358,14 @@ class Copies:
             stay, may_stay = {self.told_safe, *left[-1:]}, {*left[:-1]}
         elif safe not in self.identities:
             may_stay = {self.told_safe}
-        self.forget((others - stay - may_stay).__contains__)
+        wanted = {identity, safe} | stay | may_stay
+        self.forget(lambda each: each.epoch == identity.epoch and each not in wanted)  # what is on its way, too
         if not self.fits(sizes):
             self.forget((others & may_stay).__contains__)
         if needed is not None and safe != identity and not self.fits(sizes):
             self._forget([key for key in self.kept if key[0] == safe and key[1] not in needed])
+            if not needed:
+                self.chunks.forget(lambda each: each == safe)
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         """Of these identities nothing is kept any more, nor what of them is still on its way."""

@@ -30,6 +30,7 @@ class Elsewhere(Facts):
         self.unsure = False
         self.safe_tick: Tick | None = None  # the newest that was safe, also once its slot is free
         self.safe_kept: tuple[Kept, ...] = ()  # who keeps that
+        self.given_up_tick: Tick | None = None  # the newest of which all were to let go; it is in the store
         self._retry_copy_s = math.inf
         self._copy_failures = 0
         self._lost_with: set[str] = set()  # with whose agents copies of what is safe went, until there are copies again
@@ -132,6 +133,29 @@ class Elsewhere(Facts):
         needed."""
         complete = [(slot, slot.round) for slot in self.slots if slot.state is State.COMPLETE]
         return next((slot for slot, each in complete if each is not None and each.tick == self.safe_tick), None)
+
+    @property
+    def stays_tick(self) -> Tick | None:
+        """What does not go elsewhere while something newer is copied, where all that is older does: what is safe. While
+        nothing is that of which all were to let go: who was away then has that, and what is older, too."""
+        return self.safe_tick if self.safe_tick is not None else self.given_up_tick
+
+    @property
+    def safe_needed(self) -> tuple[Kept, ...] | None:
+        """Who keeps what of what is safe that has to stay while something newer is copied; None: that is not known,
+        since it was found to be safe, or is so by parity."""
+        if self._safe_gives_way:
+            return ()
+        return self.safe_kept if all(each.holders or not each.losses for each in self.safe_kept) else None
+
+    @property
+    def _safe_gives_way(self) -> bool:
+        """Whether what is safe goes where there is no room for something newer beside it: it is in the store, and
+        copies have failed again. What attempts have left of it under several placements is more than was planned."""
+        tick, stored, newest = self.safe_tick, self.committed_tick, self.newest
+        if tick is None or stored is None or newest is None or newest.round is None:
+            return False
+        return self._copy_failures > 1 and tick <= stored and tick < newest.round.tick
 
     @property
     def _safe_is_outdone(self) -> bool:

@@ -172,7 +172,7 @@ class Group(Verdicts):
             return
         is_outdone = self.safe_tick is None or self._safe_is_outdone
         if self.safe is None and is_outdone and stored is not None and stored >= copied:
-            self.safe_tick = self._copied_tick = None
+            self.safe_tick, self._copied_tick, self.given_up_tick = None, None, copied
             self._out.append(Unkeep())
 
     def _replicate_newest(self, now_s: float) -> None:
@@ -199,6 +199,8 @@ class Group(Verdicts):
                 self._tell_level(newest.round.tick, "peer", False, UNKEPT)
             return
         self.unsure = self.unsure or self._may_undo_safe
+        if self._safe_gives_way and self.safe_tick is not None:
+            self._out.append(Unprotect(self.safe_tick))
         self.begin_copies(newest, newest.round, now_s)
         self._out.append(Replicate(newest.number, newest.round.number, newest.round.tick))
 

@@ -27,6 +27,7 @@ from ckpt.agent.jobs import Job
 from ckpt.agent.leading import CALL_AGAIN_S, Leading
 from ckpt.agent.listening import Sources
 from ckpt.agent.moving import Moving, Progress
+from ckpt.agent.parities import ranks_told
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.relaying import OPERATOR, Standing, given_back, is_operators, words
 from ckpt.agent.remote import AnyPeer, RemotePeer, Wanted
@@ -394,8 +395,7 @@ class Others(Leading):
         if not fields.get("again"):  # else nothing goes for it: it may be older than what is here
             safe = fields["safe"]
             sizes = [each.size for each in wanted]
-            told = fields.get("needed")
-            needed = [int(rank) for rank in told] if told is not None else None
+            needed = ranks_told(fields.get("needed"))
             self.copies.make_room(identity, Identity.parse(str(safe)) if safe is not None else None, sizes, needed)
         self.copies.keep(network.transport, identity, node.name, network.addresses(node), wanted, kept)
         moving = Moving(channel, request_id, self.copies.progress, self._server.later)

@@ -154,7 +154,8 @@ class Parities:
                 where.check(snapshots)
                 world, told = int(fields["world"]), fields["safe"]
                 safe = Identity.parse(str(told)) if told is not None else None
-                self._copies.make_room(identity, safe, [name.striped.length for _, name, _ in where.chunks])
+                sizes = [name.striped.length for _, name, _ in where.chunks]
+                self._copies.make_room(identity, safe, sizes, ranks_told(fields.get("needed")))
                 chunks = self._copies.chunks
                 drop = chunks.replace if safe in (None, identity) else chunks.only  # None: it may be the one that is
                 drop(identity, [name for _, name, _ in where.chunks])
@@ -320,6 +321,11 @@ class Parities:
         if network is None or node not in where.nodes:
             raise AgentError(f"nothing says where agent {node} is")
         return tuple(network.addresses(NodeAt(node, where.nodes[node], ())))
+
+
+def ranks_told(needed: Any) -> list[int] | None:
+    """What a coordinator says of the ranks that have to stay. Errors: ValueError, TypeError."""
+    return [int(rank) for rank in needed] if needed is not None else None
 
 
 def _by_rank(blob: bytes) -> dict[int, Described]:

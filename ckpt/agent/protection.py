@@ -251,10 +251,11 @@ class Protection:
         safe: Identity | None,
         own: Mapping[int, Arena],
         then: Callable[[str], bool | None],
-        safe_kept: Sequence[Kept] = (),
+        needed: Sequence[Kept] | None = None,
     ) -> None:
-        """`safe`: the newest that is safe until now, and `safe_kept`: by whom. `then` hears "" once every copy is where
-        it should be, and right; or what went wrong. It answers whether that makes it safe: see Replication."""
+        """`safe`: the newest that is safe until now, and `needed`: by whom what has to stay of it is kept; None: that
+        is not known. `then` hears "" once every copy is where it should be, and right; or what went wrong. It answers
+        whether that makes it safe: see Replication."""
         assert self.placement is not None
         self._used[identity] = self.placement
         if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
@@ -264,19 +265,18 @@ class Protection:
             del self._used[oldest]
             self._parts.pop(oldest, None)
         nodes = [*self._nodes, *(each.node for each in self._lenders())]
-        if isinstance(self.placement.option, Parity):
-            services = self._network, self._copies, self._parities, nodes
-            Striping(*services, self.placement.groups, identity, safe, own, then).begin()
-            return
         ranks = {node.name: node.ranks for node in self._nodes}
-        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
         named: dict[str, list[int]] = {}
-        for kept in safe_kept:
+        for kept in needed or ():
             for holder in kept.holders:
                 named.setdefault(holder or self._network.me, []).extend(ranks[kept.node or self._network.me])
-        known = safe_kept and all(kept.holders or not kept.losses for kept in safe_kept)  # else it was found to be safe
-        needed = named if known else None
-        Replication(self._network, self._copies, nodes, wanted, identity, safe, own, then, needed).begin()
+        what = identity, safe, own, then, named if needed is not None else None
+        if isinstance(self.placement.option, Parity):
+            services = self._network, self._copies, self._parities, nodes, self.placement.groups
+            Striping(*services, *what).begin()
+            return
+        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
+        Replication(self._network, self._copies, nodes, wanted, *what).begin()
 
     def find_safe(
         self,

@@ -40,6 +40,7 @@ class Striping(Replication):
         safe: Identity | None,
         own: Mapping[int, Arena],
         then: Callable[[str], bool | None],
+        needed: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         ranks = {node.name: node.ranks for node in nodes}
         self._groups = [group for group in groups if group.stripes]
@@ -52,7 +53,7 @@ class Striping(Replication):
             name: (ranks[name], sorted(holder for holder, givers in self._waiting.items() if name in givers))
             for name in sorted(set().union(*self._waiting.values()))
         }
-        super().__init__(network, copies, nodes, wanted, identity, safe, own, then)
+        super().__init__(network, copies, nodes, wanted, identity, safe, own, then, needed)
         self._parities = parities
         self._described: dict[str, list[Described]] = {}
         self._failed: dict[str, str] = {}  # holders of which nothing is asked, and why
@@ -97,6 +98,7 @@ class Striping(Replication):
             "identity": str(self._identity),
             "world": sum(len(node.ranks) for node in self._nodes.values()),
             "safe": str(self._safe) if self._safe is not None else None,
+            "needed": self._needed_at(holder),
         }
         self._parities.have(holder, fields, [where.encode(), encode_described(described)], ended)
 

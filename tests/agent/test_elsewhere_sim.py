@@ -361,13 +361,13 @@ class Sim:
             self.totals["awaited"] += 1
             self.later(AWAIT_S, lambda: self.replicate(slot, tick))
             return
-        safe = identity(group.safe_tick) if group.safe_tick is not None else None
+        safe = identity(group.stays_tick) if group.stays_tick is not None else None
         if group.unsure:
             protection.find_safe(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
         elif (why_not := group.why_not_copied(tick)) is not None:
             ended(why_not)
         else:
-            protection.replicate(which, safe, cast(Any, {0: None}), ended, group.safe_kept)
+            protection.replicate(which, safe, cast(Any, {0: None}), ended, group.safe_needed)
 
     # -- the other agents
 

@@ -657,6 +657,38 @@ def test_with_two_slots_copies_that_keep_failing_hold_nothing_up_once_the_newest
     assert third > second
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_is_safe_gives_way_to_copies_that_fail_again_and_again_only_once_it_is_in_the_store(stored: bool) -> None:
+    """Attempts under several placements may have left more of it than memory is for: then none would ever succeed."""
+    driver = Driver()
+    driver.group.replicates, kept = True, (Kept("", 1, ("b",)), Kept("b", 1, ("",)))
+    driver.group.kept = kept
+    first = driver.complete()
+    driver.copy()
+    driver.commit("" if stored else "the store is down")
+    driver.complete()
+    needed = []
+    for _ in range(3):
+        assert driver.group.replicating is not None
+        needed.append(driver.group.safe_needed)
+        driver.copy("there is no room")
+        driver.now_s += 100.0
+        driver.decide()
+    assert needed == [kept, kept, () if stored else kept]
+    lost = [each.tick for each in driver.said if isinstance(each, do.Unprotect)]
+    assert set(lost) == ({first} if stored else set())
+    driver.copy()
+    assert driver.group.safe_needed == kept, "of what is safe now"
+
+
+def test_of_what_is_found_to_be_safe_or_is_so_by_parity_it_is_not_known_what_has_to_stay() -> None:
+    group, known = Driver().group, (Kept("", 1, ("b",)), Kept("b", 0))
+    found, parity = (Kept("", 1), Kept("b", 0)), (Kept("", 1), Kept("b", 1))
+    for kept, needed in ((known, known), (found, None), (parity, None)):
+        group.safe_kept = kept
+        assert group.safe_needed == needed
+
+
 def test_while_it_is_not_known_what_is_safe_elsewhere_nothing_is_dropped_and_that_is_asked_again() -> None:
     """The agent was started again. The older one may be the one that is safe, and its own memory is part of that."""
     driver = Driver(policy=Every(seconds=600))
@@ -801,6 +833,27 @@ def test_what_others_have_of_copies_that_failed_goes_once_nobody_has_room_any_mo
     assert not gone(), "the store has nothing yet"
     driver.commit()
     assert len(gone()) == 1
+
+
+def test_who_was_away_when_all_copies_were_to_go_hears_that_older_ones_are_not_wanted_with_the_next() -> None:
+    """Else it would keep two generations beside what is copied next, for which it may have no room."""
+    driver = Driver()
+    driver.group.replicates = True
+    driver.complete()
+    driver.copy()
+    safe = driver.group.safe_tick
+    assert driver.group.stays_tick == safe
+    newest = driver.complete()
+    driver.group.replicates = False
+    driver.copy("a node is away")
+    while not any(isinstance(each, do.Unkeep) for each in driver.said):
+        driver.commit()
+    assert (driver.group.safe_tick, driver.group.stays_tick) == (None, newest)
+    driver.group.replicates = True
+    tick = driver.complete()
+    assert driver.group.stays_tick == newest
+    driver.copy()
+    assert driver.group.stays_tick == tick
 
 
 def test_who_waits_for_copies_that_failed_as_nobody_has_room_any_more_hears_so_though_the_store_had_failed_before() -> (

@@ -174,8 +174,15 @@ class Fleet:
         """The first that is left."""
         return next(name for name in self.ranks if name not in self.gone)
 
-    def protect(self, identity: Identity, safe: Identity | None = None, spoil: Callable[[], None] | None = None) -> str:
-        """Why it is not safe by parity that is made of it; "": it is. `spoil`: what goes wrong once all is staged."""
+    def protect(
+        self,
+        identity: Identity,
+        safe: Identity | None = None,
+        spoil: Callable[[], None] | None = None,
+        needed: Mapping[str, Sequence[int]] | None = None,
+    ) -> str:
+        """Why it is not safe by parity that is made of it; "": it is. `spoil`: what goes wrong once all is staged.
+        `needed`: as of Replication."""
         if identity not in self.arenas:
             self.arenas[identity] = staged(identity, self.world)
         groups = self.placed(identity).groups
@@ -190,7 +197,7 @@ class Fleet:
             return not heard[0]
 
         services = cast(Network, self.links[self.me]), self.copies[self.me], self.parities[self.me], self.nodes
-        Striping(*services, groups, identity, safe, own, then).begin()
+        Striping(*services, groups, identity, safe, own, then, needed).begin()
         self.turned.until(lambda: heard)
         assert not any(link.offers for name, link in self.links.items() if name not in self.gone)
         return heard[0]

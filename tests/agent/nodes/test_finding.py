@@ -241,7 +241,8 @@ class Carried:
             outdoes_former=True,
             undoes_safe=False,
             safe_tick=None,
-            safe_kept=(),
+            stays_tick=None,
+            safe_needed=(),
             found_safe=self.found_safe,
             replicated=self.replicated,
             why_not_copied=lambda tick: Elsewhere.why_not_copied(cast(Elsewhere, self.group), tick),
@@ -276,7 +277,8 @@ class Carried:
         self.ended = then
 
     def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
-        self.group.unsure, self.group.safe_tick, self.kept = False, tick, kept
+        self.group.unsure, self.kept = False, kept
+        self.group.safe_tick = self.group.stays_tick = tick
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
@@ -357,7 +359,7 @@ def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not
 def test_of_what_is_kept_in_part_it_is_found_out_what_is_left_though_nobody_was_told_that_it_is_safe() -> None:
     """A node that keeps some of it was not connected for a while."""
     carried = Carried()
-    carried.group.safe_tick = Tick(3)
+    carried.group.safe_tick = carried.group.stays_tick = Tick(3)
     carried.replicate()
     assert carried.known == at(3)
     copies = SimpleNamespace(inventory=Inventory, chunks=SimpleNamespace(kept={}), told_safe=Identity(BEFORE, Tick(9)))

@@ -489,7 +489,7 @@ def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again
 
 @pytest.mark.parametrize("found", [False, True])
 def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(found: bool) -> None:
-    """`found`: it was found to be safe, and who keeps what of it is not known."""
+    """`found`: it was found to be safe, and who keeps what of it is not known (see Elsewhere.safe_needed)."""
     made, heard = protection(2), list[Any]()
     frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
     told = Message({}, [], [encode_described([Described(1, PAGE, bytes(PAGE), frames)])])
@@ -500,8 +500,8 @@ def test_a_node_that_is_to_keep_more_hears_what_it_keeps_already_that_is_needed(
     )
     made._copies = cast(Copies, copies)
     made.place(sizes(2, 100), plans(2, 100, 5000))
-    kept = Kept("", 1, () if found else ("n1",)), Kept("n1", 1, () if found else ("",))
-    made.replicate(identity(6), identity(5), {}, lambda error: None, kept)
+    kept = Kept("", 1, ("n1",)), Kept("n1", 1, ("",))
+    made.replicate(identity(6), identity(5), {}, lambda error: None, None if found else kept)
     assert heard == [(identity(6), identity(5), [PAGE], None if found else [1])]
 
 

@@ -202,6 +202,28 @@ def test_parity_that_a_failed_attempt_was_to_be_replaced_by_does_not_take_the_pl
     fleet.check(NEXT, made)
 
 
+def test_parity_of_what_is_safe_of_which_a_failed_attempt_has_left_more_gives_way_where_nobody_needs_it(
+    make: Make,
+) -> None:
+    """It was to be made anew for other groups; memory is for two generations, and it is in the store."""
+    fleet = make(FOUR, Parity(3, 1))
+    assert fleet.protect(STEP) == ""
+    fleet.option, fleet.gone = Parity(1, 1), {"d"}
+    assert "no connection" in fleet.protect(STEP, STEP)
+    fleet.gone = set()
+    assert len(fleet.copies["a"].chunks.kept) > 1
+    left = fleet.copies["a"].chunks.bytes
+    fleet.copies["a"].bound(lambda: left)
+    assert "there is no room" in fleet.protect(NEXT, STEP)
+    assert 5 in fleet.kept("a")
+    fleet.gone = {"d"}
+    assert "no connection" in fleet.protect(NEXT, STEP, needed={})
+    assert [5 in fleet.kept(name) for name in "abc"] == [False, True, True], "where there is room it stays"
+    fleet.gone = set()
+    assert fleet.protect(NEXT, STEP, needed={}) == ""
+    assert all(fleet.kept(name) == {NEXT.tick.step} for name in FOUR)
+
+
 def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(make: Make) -> None:
     fleet = make(FOUR, Parity(2, 2))
     safe = None
@@ -239,6 +261,19 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     assert copies.chunks.used_bytes == used_bytes
     copies.begin_chunk = begin  # type: ignore[method-assign]
     assert fleet.protect(NEXT, STEP) == ""
+
+
+@pytest.mark.parametrize("safe", [STEP, None])
+def test_attempts_for_which_there_is_no_room_leave_nothing_behind(make: Make, safe: Identity | None) -> None:
+    fleet = make(FOUR, Parity(2, 2))
+    assert fleet.protect(STEP) == ""
+    for copies in fleet.copies.values():
+        copies.bound(lambda: 1)
+    for step in range(10, 30, 5):
+        assert "there is no room" in fleet.protect(identity(step), safe)
+        for copies in fleet.copies.values():
+            left = {*copies.chunks._instead, *(which for which, _ in copies._failed)}
+            assert left <= {identity(step)}
 
 
 def test_what_a_coordinator_that_died_had_others_offer_is_offered_no_more_than_it_is_kept(make: Make) -> None:
