@@ -1,10 +1,11 @@
 """What other nodes keep of a job, as its coordinator knows it, under random schedules: three nodes train, two only lend
-memory; who keeps whose part changes, and may be nobody; copies come in any order or fail, agents are started again
-empty, the coordinator's among them, connections end though nothing is lost, memory-only nodes go away, slots get fewer,
-and the store takes things or does not.
+memory; who keeps whose part, or parity of it, changes, and may be nobody; it comes in any order or fails, agents are
+started again empty, the coordinator's among them, connections end though nothing is lost, memory-only nodes go away,
+slots get fewer, and the store takes things or does not.
 
-The agents' own code decides: Group, Protection, Replication, Lenders, and of each node Copies; what Carrier does with
-what Group says is done here. The simulation knows who really has which part. After whatever happens:
+The agents' own code decides: Group, Protection, Replication, Striping, Lenders, and of each node Copies and Parities;
+what Carrier does with what Group says is done here. The simulation knows who really has which part. After whatever
+happens:
 
 - What was said to outlive the loss of a node, and has lost no agent's memory that it needs for that, still outlives it,
   or something newer does, or is in the store.
@@ -23,7 +24,8 @@ import itertools
 import os
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,16 +38,21 @@ from ckpt.agent.copies import Copies, Described, decode_described, encode_descri
 from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.facts import State
 from ckpt.agent.finding import Keeps, Safe
+from ckpt.agent.folding import Chunk
 from ckpt.agent.group import Group
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.lenders import Lenders
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.outdoing import outlived
+from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.protection import Protection
 from ckpt.agent.wire import Message
-from ckpt.plan.placement import Kept, Placement, Replicas
+from ckpt.errors import AgentError
+from ckpt.plan.groups import Node
+from ckpt.plan.placement import Kept, Parity, Placement, Replicas, place
+from ckpt.plan.rebuild import Striped, rebuildable
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.test_group import Driver
@@ -62,8 +69,10 @@ TRAIN = ("a", "b", "c")  # rank 0, 1 and 2; the first has the coordinator
 LEND = {"l": Address("l", 1), "m": Address("m", 1)}
 NODES = (*TRAIN, *LEND)
 AT = [NodeAt(name, (), (rank,)) for rank, name in enumerate(TRAIN)]
-BYTES = PAGE + 16
-FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([16], np.uint64), np.zeros((1, 2), np.uint64), BYTES)
+STAGED = 6 * PAGE
+BYTES = PAGE + STAGED
+FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([STAGED], np.uint64), np.zeros((1, 2), np.uint64), BYTES)
+OPTIONS = Replicas(1), Replicas(1), Replicas(2), Parity(2, 1), Parity(1, 1), Parity(2, 2)
 
 
 @functools.cache
@@ -93,6 +102,7 @@ class Memory(Copies):
     def __init__(self, sim: Sim, name: str) -> None:
         super().__init__(cast(Any, None), lambda what: what())
         self.sim, self.name = sim, name
+        self.parities = Parts(self)
 
     def publish(self, transport: Any, which: Identity, arenas: Mapping[int, Any], then: Any, *_: Any) -> None:
         then(decode_described(description(*arenas)), "")
@@ -117,17 +127,44 @@ class Memory(Copies):
         elif not self.fits([each.size]):
             ended("no memory for a copy")
         else:
-            self.sim.coming.append((self, key, source, ended))
+            self.sim.coming.append((self, key, (source,), ended))
 
     def forget(self, goes: Callable[[Identity], bool]) -> None:
         super().forget(goes)
-        self.sim.fail_coming(lambda memory, key, _: memory is self and goes(key[0]))
+        self.sim.fail_coming(lambda memory, key, _: memory is self and key is not None and goes(key[0]))
 
     def inventory(self) -> Inventory:
         found = Inventory()
         for which, rank in self.kept:
             found.hold(which, len(TRAIN), [rank])
+        found.add_chunks(self.chunks.kept.values())
         return found
+
+
+class Parts(Parities):
+    """What one node's agent does of parity. Nothing is computed, and when it is made the schedule says."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory, sim = memory, memory.sim
+        lanes = cast(Any, SimpleNamespace(run=self.run))
+        network = lambda: cast(Network, sim.wires)  # noqa: E731
+        super().__init__(lanes, lambda what: what(), memory, lambda which: {}, network, lambda: 1 << 40)
+
+    def run(self, lane: Any, make: Callable[[], Any], made: Callable[[Future[Any]], None]) -> None:
+        def ended(error: str) -> None:
+            done: Future[Any] = Future()
+            if error:
+                done.set_exception(AgentError(error))
+            else:
+                done.set_result(make())
+            made(done)
+
+        self.memory.sim.coming.append((self.memory, None, TRAIN, ended))
+
+    def _folding(self, urgent: bool = False) -> Any:
+        return SimpleNamespace(
+            make=lambda name, world, origins, snapshots, data: Chunk(name, world, data, FRAMES, snapshots)
+        )
 
 
 class Wires:
@@ -192,7 +229,8 @@ class Wires:
 class Sim:
     def __init__(self, seed: int) -> None:
         self.random = rng = random.Random(seed)
-        self.copies = rng.choice((1, 1, 2))
+        self.option = rng.choice(OPTIONS)
+        self.lends: dict[str, int] = {}  # by node: bytes that it has for parity
         self.store_fails = rng.choice((1.0, 1.0, 0.8, 0.3))
         self.driver = Driver(len(TRAIN), Every(steps=rng.choice((1, 10))), rng.choice((2, 2, 3, 3, 4)))
         self.said = 0  # of what the group has said so much is done
@@ -201,7 +239,7 @@ class Sim:
         self.slots: dict[int, Tick] = {}  # what lies in which
         self.stored: set[Tick] = set()
         self.memory = {name: Memory(self, name) for name in NODES}
-        self.coming: list[tuple[Memory, Key, str, Callable[[str], None]]] = []
+        self.coming: list[tuple[Memory, Key | None, Collection[str], Callable[[str], None]]] = []
         self.gone: set[str] = set()  # memory-only nodes
         self.roomy = False  # everywhere
         self.outlive: dict[str, Tick] = {}  # by node: the newest that is to be had without it
@@ -226,6 +264,8 @@ class Sim:
     def has(self, tick: Tick, without: str) -> bool:
         """Whether each node's part of it is to be had without that node."""
         staged = tick in self.slots.values()
+        if isinstance(self.option, Parity):
+            return staged and self.is_made(tick, without)
         return all(
             (staged and name != without)
             or any(self.keeps(other, (identity(tick), rank)) for other in NODES if other != without)
@@ -234,6 +274,16 @@ class Sim:
 
     def keeps(self, name: str, key: Key) -> bool:
         return key in self.memory[name].kept and (name, key) not in self.spare
+
+    def is_made(self, tick: Tick, without: str) -> bool:
+        """Whether what is lost of it with that node can be made again."""
+        rows: dict[Striped, set[int]] = defaultdict(set)
+        for name in [name for name in NODES if name != without]:
+            for each in self.memory[name].chunks.kept:
+                if each.identity == identity(tick):
+                    rows[each.striped].add(int(each.row))
+        lost = {TRAIN.index(without)} if without in TRAIN else set()
+        return rebuildable(lost, dict.fromkeys(lost, STAGED), rows) == lost
 
     def is_had(self, tick: Tick, without: str) -> bool:
         """Whether that one is, or a newer one, or the store has it."""
@@ -272,13 +322,35 @@ class Sim:
         network = cast(Network, self.wires)
         self.lenders = Lenders("url", lambda: network, self.later, lambda event: None, self.place)
         own = self.memory[TRAIN[0]]
-        self.protection = Protection(network, own, cast(Any, None), AT, Replicas(self.copies), self.lenders.there)
+        self.protection = Protection(network, own, own.parities, AT, self.option, self.lenders.there)
         self.lenders.led(cast(Any, SimpleNamespace(encode=lambda: b"")), tuple(LEND.values()))
 
     def place(self) -> None:
         """Somebody keeps what some of them have staged, or nobody does."""
-        rng = self.random
         can = [*TRAIN, *(each.node.name for each in self.lenders.there())]
+        if isinstance(self.option, Parity):
+            self.place_parity(can, self.option)
+        else:
+            self.place_copies(can, self.option)
+        self.group.replicates, self.group.kept = self.protection.protects, self.protection.kept
+
+    def place_parity(self, can: Sequence[str], option: Parity) -> None:
+        """No more room is there than is lent: for two generations, in the end, of what takes most."""
+        rng, enough = self.random, 2 * STAGED
+        if self.roomy or not self.lends or rng.random() < 0.5:
+            some = (0, 4 * PAGE, STAGED, enough, 2 * enough)
+            self.lends = {name: enough if self.roomy else rng.choice(some) for name in NODES}
+        nodes = [
+            Node(name, bytes=STAGED * (name in TRAIN), lend_bytes=self.lends[name], trains=name in TRAIN)
+            for name in can
+        ]
+        before = self.protection.placement if rng.random() < 0.7 else None
+        self.protection.placement = place(nodes, option, before)
+        for name, memory in self.memory.items():
+            memory.bound(lambda bytes_max=self.lends[name]: bytes_max)
+
+    def place_copies(self, can: Sequence[str], option: Replicas) -> None:
+        rng = self.random
         only = LEND if not self.roomy and rng.random() < 0.4 else NODES
         lends = [name for name in can if name in only and (self.roomy or rng.random() < 0.6)]
         nobody = not self.roomy and rng.random() < 0.15
@@ -288,11 +360,10 @@ class Sim:
             some = (
                 ()
                 if nobody or not (self.roomy or rng.random() < 0.85)
-                else rng.sample(others, min(self.copies, len(others)))
+                else rng.sample(others, min(option.n, len(others)))
             )
             kept.append(Kept(node, len(some), tuple(some)))
-        self.protection.placement = Placement(Replicas(self.copies), tuple(kept), (), (), (), (), ())
-        self.group.replicates, self.group.kept = self.protection.protects, self.protection.kept
+        self.protection.placement = Placement(option, tuple(kept), (), (), (), (), ())
         for memory in self.memory.values():
             bytes_max = BYTES * rng.choice((4, 6, 9, 99)) if not self.roomy else BYTES * 99
             memory.bound(lambda bytes_max=bytes_max: bytes_max)
@@ -386,6 +457,11 @@ class Sim:
             case "publish":
                 assert Identity.parse(fields["identity"]).tick in self.slots.values()
                 reply([description(*fields["ranks"])])
+            case "stripe":
+                try:
+                    memory.parities.asked(fields, blobs, reply)
+                except AgentError as exc:
+                    reply((), str(exc))
             case "keep":
                 which, safe = Identity.parse(fields["identity"]), fields["safe"]
                 wanted = decode_described(blobs[0])
@@ -399,7 +475,7 @@ class Sim:
         elif fields["t"] == "unkeep":
             self.memory[name].unkeep(EPOCH)
 
-    def fail_coming(self, those: Callable[[Memory, Key, str], bool]) -> None:
+    def fail_coming(self, those: Callable[[Memory, Key | None, Collection[str]], bool]) -> None:
         failed = [each for each in self.coming if those(*each[:3])]
         self.coming = [each for each in self.coming if not those(*each[:3])]
         for *_, ended in failed:
@@ -448,9 +524,11 @@ class Sim:
         """Its agent is another one, that keeps nothing yet."""
         self.rely()
         former, self.memory[name] = self.memory[name], Memory(self, name)
+        if former._room is not None:
+            self.memory[name].bound(former._room)
         self.coming = [each for each in self.coming if each[0] is not former]
         self.outlive = {without: tick for without, tick in self.outlive.items() if self.has(tick, without)}
-        self.fail_coming(lambda memory, key, source: source == name)
+        self.fail_coming(lambda memory, key, sources: name in sources)
 
     def kill(self) -> None:
         name = self.random.choice(NODES[1:])
