@@ -73,7 +73,9 @@ class Elsewhere(Facts):
             self._lost_with.clear()
         self._copy_failures = min(self._copy_failures + 1, 16) if error else 0
         self._retry_copy_s = now_s + min(2.0**self._copy_failures, RETRY_S_MAX) if error else math.inf
-        if round_ is not None and round_.peer is not Store.DONE:  # else it was safe, and stays so
+        told = self._told.get((round_.tick, "peer")) if round_ is not None else None
+        is_whole_now = told is not None and not (told["ok"] or why_not)
+        if round_ is not None and (round_.peer is not Store.DONE or is_whole_now):  # else it was safe, and stays so
             round_.peer = Store.FAILED if error else Store.DONE
             if self.replicates or not error:  # else what becomes of it in the store is told to who waits for this
                 self._tell_level(round_.tick, "peer", not why_not, why_not)
@@ -173,6 +175,14 @@ class Elsewhere(Facts):
     def _safe_left(self) -> tuple[Kept, ...]:
         """What others have for certain of what is safe."""
         return left_of(self.safe_kept, self._lost_with)
+
+    @property
+    def _keeps_more(self) -> bool:
+        """Whether others would keep as much of what is safe of each node as they do for certain, and more of some, were
+        it copied now."""
+        left = {each.node: each.losses for each in self._safe_left}
+        gains = [each.losses - left.get(each.node, 0) for each in self.kept]
+        return self.replicates and max(gains, default=0) > 0 and min(gains) >= 0
 
     @property
     def undoes_safe(self) -> bool:

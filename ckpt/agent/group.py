@@ -176,8 +176,9 @@ class Group(Verdicts):
             self._out.append(Unkeep())
 
     def _replicate_newest(self, now_s: float) -> None:
-        """One at a time, and again after it failed, or a node that may have lost its copies is back; what is overtaken
-        meanwhile skips the level. What is safe is found out with the first, also where nobody keeps any more."""
+        """One at a time, and again after it failed, or a node that may have lost its copies is back, or one that has
+        memory for more of them; what is overtaken meanwhile skips the level. What is safe is found out with the first,
+        also where nobody keeps any more."""
         newest = self.newest
         if not (self.replicates or self.unsure) or self.replicating is not None or self.superseded_by:
             return
@@ -188,9 +189,10 @@ class Group(Verdicts):
         if newest is None or newest.round is None:
             return
         peer = newest.round.peer
-        lost = bool(self._lost_with) and not self.members.seen.lost
+        more = newest.round.tick == self.safe_tick and self._keeps_more
+        short = (bool(self._lost_with) or more) and not self.members.seen.lost
         waits = self._copy_failures > 0 and now_s < self._retry_copy_s
-        again = peer is Store.FAILED or (peer is Store.DONE and lost)
+        again = peer is Store.FAILED or (peer is Store.DONE and short)
         if peer is not Store.NEW and (not again or waits or self._broken()):
             return
         if self.undoes_safe and not self.unsure:  # else less may be left of what is safe than is known

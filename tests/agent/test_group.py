@@ -1824,7 +1824,6 @@ def test_who_waits_for_copies_that_came_to_be_in_part_hears_so_though_nobody_has
     driver.group.replicates = False
     assert driver.copy() == UNKEPT
     driver.group.replicates = True
-    driver.group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
     driver.commit("the disk is full")
     driver.complete()
     driver.copy()
@@ -1850,6 +1849,55 @@ def test_who_saves_what_had_failed_to_be_copied_hears_what_comes_of_its_copies_t
     driver.decide()
     driver.said = driver.said[told:]
     assert driver.levels("peer") == {str(tick): not part}
+
+
+def test_what_others_keep_in_part_is_copied_again_once_one_is_there_that_has_memory_for_the_rest() -> None:
+    """A memory-only node was away: its next snapshot may be far off. Who waits hears that it is whole then."""
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 0), Kept("b", 1, ("",))
+    tick = driver.complete()
+    assert driver.copy() == UNKEPT
+    driver.decide()
+    assert (group.replicating, driver.levels("peer")) == (None, {str(tick): False}), "there is no more to be had"
+    group.kept = Kept("", 1, ("l",)), Kept("b", 0)
+    driver.decide()
+    assert group.replicating is None, "a newer one in part could not take the place of what it would be then"
+    group.kept = Kept("", 1, ("l",)), Kept("b", 1, ("",))
+    group.lost(1, driver.now_s)
+    driver.decide()
+    assert group.replicating is None, "a node is away"
+    group.joined(1)
+    driver.decide()
+    driver.copy("a link was cut")
+    driver.decide()
+    assert (group.replicating, group.outlives_a_node) == (None, False), "not at once"
+    driver.now_s += 10.0
+    driver.decide()
+    assert driver.copy() == ""
+    driver.decide()
+    assert (group.replicating, group.outlives_a_node, driver.levels("peer")) == (None, True, {str(tick): True})
+    group.kept = Kept("", 1, ("l",)), Kept("b", 2, ("", "l"))
+    driver.decide()
+    assert group.replicating is not None, "nor has it as many copies as were asked for"
+    driver.copy()
+    driver.decide()
+    assert group.replicating is None
+
+
+def test_what_is_older_than_what_is_safe_is_not_copied_again_and_again_since_others_would_keep_more_of_that() -> None:
+    """What is safe lies in no slot, since another agent led, and the store has it."""
+    driver = Driver()
+    group = driver.group
+    group.replicates = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    group.unsure, group.committed_tick = True, Tick(40)
+    driver.complete()
+    found_safe(group, Tick(40), False, ["", "b"], ["b"])
+    driver.copy()
+    driver.decide()
+    assert (group.safe_tick, group.replicating) == (Tick(40), None)
 
 
 def test_what_is_found_to_be_safe_is_asked_for_once_it_is_known_who_is_to_keep_how_much() -> None:

@@ -89,7 +89,9 @@ class Sim:
         self.content: dict[tuple[int, int], Content] = {}
         self.readers: dict[int, list[tuple[Content, ...]]] = {}
         self.group.replicates = self.slots > 1 and rng.random() < 0.6
+        self.group.kept = Kept("", 1), Kept("b", 1)
         self.safe: tuple[Group, Tick, int] | None = None  # the newest that others keep; who knows it, and its slot
+        self.safe_whole = False  # whether they keep each node's part of it
         self.told_unsafe: Tick | None = None
         self.levels = Levels()  # as who waits for one knows them
         self.copied = self.unkept = 0
@@ -327,22 +329,24 @@ class Sim:
     def do_Replicate(self, action: do.Replicate) -> None:
         assert self.group.replicates
         assert self.copying is not self.group, "two generations at once"
-        self.copying = self.group
+        is_again = self.safe is not None and self.safe[:2] == (self.group, action.tick)
+        assert not is_again or (self.group.is_kept_whole and not self.safe_whole), "it is copied again for nothing"
+        self.copying, is_whole = self.group, self.group.is_kept_whole
         held = self.contents(action.slot)
         assert held == (held[0],) * self.world
         assert held[0] is not None
         assert held[0][1] == str(action.tick)
-        self.read(action.slot, self.replicated, action.slot, action.tick)
+        self.read(action.slot, self.replicated, action.slot, action.tick, is_whole)
 
-    def replicated(self, slot: int, tick: Tick) -> None:
+    def replicated(self, slot: int, tick: Tick, is_whole: bool) -> None:
         self.copying = None
         self.end_read(slot)
         error = "a node hangs" if self.fault(3) else ""
         if not error:
-            assert self.safe is None or self.safe[1] < tick or self.safe[0] is not self.group, (
+            assert self.safe is None or self.safe[1] <= tick or self.safe[0] is not self.group, (
                 "an older one took the place of a newer one"
             )
-            self.safe = (self.group, tick, slot)
+            self.safe, self.safe_whole = (self.group, tick, slot), is_whole
             self.copied += 1
         self.group.replicated(slot, error, self.now_s)
         self.decide()
