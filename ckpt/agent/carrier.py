@@ -20,7 +20,7 @@ from ckpt.agent.committing import Committing
 from ckpt.agent.comparing import Comparing
 from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
-from ckpt.agent.elsewhere import ROOMLESS, UNKEPT
+from ckpt.agent.elsewhere import OUTDONE, ROOMLESS, UNKEPT
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError
@@ -265,7 +265,7 @@ class Carrier(Committing):
             why_not, seconds = self.group.replicated(slot, error, now_s), now_s - began_s
             if why_not:
                 text = f"step {identity.tick.step} is not in other nodes' memory: {why_not}"
-                loud = why_not not in (UNKEPT, ROOMLESS)  # the placement has said that
+                loud = why_not not in (UNKEPT, ROOMLESS, OUTDONE)  # the placement has said that, or nothing is lost
                 self.emit("peers.failed", text, loud, {"identity": str(identity)})
                 return self.group.lets_older_go(why_not)
             if self.learning is not None and not found:
@@ -287,8 +287,8 @@ class Carrier(Committing):
             for node in self.nodes if newest is not None else ():
                 name = "" if node is self.nodes[0] else node.name
                 kept.append(Kept(name, max(0, min(found.outlives[rank] for rank in node.ranks))))
-            self.group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
-            if found.whole is not None and self.group.is_kept_whole:
+            is_so = self.group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
+            if is_so and found.whole is not None and self.group.is_kept_whole:
                 self._services.account.found("peer", self.epoch, found.whole.tick)
             self._replicate(slot, identity)
 

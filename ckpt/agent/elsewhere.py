@@ -13,6 +13,8 @@ from ckpt.types import Tick
 
 UNKEPT = "no other node has memory for a part of it"
 ROOMLESS = "no other node has room for any of it any more"
+OUTDONE = "a newer one is safe in other nodes' memory already"
+FOUND_LESS = "less of it was found in other nodes' memory than they are to keep"
 LOST = "an agent that had a part of it already was lost meanwhile"
 
 
@@ -53,7 +55,9 @@ class Elsewhere(Facts):
         it; None: it is copied."""
         if self.replicates and not self.undoes_safe:
             return None
-        return "" if tick == self.safe_tick else UNKEPT if self.replicates else ROOMLESS
+        if self.safe_tick is not None and tick <= self.safe_tick:
+            return OUTDONE if tick < self.safe_tick else ""
+        return UNKEPT if self.replicates else ROOMLESS
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         """What `Replicate` asked for has ended. `error`: "" when every copy was where the placement says, and right.
@@ -93,9 +97,10 @@ class Elsewhere(Facts):
         """Whether each node's part of what is taken now is kept by others."""
         return self.replicates and _is_whole(self.kept)
 
-    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
+    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> bool:
         """They were asked what is safe in other nodes' memory; None: nothing is. `kept`: of each node, without the
-        holders, who are not known. `whole`: it outlives as many losses as it is to."""
+        holders, who are not known. `whole`: it outlives as many losses as it is to. Returns whether it is so: no agent
+        was lost meanwhile."""
         self.unsure = False
         self.safe_tick, self.safe_kept = tick, tuple(kept)
         if not self._lost_meanwhile:  # else what one of them has said may be gone by now
@@ -103,10 +108,11 @@ class Elsewhere(Facts):
         found, under_way = self.safe.round if self.safe is not None else None, self._under_way
         if found is not None and found is not under_way:  # else `replicated` tells it
             found.peer = Store.DONE
-            why_not = "" if whole and not self._lost_meanwhile else LOST if whole else UNKEPT
+            why_not = FOUND_LESS if not whole else LOST if self._lost_meanwhile else ""
             self._tell_level(found.tick, "peer", not why_not, why_not)
         if under_way is not None:  # who is to keep it may be others by now; or it stays where it was found
             under_way.kept = self.kept if self.replicates and not self.undoes_safe else self.safe_kept
+        return not self._lost_meanwhile
 
     def copies_lost(self, name: str, ticks: Collection[Tick]) -> None:
         """The agent of that node is not connected any more: what it kept of these for others may have gone with it."""

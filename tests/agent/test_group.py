@@ -11,7 +11,7 @@ import pytest
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Word
-from ckpt.agent.elsewhere import UNKEPT
+from ckpt.agent.elsewhere import FOUND_LESS, LOST, OUTDONE, UNKEPT
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import LEAD_MIN, Group
 from ckpt.agent.leaving import NEAR_S, Standing
@@ -26,9 +26,9 @@ GO_ON = {"leave": False, "by_s": None}
 
 def found_safe(
     group: Group, tick: Tick | None, whole: bool = True, nodes: Iterable[str] = ("",), left: Any = ()
-) -> None:
+) -> bool:
     """The others have said what is safe. Of the nodes `left` they keep the part, if they do not of all."""
-    group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
+    return group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
 
 
 class Driver:
@@ -125,6 +125,11 @@ class Driver:
     def levels(self, level: str) -> dict[str, bool]:
         bodies = [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "level"]
         return {body["tick"]: body["ok"] for body in bodies if body["level"] == level}
+
+    def why(self, tick: Tick) -> str:
+        """What was said of it and other nodes' memory last, if not that it is there."""
+        bodies = [a.body for a in self.said if isinstance(a, do.Tell) and a.body["t"] == "level"]
+        return [body["message"] for body in bodies if (body["tick"], body["level"]) == (str(tick), "peer")][-1]
 
 
 def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> None:
@@ -2126,9 +2131,22 @@ def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
     driver.decide()
     if lost:
         group.copies_lost("b", [])
-    found_safe(group, safe)
+    assert found_safe(group, safe) is not lost
     driver.decide()
     assert driver.levels("peer") == {str(safe): not lost}
+    assert driver.why(safe) == (LOST if lost else "")
+
+
+def test_of_what_is_found_in_part_it_is_not_said_that_there_is_no_memory_for_it() -> None:
+    driver = Driver()
+    group = driver.group
+    safe, _ = driver.complete(), driver.complete()
+    group.replicates = group.unsure = True
+    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
+    driver.decide()
+    found_safe(group, safe, False, ["", "b"], ["b"])
+    driver.decide()
+    assert driver.why(safe) == FOUND_LESS
 
 
 def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() -> None:
@@ -2141,7 +2159,8 @@ def test_what_is_older_than_what_is_found_to_be_safe_is_not_copied_any_more() ->
     safe = driver.complete()
     found_safe(group, safe, False, ["", "b"], ["b"])
     assert group.undoes_safe
-    assert driver.copy(UNKEPT) == UNKEPT
+    assert group.why_not_copied(Tick(10)) == OUTDONE
+    assert driver.copy(OUTDONE) == OUTDONE
     driver.decide()
     assert not group.undoes_safe
     assert (group.replicating, group.safe_tick, driver.levels("peer")[str(Tick(10))]) == (None, safe, False)

@@ -12,7 +12,7 @@ import pytest
 from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
 from ckpt.agent.carrier import Carrier
-from ckpt.agent.elsewhere import UNKEPT, Elsewhere
+from ckpt.agent.elsewhere import OUTDONE, UNKEPT, Elsewhere
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
@@ -234,6 +234,7 @@ class Carried:
         self.finding: list[Callable[[Safe | None], None]] = []
         self.account = Account()
         self.account.follow(EPOCH)
+        self.is_so = True
         self.group = SimpleNamespace(
             replicates=True,
             unsure=True,
@@ -276,9 +277,10 @@ class Carried:
         self.heard.append(f"{identity}, safe: {safe}")
         self.ended = then
 
-    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> None:
+    def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> bool:
         self.group.unsure, self.kept = False, kept
         self.group.safe_tick = self.group.stays_tick = tick
+        return self.is_so
 
     def replicated(self, slot: int, error: str, now_s: float) -> str:
         self.heard.append(error)
@@ -300,6 +302,14 @@ def test_what_is_found_to_be_safe_is_what_others_keep_and_is_shown_if_it_is_whol
         assert carried.account.saved_bytes.get("peer", 0) == 0, "another agent brought it there"
         carried.replicate()
         assert not carried.finding, "it is asked once"
+
+
+def test_what_an_agent_has_said_that_was_lost_meanwhile_is_not_shown_to_be_safe() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.is_so = False
+    carried.finding.pop()(Safe(at(3), at(3)))
+    assert "peer" not in carried.account.facts(0.0)["safe"]
 
 
 def test_what_is_safe_is_asked_again_where_that_could_not_be_found_out() -> None:
@@ -343,6 +353,14 @@ def test_what_is_found_to_be_safe_as_a_whole_does_not_go_for_a_part_of_what_is_n
     carried.group.undoes_safe = True
     carried.finding.pop()(Safe(at(5), at(5)))
     assert carried.heard == [UNKEPT]
+
+
+def test_what_is_not_copied_since_a_newer_one_is_found_to_be_safe_is_not_said_to_have_no_room() -> None:
+    carried = Carried()
+    carried.replicate()
+    carried.group.undoes_safe = True
+    carried.finding.pop()(Safe(at(9), at(9)))
+    assert carried.heard == [OUTDONE]
 
 
 def test_whose_part_others_keep_still_is_known_of_what_is_found_though_it_is_not_whole() -> None:
