@@ -161,7 +161,8 @@ class Carrier(Committing):
         group, protection = self.group, self.protection
         if self.plan is None or not group.is_planned or group.superseded_by or group.all_gone:
             return False  # or it is planned anew anyway
-        unkept = protection is not None and protection.is_wanted and not group.is_kept_whole
+        is_kept = group.is_kept_whole and not group.copies_fail
+        unkept = protection is not None and protection.is_wanted and not is_kept
         return unkept or group.slots_in_use < memory.slots_for(group.policy)
 
     def _parts_free(self, plan: memory.MemoryPlan) -> dict[str, int]:
@@ -171,8 +172,9 @@ class Carrier(Committing):
 
     def plan_again(self) -> None:
         """There may be other memory than when it was planned, since earlier starts' checkpoints have gone, or what else
-        was there: the same division may have more of it now, and never less. As long as there is not, other nodes are
-        asked less and less often."""
+        was there: the same division may have more of it now, and never less. Where copies fail there may be less, and
+        who keeps them is decided anew for that, too. As long as there is no news, other nodes are asked less and less
+        often."""
         division, version, now_s = self._division, self.group.layouts_version, time.monotonic()
         if now_s < self._not_before_s:
             return
@@ -185,7 +187,8 @@ class Carrier(Committing):
             if version != self.group.layouts_version:
                 return  # it is planned anew, by that
             parts = self._parts_free(plan)
-            if all(count <= self._planned_parts.get(name, -1) for name, count in parts.items()):
+            is_more = any(count > self._planned_parts.get(name, -1) for name, count in parts.items())
+            if not is_more and (parts == self._planned_parts or not self.group.copies_fail):
                 return
             self._planned_parts = parts
             used = self.group.slots_in_use

@@ -97,6 +97,11 @@ class Elsewhere(Facts):
         """Whether each node's part of what is taken now is kept by others."""
         return self.replicates and _is_whole(self.kept)
 
+    @property
+    def copies_fail(self) -> bool:
+        """Whether the last ones have: somebody may have less memory for them than was planned with."""
+        return self._copy_failures > 0
+
     def found_safe(self, tick: Tick | None, kept: Sequence[Kept], whole: bool) -> bool:
         """They were asked what is safe in other nodes' memory; None: nothing is. `kept`: of each node, without the
         holders, who are not known. `whole`: it outlives as many losses as it is to. Returns whether it is so: no agent

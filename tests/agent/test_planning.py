@@ -12,7 +12,9 @@ from ckpt.agent import carrier, memory
 from ckpt.agent.carrier import FULL_S, Carrier
 from ckpt.agent.group import Group
 from ckpt.agent.relief import PERIOD_S
+from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
+from ckpt.types import Tick
 
 MIB = 1 << 20
 
@@ -149,3 +151,34 @@ def test_what_was_placed_while_there_was_little_memory_is_placed_again_once_ther
     placed = job.placed
     job.look()
     assert job.placed == placed
+
+
+def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_is_decided_anew_who_keeps_them() -> None:
+    """It refuses copies for ever, and another one may have room."""
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.group.replicates, job.group.kept = True, (Kept("", 1, ("b",)),)
+    job.group.holds(0, Tick(10), False)
+
+    def copy(error: str) -> None:
+        slot = job.group.slots[0]
+        assert slot.round is not None
+        job.group.begin_copies(slot, slot.round, 0.0)
+        job.group.replicated(0, error, 0.0)
+
+    copy("")
+    job.free = 7.0
+    job.look()
+    assert (job.measured, job.placed) == (0, 0), "it has all copies that it is to have"
+    copy("no memory for a copy")
+    for _ in range(3):
+        job.look()
+        assert job.placed == 1, "once, as long as there is about as much"
+    job.free = 6.0
+    job.look()
+    assert (job.placed, job.group.slots_in_use) == (2, 3)
+    copy("")
+    measured = job.measured
+    job.free = 5.0
+    job.look()
+    assert job.measured == measured
