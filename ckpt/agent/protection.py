@@ -11,6 +11,7 @@ from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.folding import SCRATCH_BYTES, WORK_BYTES
 from ckpt.agent.hosts import lost_with_hosts, told_apart
 from ckpt.agent.memory import MemoryPlan
+from ckpt.agent.outdoing import outlived
 from ckpt.agent.parities import Parities
 from ckpt.agent.rebuilding import UNWANTED, Rebuilding
 from ckpt.agent.replicating import Replication
@@ -106,7 +107,8 @@ class Protection:
 
     def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0) -> int:
         """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies, unless it
-        is one of those that are `used` already.
+        is one of those that are `used` already. As long as the same nodes have the memory for it they keep the same
+        ones' parts, unless others' can be kept beside these: of what is safe no part may go for another one.
 
         `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
         are used by all."""
@@ -147,6 +149,8 @@ class Protection:
             ]
             nodes += lenders
             self.placement = place_sparing(nodes, self.option, self._failing, before)
+            if before is not None and not outlived(before.kept) <= outlived(self.placement.kept):
+                self.placement = before if _fits(before, nodes) else self.placement
             self.with_hosts = lost_with_hosts(told, self.placement)
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):
@@ -373,6 +377,17 @@ def _parts(placement: Placement) -> set[str]:
     """Who gives something, or keeps it."""
     kept = {name for each in placement.kept for name in (each.node, *each.holders)}
     return kept | {name for group in placement.groups if group.parity for name in group.members}
+
+
+def _fits(placement: Placement, nodes: Iterable[Node]) -> bool:
+    """Whether these have memory for it, and as much state as it was made for."""
+    found = {node.id: node for node in nodes}
+    return all(
+        load.node in found
+        and found[load.node].bytes == load.own_bytes
+        and found[load.node].lend_bytes >= load.keeps_all_bytes
+        for load in placement.loads
+    )
 
 
 def _order(risks: Mapping[str, float]) -> dict[str, int]:

@@ -396,6 +396,26 @@ def test_a_placement_stays_as_it_is_when_it_is_made_anew() -> None:
     assert [(k.node, k.holders) for k in made.placement.kept] == [(k.node, k.holders) for k in before.kept]
 
 
+def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_as_they_have_memory_for_it() -> None:
+    """What is safe in part would stand in the way of another part of what is newer until the store has that."""
+    made, state = protection(3), {"n0": 50 * MIB, "n1": 100 * MIB, "n2": 80 * MIB}
+
+    def kept(lends_mib: int) -> set[str]:
+        """Whose parts, where the last node alone lends anything."""
+        left = {"n2": lends_mib * MIB}
+        told = {name: memory.MemoryPlan(2, 0, 0, 0, left.get(name, 0), "") for name in state}
+        made.place(state, told, 2)
+        assert made.placement is not None
+        return {each.node for each in made.placement.kept if each.losses}
+
+    assert kept(100) == {"n0"}
+    assert kept(200) == {"n0"}, "n1's would fit as well, but not beside that"
+    assert kept(300) == {"n0", "n1"}
+    assert kept(200) != {"n0", "n1"}, "it does not fit any more"
+    state["n1"] = 90 * MIB
+    assert kept(200) == {"n1"}, "another state"
+
+
 def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_is_shown() -> None:
     made = protection(4)
     links = [1250 * MIB, 125 * MIB, 1250 * MIB, 125 * MIB]
