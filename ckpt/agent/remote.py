@@ -260,21 +260,18 @@ class Wanted:
 
 
 def _written(answer: Message, wanted: Wanted) -> Written:
-    """Errors: AgentError where it is not what such a node can have written."""
+    """Errors: AgentError where it is not what such a node can have written: nobody could read a record that says so."""
+    from ckpt.format.record import misplaced
     from ckpt.store.keys import parse_pack
     from ckpt.store.packs import Written
 
     packs = tuple((str(key), int(size)) for key, size in unpacked(answer.blobs[1], "packs"))
     places = np.frombuffer(answer.blobs[0], PLACE).copy()
-    sizes = np.array([size for _, size in packs], np.int64)
     keys = [parse_pack(key) for key, _ in packs]
-    if any(key is None or key.identity != wanted.identity for key in keys) or len(places) != len(wanted.frames):
-        raise AgentError("packs of another checkpoint were written, or not all frames")
-    if len(places) and places["pack"].max() >= len(packs):
-        raise AgentError("a frame was written into no pack")
-    ends = places["offset"].astype(np.int64) + places["length"]
-    if len(places) and (ends > sizes[places["pack"]]).any():
-        raise AgentError("a frame was written beyond its pack")
+    if any(key is None or key.identity != wanted.identity for key in keys) or len(set(keys)) < len(keys):
+        raise AgentError("packs of another checkpoint were written, or one twice")
+    if why := misplaced(places, wanted.frames, [size for _, size in packs]):
+        raise AgentError(f"its frames were not written: {why}")
     return Written(packs, places)
 
 

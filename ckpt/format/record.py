@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -203,25 +204,32 @@ def _read_packs(source: Reader) -> tuple[tuple[str, int], ...]:
 
 def _read_places(source: Reader, manifest: Manifest, packs: tuple[tuple[str, int], ...]) -> Array:
     places = source.struct("places", PLACE, FRAMES_MAX)
-    frames = manifest.frames
-    if len(places) != len(frames):
-        raise source.damaged(f"{len(places)} places for {len(frames)} frames")
-    if not len(places):
-        return places
-    if places["pack"].max() >= len(packs):
-        raise source.damaged("a place in a pack that is not there")
-    if places["codec"].max() > Codec.PLANES:
+    if len(places) and places["codec"].max() > Codec.PLANES:
         text = f"codec {places['codec'].max()}, which this ckpt does not know: a newer one is needed"
         raise NewerFormat(f"{source.what}: {text}")
-    sizes = np.array([size for _, size in packs], np.uint64)
+    if why := misplaced(places, manifest.frames, [size for _, size in packs]):
+        raise source.damaged(why)
+    return places
+
+
+def misplaced(places: Array, frames: Array, sizes: Sequence[int]) -> str:
+    """Why these frames cannot lie so in packs of these sizes; "" where they can."""
+    if len(places) != len(frames):
+        return f"{len(places)} places for {len(frames)} frames"
+    if not len(places):
+        return ""
+    if places["pack"].max() >= len(sizes):
+        return "a place in a pack that is not there"
+    if places["codec"].max() > Codec.PLANES:
+        return f"codec {places['codec'].max()}, which is not known"
     length = places["length"].astype(np.uint64)
-    room = sizes[places["pack"]]
+    room = np.array(sizes, np.uint64)[places["pack"]]
     if (length > room).any() or (places["offset"] > room - length).any():
-        raise source.damaged("a place reaches out of its pack")
+        return "a place reaches out of its pack"
     raw = places["codec"] == Codec.RAW
     if length.min() == 0 or (length > frames["length"]).any() or (length[raw] != frames["length"][raw]).any():
-        raise source.damaged("a frame whose stored length does not fit its codec")
-    return places
+        return "a frame whose stored length does not fit its codec"
+    return ""
 
 
 def _read_metrics(source: Reader) -> dict[str, float]:

@@ -148,6 +148,8 @@ class Committer:
                 for numbers, each in written:
                     placing.add(numbers, each)
                 packs, places = tuple(placing.packs), placing.places
+                if len({key for key, _ in packs}) < len(packs):
+                    raise SaveFailed("two nodes say that they have put one pack, or one says it twice")
                 made = Record(identity, writer, manifest, packs, places, dict(metrics or {}), dict(about or {}))
                 body = record.encode(made)
                 if cancel.is_set():

@@ -163,6 +163,11 @@ def test_packs_that_a_node_says_it_wrote_are_taken_only_where_it_can_have_writte
     other, short = [[pack_key(identity(6), "node", "w", 0), 2000]], [[packs[0][0], 1999]]
     for places_told, packs_told in ((right[0], other), (right[0], []), (b"", packs), (right[0], short)):
         assert heard_of(iter([(places_told, packs_told)]), ask, answer) == 0
+    assert heard_of(iter([(right[0], [*packs, *packs])]), ask, answer) == 0
+    for field, wrong in (("offset", (1 << 63) - 1), ("offset", 1 << 63), ("length", 0), ("length", 999), ("codec", 9)):
+        told = places.copy()
+        told[field][1] = wrong  # a record that says so is damaged, all of it
+        assert heard_of(iter([(told.tobytes(), packs)]), ask, answer) == 0, (field, wrong)
     assert heard_of(iter([0]), ask, lambda asked, _: asked.answer({})) == 0
 
 
