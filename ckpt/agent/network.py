@@ -107,7 +107,7 @@ class Network:
         self.progress = Progress()  # of what other agents were asked
         self._loop, self._bulk, self._receiver = loop, bulk, receiver
         self._secrets: dict[str, bytes] = {}  # newest last
-        self._listener: Listener | None = None
+        self._listeners: dict[Address, Listener] = {}  # by where they were to listen
         self._channels: dict[str, Channel] = {}
         self._called: dict[Channel, str] = {}  # by others, who have not said on it yet that it is the one they keep
         self._hosts: dict[str, str] = {}
@@ -119,8 +119,8 @@ class Network:
         self._numbers = itertools.count(1)
 
     def listen(self, secret: bytes, at: str) -> list[Address]:
-        """Who knows the secret may connect from here on; where to. `at`: where to listen, unless we do already; "":
-        anywhere. Errors: AgentError; UsageError."""
+        """Who knows the secret may connect from here on; where to. `at`: where to listen; "": anywhere. Where we listen
+        already that goes on: the others know of it. Errors: AgentError; UsageError."""
         if len(secret) != SECRET_BYTES:
             raise UsageError(f"the run's secret has {len(secret)} bytes instead of {SECRET_BYTES}")
         run = run_of(secret)
@@ -128,10 +128,13 @@ class Network:
         self._secrets[run] = secret
         while len(self._secrets) > SECRETS_MAX:
             del self._secrets[next(iter(self._secrets))]
-        if self._listener is None:
-            address = Address.parse(at) if at else ANYWHERE
-            self._listener = Listener(self._loop, address, lambda: Answerer(self._secrets.get, self.me), self._greeted)
-        return addresses_of(self._listener.address)
+        wanted = Address.parse(at) if at else ANYWHERE
+        for asked, listener in self._listeners.items():
+            if wanted in (asked, listener.address):
+                return addresses_of(listener.address)
+        made = Listener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
+        self._listeners[wanted] = made
+        return addresses_of(made.address)
 
     @property
     def run(self) -> str:
@@ -239,8 +242,8 @@ class Network:
         self._look_soon()
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()
         for dialling in self._dialling.values():
             dialling.cancel()
         for finding in self._finding.values():

@@ -87,6 +87,24 @@ def test_of_the_connections_to_several_addresses_of_one_agent_both_ends_keep_the
     assert one.receiver.closed == two.receiver.closed == []
 
 
+def test_who_is_told_to_listen_elsewhere_is_reached_there_and_where_others_knew_it_before(
+    loop: TurnedLoop, agent: Callable[[str], Agent]
+) -> None:
+    """An agent of an earlier start is left, and its user has named another address since."""
+    one = agent("one")
+    (before,) = one.at(hosts=1).addresses
+    assert one.network.listen(SECRET, "0.0.0.0:0")[0].port == before.port, "that of the same words stays"
+    assert one.network.listen(SECRET, f"0.0.0.0:{before.port}")[0].port == before.port, "and that which came of them"
+    (named,) = one.network.listen(SECRET, "127.0.0.3:0")
+    assert (named.host, named.port == before.port) == ("127.0.0.3", False)
+    assert one.network.listen(SECRET, "127.0.0.3:0") == [named]
+    for name, address in (("two", named), ("three", before)):
+        connected: list[str] = []
+        agent(name).network.connect(NodeAt("one", (address,), ()), connected.append)
+        loop.until(lambda connected=connected: connected)
+        assert connected == [""]
+
+
 def test_two_agents_that_dial_each_other_at_once_are_left_with_one_connection_that_both_keep(
     loop: TurnedLoop, agent: Callable[[str], Agent], seed: int
 ) -> None:
