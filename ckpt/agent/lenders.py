@@ -272,8 +272,8 @@ class Lenders:
         if was is not None or not self._why.get(address):
             text = (
                 f"the memory-only node at {address} cannot be used ({why}): training goes on without it, and it is "
-                f"called again. There, `ckpt agent {shown(self._url)} --listen {address} --memory SIZE` has to run "
-                "with the same CKPT_SECRET_FILE, and this node has to reach it"
+                f"called again. There, `ckpt agent {shown(self._url)} --listen {address} --memory SIZE` has to run, "
+                "for this job alone and with the same CKPT_SECRET_FILE, and this node has to reach it"
             )
             self._tell(Event("peers.unreachable", text, True, {"address": str(address)}))
         news = was is not None or address not in self._why

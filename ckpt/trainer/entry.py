@@ -299,10 +299,7 @@ def _secret(settings: Settings, former: bytes) -> bytes:
     """Runs on rank 0. `former`: that of the newest start of which an agent is left; b"": there is none. Errors:
     UsageError."""
     for each in settings.peers:
-        try:
-            Address.parse(each)
-        except UsageError as exc:
-            raise UsageError(f"CKPT_PEERS: {exc}") from None
+        Address.parse(each, "CKPT_PEERS")
     if settings.peers and settings.secret_file is None:
         raise UsageError(
             "CKPT_PEERS names memory-only nodes, which know the run by its secret: set CKPT_SECRET_FILE to the file "

@@ -21,6 +21,7 @@ from ckpt.agent.control import SLOTS_MAX, ControlPage, Place, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
+from ckpt.agent.peers.sockets import Address
 from ckpt.errors import AgentError, CkptError, NotLed, Superseded
 from ckpt.events import Event, Events
 from ckpt.format.declaration import encode_layout
@@ -133,6 +134,8 @@ class Link:
     def listen(self, secret: bytes) -> dict[str, Any]:
         """Has the agent take part in a job of several nodes: its name, addresses, domains and link. Errors: AgentError,
         UsageError."""
+        if self.settings.listen:
+            Address.parse(self.settings.listen, "CKPT_LISTEN")
         wanted = {"secret": secret, "at": self.settings.listen, "name": ""}
         answer = self.connection.request("listen", wanted).fields
         node = {

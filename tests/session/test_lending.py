@@ -76,9 +76,10 @@ def test_without_the_secret_it_says_what_is_missing(peer: str, tmp_path: Path, m
         pass
 
 
-def test_what_is_no_address_is_named(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_PEERS", "nowhere")
-    with pytest.raises(UsageError, match="CKPT_PEERS"), ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}):
+@pytest.mark.parametrize("variable", ["CKPT_PEERS", "CKPT_LISTEN"])
+def test_what_is_no_address_is_named(variable: str, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "nowhere")
+    with pytest.raises(UsageError, match=variable), ckpt.Checkpointer(tmp_path / "run", {"w": torch.arange(10.0)}):
         pass
 
 

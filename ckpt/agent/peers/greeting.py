@@ -192,7 +192,8 @@ class Listener:
             self._sock.listen(_BACKLOG)
         except OSError as exc:
             self._sock.close()
-            raise AgentError(f"cannot listen on {address}: {exc.strerror or exc}") from exc
+            what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
+            raise AgentError(f"cannot listen on {address}: {exc.strerror or exc}; {what}") from exc
         self.address = Address(address.host, int(self._sock.getsockname()[1]))
         loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
 

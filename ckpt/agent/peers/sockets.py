@@ -30,11 +30,12 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @staticmethod
-    def parse(text: str) -> Address:
-        """From "HOST:PORT" or "[IPV6]:PORT". Errors: UsageError."""
+    def parse(text: str, variable: str = "") -> Address:
+        """From "HOST:PORT" or "[IPV6]:PORT". `variable`: which says so. Errors: UsageError."""
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
         if match is None or int(match[3]) > 65535:
-            raise UsageError(f"{text[:200]!r} is no address: give HOST:PORT, or [HOST]:PORT for IPv6")
+            where = f"{variable}: " if variable else ""
+            raise UsageError(f"{where}{text[:200]!r} is no address: give HOST:PORT, or [HOST]:PORT for IPv6")
         return Address(match[1] or match[2], int(match[3]))
 
 
