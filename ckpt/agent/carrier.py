@@ -221,7 +221,7 @@ class Carrier(Committing):
             self.follow_learning()
         if protection.table() != before or (protection.is_wanted and not self._told_placed):
             self._told_placed = True
-            loud = bool(protection.with_hosts) or not (is_whole or protection.is_alone)
+            loud = bool(protection.warnings) or not (is_whole or protection.is_alone)
             self.emit("peers.placed", protection.describe(), loud, protection.shown())
         return slots
 

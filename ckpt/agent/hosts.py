@@ -28,6 +28,11 @@ def domains_here(named: str, boot_id: Path = BOOT_ID) -> list[str]:
     return found
 
 
+def named(domains: Sequence[str]) -> Sequence[str]:
+    """Those of them that CKPT_DOMAIN names."""
+    return domains[:-1] if _host(domains) else domains
+
+
 def told_apart(domains: Domains) -> dict[str, tuple[str, ...]]:
     """Without hosts that have one node only, which is a domain of its own anyway; and where all are on one host without
     that: it says nothing of where to keep what."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.copies import Copies
 from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.folding import SCRATCH_BYTES, WORK_BYTES
-from ckpt.agent.hosts import lost_with_hosts, told_apart
+from ckpt.agent.hosts import lost_with_hosts, named, told_apart
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.outdoing import outlived
 from ckpt.agent.parities import Parities
@@ -53,6 +53,8 @@ class Protection:
         self._anew = False  # whoever was together need not stay so
         self._lenders = lenders
         self._network, self._copies, self._parities, self._nodes = network, copies, parities, tuple(nodes)
+        unnamed = [min(node.ranks) for node in self._nodes if not named(node.domains)]
+        self._unnamed = unnamed if len(unnamed) < len(self._nodes) else []  # ranks of nodes that may fail with any
         self._to_remake: deque[Callable[[], None]] = deque()  # what waits for its turn
         self._is_remaking = False
 
@@ -213,7 +215,7 @@ class Protection:
             "scratch_bytes": WORK_BYTES if parity else 0,
             "shortfalls": [f"{each.node}: {each.got} of {each.asked}: {each.why}" for each in placement.shortfalls],
             "exposed": list(placement.exposed),
-            "notes": [*self._of_hosts(), *placement.notes],
+            "notes": [*self.warnings, *placement.notes],
         }
 
     def shown(self) -> dict[str, Any]:
@@ -234,20 +236,32 @@ class Protection:
         sends = max(load.sends_bytes for load in placement.loads)
         least = min(kept.losses for kept in placement.kept)
         text = f"any {least} of {len(placement.loads)} nodes may be lost"
+        for each in [each for each in placement.shortfalls if each.got == least][:1]:
+            text += f", not {each.asked} as was asked for ({each.why})"
         if not least:
             unkept = [kept.node for kept in placement.kept if not kept.losses]
             text = f"nobody has memory for {', '.join(unkept[:HOLDERS_SHOWN])}, and no checkpoint outlives that"
-        notes = "".join(f"; {note}" for note in [*self._of_hosts(), *placement.notes][:3])
+        notes = "".join(f"; {note}" for note in [*self.warnings, *placement.notes][:3])
         how = f"each node keeps up to {most >> 20:,} MiB for others, and sends up to {sends >> 20:,} MiB each time"
         return f"{'parity' if parity else 'copies'}: {text}; {how}{notes}"
 
-    def _of_hosts(self) -> list[str]:
-        return [
+    @property
+    def warnings(self) -> list[str]:
+        """What fails together, or may, and what is lost with it."""
+        if self.placement is None or not self.protects:
+            return []
+        found = [
             f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine ({host}), and it is lost "
             "with that"
             for host, names in sorted(self.with_hosts.items())
-            if self.protects
         ]
+        domains = [each for each in self.placement.exposed if each.rpartition("/")[2] not in self.with_hosts]
+        found += [f"where {each} is lost as a whole, so is state that lies nowhere else" for each in domains]
+        if self._unnamed:
+            ranks = ", ".join(map(str, self._unnamed[:HOLDERS_SHOWN]))
+            which = f"those of ranks {ranks}" if len(self._unnamed) > 1 else f"that of rank {ranks}"
+            found.append(f"CKPT_DOMAIN is set on other nodes and not on {which}: each counts as a domain of its own")
+        return found
 
     def replicate(
         self,

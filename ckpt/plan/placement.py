@@ -222,7 +222,8 @@ def _shortfalls(nodes: Mapping[str, Node], kept: Sequence[Kept], asked: int) -> 
     possible = min(asked, len(nodes) - 1)
     for state in kept:
         if state.losses < possible:
-            why = f"too little memory is lent for {nodes[state.node].bytes} bytes of state: lend more, or ask for less"
+            needed = nodes[state.node].bytes >> 20
+            why = f"too little memory is lent for {needed:,} MiB of state: lend more, or ask for less"
             yield Shortfall(state.node, asked, state.losses, why)
         elif state.losses < asked:
             why = "there is no other node" if len(nodes) == 1 else f"there are only {len(nodes)} nodes"
@@ -249,8 +250,9 @@ def _partial(nodes: Mapping[str, Node], kept: Sequence[Kept]) -> Iterator[str]:
     if len(kept) > 1 and stable and not any(all(node.id in state.holders for state in kept) for node in stable):
         needed, most = sum(nodes[state.node].bytes for state in kept), max(node.lend_bytes for node in stable)
         yield (
-            f"no memory-only node keeps all {needed} bytes of state, so none can bring it back or commit it alone: one "
-            f"has to lend {GENERATIONS} times that (at most {most} are lent), and lie in no domain of the others"
+            f"no memory-only node keeps all {needed >> 20:,} MiB of state, so none can bring it back or commit it "
+            f"alone: one has to lend {GENERATIONS} times that (at most {most >> 20:,} MiB are lent), and lie in no "
+            "domain of the others"
         )
 
 

@@ -371,6 +371,48 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
     assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
 
 
+@pytest.mark.parametrize(
+    ("option", "count", "said"),
+    [
+        (Replicas(3), 2, "any 1 of 2 nodes may be lost, not 3 as was asked for (there are only 2 nodes)"),
+        (Parity(2, 2), 2, "any 1 of 2 nodes may be lost, not 2 as was asked for (there are only 2 nodes)"),
+        (Parity(2, 2), 3, "any 2 of 3 nodes may be lost; "),
+        (Replicas(1), 3, "any 1 of 3 nodes may be lost; "),
+    ],
+)
+def test_what_fewer_nodes_than_were_asked_for_bear_is_said(option: Replicas | Parity, count: int, said: str) -> None:
+    nodes = [NodeAt(f"n{at}", (), (at,)) for at in range(count)]
+    made = Protection(cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, option)
+    made.place(sizes(count, 100), plans(count, 100, 5000))
+    assert said in made.describe()
+    assert made.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("zones", "said"),
+    [
+        ("aabb", []),
+        ("____", []),
+        ("aab_", ["CKPT_DOMAIN is set on other nodes and not on that of rank 3: each counts as a domain of its own"]),
+        (
+            "a_b_",
+            ["CKPT_DOMAIN is set on other nodes and not on those of ranks 1, 3: each counts as a domain of its own"],
+        ),
+        ("aaab", ["where a is lost as a whole, so is state that lies nowhere else"]),
+    ],
+)
+def test_domains_that_are_named_on_some_nodes_only_or_take_state_with_them_are_told(
+    zones: str, said: list[str]
+) -> None:
+    domains = [((zone,) if zone != "_" else ()) + (f"{HOST}{at}",) for at, zone in enumerate(zones)]
+    nodes = [NodeAt(f"n{at}", (), (at,), each) for at, each in enumerate(domains)]
+    given = cast(Network, SimpleNamespace(me="n0")), cast(Copies, None), cast(Parities, None), nodes, Replicas(1)
+    made = Protection(*given)
+    made.place(sizes(4, 100), plans(4, 100, 600))  # for one copy at each node
+    assert made.warnings == said
+    assert all(each in made.describe() and each in made.table()["notes"] for each in said)
+
+
 @pytest.mark.parametrize(("zone", "keeps_all"), [("zone-c", True), ("zone-a", False)])
 def test_a_memory_only_node_keeps_all_unless_it_lies_in_the_domain_of_a_node_that_trains(
     zone: str, keeps_all: bool
