@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +37,9 @@ SAID: dict[str, dict[str, Any]] = {
     "lend": {"identity": WHICH, "reader": "x", "id": 1},
     "rebuild": {"identity": WHICH, "rank": 0, "order": [0, 1], "leave": 0, "id": 1},
     "write": {"identity": WHICH, "codec": "raw", "bandwidth": None, "id": 1},
+    "keeps": {"epoch": OTHER, "id": 1},
+    "outcome": {"epoch": OTHER},
+    "unwrite": {"identity": WHICH},
     "keep": {"identity": WHICH, "source": "x", "addresses": ["127.0.0.1:1"], "safe": None, "id": 1},
     "kept": {"identity": WHICH},
     "unkeep": {"epoch": OTHER},
@@ -57,6 +62,7 @@ OF_A_NODE: dict[str, dict[str, Any]] = {
     "notices": {
         "standing": [{"source": "x", "key": "y", "left_s": 9.0, "certain": True, "message": "", "when": "in time"}]
     },
+    "take-back": {"source": "x"},
 }
 OF_A_BORROWER: dict[str, dict[str, Any]] = {
     "borrow": {
@@ -92,6 +98,9 @@ OF_A_COORDINATOR: dict[str, dict[str, Any]] = {
     "make": {"slot": 3, "sizes": [[1, 4096]], "id": 1},
     "read": {"slot": 3, "identity": WHICH, "known": [[1, b"x"]], "id": 1},
     "brought": {"identity": WHICH},
+    "acknowledge": {"source": "x", "key": "y", "id": 1},
+    "left-by": {"source": "x", "key": "y"},
+    "taken-back": {"source": "x"},
     "other": {"id": 1},
 }
 BELIEVED = ("look",)  # it asks for a start, until whose outcome nothing that is listed goes
@@ -329,6 +338,37 @@ def test_a_coordinator_that_says_nonsense_is_let_go_of_and_the_agent_stays(
     assert pid_of(rank) == pid
     assert cluster.status(1)["pid"] == pid
     assert math.isfinite(cluster.status(1)["following"][0]["arena_bytes"])
+
+
+def test_a_node_of_the_job_that_says_nonsense_ends_neither_its_coordinators_agent_nor_what_is_safe(
+    cluster: Cluster, liar: Callable[..., Liar]
+) -> None:
+    """The liar has taken the place of one of two real nodes. What it says of the job it may say, and so end that."""
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    node, epoch, pid = node_of(cluster, 0), cluster.job[0].epoch, pid_of(cluster.job[0])
+    hostile = liar(node_of(cluster, 1).name)
+    os.kill(cluster.pids[1], signal.SIGSTOP)
+    try:
+        said = [{"t": kind, "epoch": epoch, **each} for kind, fields in OF_A_NODE.items() for each in ways(fields)]
+        for each in said:
+            hostile.say(node, each, BLOBS[len(str(each)) % len(BLOBS)])
+        hostile.alive(node)
+    finally:
+        hostile.network.close()
+        os.kill(cluster.pids[1], signal.SIGCONT)
+    assert pid_of(cluster.job[0]) == cluster.status(0)["pid"] == pid
+    cluster.hang_up()
+    decision = cluster.start(0, 1)
+    assert decision.fields["candidate"]["step"] == step
+    assert cluster.checkpoint("peer") > step
+
+
+def ways(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Right and wrong ones, those that a message can hold."""
+    found = [each for each in [*spoiled(fields), fields, {}] if isinstance(each, dict) and packs(each)]
+    return [each for each in found if all(isinstance(name, str) for name in each)]
 
 
 def test_nobody_answers_for_another_agent(liar: Callable[..., Liar]) -> None:
