@@ -162,6 +162,11 @@ def dial(loop: Loop, place: Place, handshake: Dialler, done: Done, failed: Faile
         raise
 
 
+def _cannot_listen(address: Address, why: object) -> AgentError:
+    what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
+    return AgentError(f"cannot listen on {address}: {why}; {what}")
+
+
 class Listener:
     """Owns a listening socket and the handshakes under way on it. Main thread only.
 
@@ -184,7 +189,10 @@ class Listener:
         self._count = 0
         self._refused = 0
         self._said_s: float | None = None
-        place = resolve(address, passive=True)[0]
+        try:
+            place = resolve(address, passive=True)[0]
+        except AgentError as exc:
+            raise _cannot_listen(address, exc) from exc
         self._sock = socket.socket(place.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -192,8 +200,7 @@ class Listener:
             self._sock.listen(_BACKLOG)
         except OSError as exc:
             self._sock.close()
-            what = "--listen and CKPT_LISTEN take an address of this machine and a port that is free (0: any)"
-            raise AgentError(f"cannot listen on {address}: {exc.strerror or exc}; {what}") from exc
+            raise _cannot_listen(address, exc.strerror or exc) from exc
         self.address = Address(address.host, int(self._sock.getsockname()[1]))
         loop.watch(self._sock, selectors.EVENT_READ, self._on_connect)
 

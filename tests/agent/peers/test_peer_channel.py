@@ -371,7 +371,7 @@ def test_a_listener_without_descriptors_rests_and_goes_on(
 
 def test_a_place_that_is_taken_or_not_ours_is_an_error(node: Made, loop: MovedLoop) -> None:
     one = node("a")
-    for address in (one.address, Address("192.0.2.1", 0)):
+    for address in (one.address, Address("192.0.2.1", 0), Address("nowhere.invalid", 0)):
         with pytest.raises(AgentError, match=r"cannot listen on .*CKPT_LISTEN"):
             Listener(loop, address, one.answerer, one._greeted)
 
