@@ -35,6 +35,7 @@ from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
 from ckpt.policy.deciding import START_S
 from ckpt.policy.every import Every
+from ckpt.policy.interval import not_negative
 from ckpt.policy.known import NOTHING
 from ckpt.types import Epoch, Identity, Tick, counted
 
@@ -274,7 +275,7 @@ class Job(TakenOver):
                     tick = Tick.parse(str(fields["tick"]))
                     self._compare(rank, fields)
                     at = (int(fields["round"]), tick, int(fields["slot"]), str(fields["division"]))
-                    group.staged(rank, *at, float(fields["stall_s"]))
+                    group.staged(rank, *at, not_negative("stall_s", float(fields["stall_s"])))
             case "missed":
                 group.missed(rank, int(fields["round"]), str(fields["why"]))
             case "save":

@@ -27,6 +27,7 @@ from ckpt.agent.jobs import Job
 from ckpt.agent.members import Presence
 from ckpt.agent.memory import Taken
 from ckpt.agent.server import Peer, Server
+from ckpt.errors import UsageError
 from ckpt.format.manifest import FRAME, Manifest
 from ckpt.policy.every import Keep
 from ckpt.store.lineage import Claim
@@ -186,6 +187,18 @@ def job() -> Iterator[tuple[Job, Lanes, Listener]]:
     made._members[0] = Member(cast(Any, listener), 0, cast(Any, None))
     yield made, lanes, listener
     made.ranks.drop()
+
+
+@pytest.mark.parametrize("stall_s", [float("inf"), float("nan"), -1.0, 1e200])
+def test_a_stall_that_no_snapshot_can_have_had_is_refused_and_fails_no_job(
+    stall_s: float, job: tuple[Job, Lanes, Listener]
+) -> None:
+    """What is learnt of it would refuse it, once all ranks have staged: then there is nobody to blame."""
+    made, _, listener = job
+    staged = {"t": "staged", "round": 1, "tick": str(Tick(5)), "slot": 0, "division": "x", "stall_s": stall_s}
+    with pytest.raises(UsageError, match="stall_s"):
+        made.message(0, cast(Any, listener), wire.Message(staged))
+    made.message(0, cast(Any, listener), wire.Message({**staged, "stall_s": 0.5}))
 
 
 def test_no_second_heartbeat_is_put_while_one_is_under_way(job: tuple[Job, Lanes, Listener]) -> None:
