@@ -33,6 +33,7 @@ from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.peers.channel import Channel
+    from ckpt.store.run import RunView
 
 log = logging.getLogger("ckpt")
 
@@ -68,6 +69,7 @@ class LendingNode(Node):
         self._last_error = ""
         self._ending = False  # told to end: one last attempt was begun, or is not needed
         self.addresses: list[Address] = self._open_network(self.incarnation).listen(lend.secret, lend.listen)
+        self._bulk.run(Lane.FRONT, lambda: self._store.run(impatient=True).view(), self._saw_store)
 
     def close(self) -> None:
         self._cancel.set()
@@ -215,6 +217,12 @@ class LendingNode(Node):
             lambda done: self._committed(newest, whole, done),
         )
         return None
+
+    def _saw_store(self, done: Future[RunView]) -> None:
+        """At the start: once all else is lost it would be too late to hear what this machine lacks."""
+        if error := failure(done):
+            text = "the store cannot be read from here now, and what is kept here could not be committed"
+            log.warning("%s (see `ckpt doctor %s`): %s", text, shown(self.url), error)
 
     def _committed(self, newest: Identity, whole: list[Whole], done: Future[Identity | None]) -> None:
         self._committing = None

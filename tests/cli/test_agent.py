@@ -54,7 +54,7 @@ def greets(address: str, known: bytes) -> bool:
 
 @contextlib.contextmanager
 def running(
-    url: Path, *words: str, given: str = "", hang_up: signal.Handlers = signal.SIG_DFL
+    url: Path | str, *words: str, given: str = "", hang_up: signal.Handlers = signal.SIG_DFL
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and the line that it says. `given`: what stands in its standard input, which stays open."""
     command = [sys.executable, "-m", "ckpt.cli.main", "agent", str(url), *HERE, *words]
@@ -112,6 +112,15 @@ def test_under_nohup_it_outlives_its_terminal(tmp_path: Path, secret: Path, monk
             process.wait(1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+def test_where_it_cannot_read_the_store_that_is_said_before_it_is_needed(secret: Path) -> None:
+    with running("nosuch://bucket/run") as (process, line):
+        assert line.startswith("lending up to")
+        assert process.stderr is not None
+        said = process.stderr.readline()
+    assert "what is kept here could not be committed" in said
+    assert "Protocol not known: nosuch" in said
 
 
 def test_as_json_it_says_the_addresses_the_memory_and_the_url(tmp_path: Path, secret: Path) -> None:
