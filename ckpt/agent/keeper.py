@@ -119,7 +119,7 @@ class Keeper:
         found.add_arenas(self.copies.arenas())
         found.add_chunks(self.copies.chunks.kept.values())
         for identity in self.copies.identities:
-            found.add_epoch(None, identity.epoch, identity.tick.step)
+            found.add_epoch(None, identity.epoch, 0)  # who keeps a copy has not seen how far that run came
         elsewhere = (each for each in (self.fence.floor, self.newest_elsewhere) if each.number)
         for epoch in (*self._store.begun, *elsewhere):  # the store may never have heard of them: a start outdoes all
             found.add_epoch(None, epoch, 0)

@@ -352,10 +352,12 @@ class Starts(Keeper):
         account = self.showing.account.ended  # it outlives a job that has left nothing in memory
         for epoch, step in [*((job.epoch, job.ranks.ended()) for job in self.former), *([account] if account else [])]:
             ended[epoch] = max(step, ended.get(epoch, 0))
+        held = {identity.epoch: identity.tick.step for identity in sorted(start.inventory.worlds)}  # so far at least
         chosen = start.chosen.identity if start.chosen is not None else None
-        known = [epoch for epoch, step in ended.items() if step and (chosen is None or epoch >= chosen.epoch)]
-        newest = max(ended[max(known)] if known else 0, start.newest_step)
-        lost = newest - (chosen.tick.step if chosen is not None else 0)
+        begun = {epoch for steps in (ended, held) for epoch, step in steps.items() if step}
+        newest = max((epoch for epoch in begun if chosen is None or epoch >= chosen.epoch), default=None)
+        known, least = (ended.get(newest, 0), held.get(newest, 0)) if newest is not None else (0, 0)
+        lost = max(known, least, start.newest_step) - (chosen.tick.step if chosen is not None else 0)
         return max(0, lost) if known or lost > 0 else None
 
     def _level_of(self, start: Start, identity: Identity) -> str:

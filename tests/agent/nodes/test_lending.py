@@ -61,6 +61,7 @@ def test_when_the_trainers_node_is_lost_its_state_comes_back_from_there_onto_any
     decision = lent.start(*after, launch="another")
     assert decision.fields["candidate"]["step"] == step == lent.job[0].step
     assert decision.fields["candidate"]["level"] == "peer"
+    assert decision.fields["steps_lost"] is None, "who keeps copies has not seen how far the job came"
     assert set(lent.fetched()) == {"peer"}
     assert lent.checkpoint("peer") > step
 
