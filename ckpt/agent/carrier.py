@@ -298,9 +298,9 @@ class Carrier(Committing):
         if self.group.unsure and self._services.awaits_lenders():
             self._later(AWAIT_S, lambda: self._replicate(slot, identity))
             return
-        stays = self.group.stays_tick
-        safe = Identity(self.epoch, stays) if stays is not None else None
         if self.group.unsure:
+            tick = self.group.safe_tick
+            safe = Identity(self.epoch, tick) if tick is not None else None
             held = [made.identity for made in self.checkpoints.values()]
             protection.find_safe(self.epoch, safe, held, self.world, self._guarded(found_safe))
             return
@@ -308,7 +308,8 @@ class Carrier(Committing):
         if why_not is not None:
             ended(why_not, found=True)
             return
-        own = dict(self.own.arenas.get(slot, {}))
+        own, stays = dict(self.own.arenas.get(slot, {})), self.group.stays_tick
+        safe = Identity(self.epoch, stays) if stays is not None else None
         self._unkept = False
         protection.replicate(identity, safe, own, self._guarded(ended), self.group.safe_needed)
 

@@ -150,14 +150,18 @@ class Elsewhere(Facts):
     @property
     def stays_tick(self) -> Tick | None:
         """What does not go elsewhere while something newer is copied, where all that is older does: what is safe. While
-        nothing is that of which all were to let go: who was away then has that, and what is older, too."""
-        return self.safe_tick if self.safe_tick is not None else self.given_up_tick
+        nothing is that of which all were to let go: who was away then has that, and what is older, too; or, once copies
+        have failed again, what the store has: attempts that failed may have left more than there is memory for."""
+        if self.safe_tick is not None:
+            return self.safe_tick
+        stored = self.committed_tick if self._copy_failures > 1 else None
+        return max(filter(None, (self.given_up_tick, stored)), default=None)
 
     @property
     def safe_needed(self) -> tuple[Kept, ...] | None:
-        """Who keeps what of what is safe that has to stay while something newer is copied; None: that is not known,
-        since it was found to be safe, or is so by parity."""
-        if self._safe_gives_way:
+        """Who keeps what of `stays_tick` that has to stay while something newer is copied: none of it where nothing is
+        safe. None: that is not known, since it was found to be safe, or is so by parity."""
+        if self.safe_tick is None or self._safe_gives_way:
             return ()
         return self.safe_kept if all(each.holders or not each.losses for each in self.safe_kept) else None
 

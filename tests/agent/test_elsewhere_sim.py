@@ -432,7 +432,8 @@ class Sim:
             self.totals["awaited"] += 1
             self.later(AWAIT_S, lambda: self.replicate(slot, tick))
             return
-        safe = identity(group.stays_tick) if group.stays_tick is not None else None
+        stays = group.stays_tick if not group.unsure else group.safe_tick
+        safe = identity(stays) if stays is not None else None
         if group.unsure:
             protection.find_safe(EPOCH, safe, map(identity, self.slots.values()), len(TRAIN), found_safe)
         elif (why_not := group.why_not_copied(tick)) is not None:

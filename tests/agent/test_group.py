@@ -690,7 +690,7 @@ def test_of_what_is_found_to_be_safe_or_is_so_by_parity_it_is_not_known_what_has
     group, known = Driver().group, (Kept("", 1, ("b",)), Kept("b", 0))
     found, parity = (Kept("", 1), Kept("b", 0)), (Kept("", 1), Kept("b", 1))
     for kept, needed in ((known, known), (found, None), (parity, None)):
-        group.safe_kept = kept
+        group.safe_tick, group.safe_kept = Tick(5), kept
         assert group.safe_needed == needed
 
 
@@ -859,6 +859,40 @@ def test_who_was_away_when_all_copies_were_to_go_hears_that_older_ones_are_not_w
     assert driver.group.stays_tick == newest
     driver.copy()
     assert driver.group.stays_tick == tick
+
+
+@pytest.mark.parametrize("kept", [(Kept("", 1, ("b",)), Kept("b", 1, ("",))), (Kept("", 1), Kept("b", 1))])
+def test_of_what_who_was_away_when_all_copies_were_to_go_has_still_nobody_needs_any(kept: tuple[Kept, ...]) -> None:
+    """It may leave no room for the next, and then nothing comes that is safe and lets it go. Copies, and parity."""
+    driver = Driver()
+    driver.group.replicates, driver.group.kept = True, kept
+    driver.complete()
+    driver.copy()
+    driver.group.replicates = False
+    driver.complete()
+    while driver.group.given_up_tick is None:
+        driver.commit()
+    driver.group.replicates = True
+    driver.complete()
+    assert driver.group.replicating is not None
+    assert driver.group.safe_needed == ()
+
+
+def test_where_nothing_is_safe_and_copies_fail_again_and_again_what_is_older_than_in_the_store_goes() -> None:
+    """Attempts under several placements may have left more of what failed than memory is for."""
+    driver = Driver()
+    driver.group.replicates = True
+    first = driver.complete()
+    driver.commit()
+    stays = []
+    for _ in range(3):
+        stays.append(driver.group.stays_tick)
+        driver.copy("a node is away")
+        driver.now_s += 100.0
+        driver.decide()
+    assert (stays, driver.group.stays_tick) == ([None, None, first], first)
+    assert driver.group.safe_needed == ()
+    assert driver.group.safe_tick is None, "nor is it said to be safe there"
 
 
 def test_who_waits_for_copies_that_failed_as_nobody_has_room_any_more_hears_so_though_the_store_had_failed_before() -> (

@@ -185,6 +185,21 @@ def test_what_came_of_what_is_safe_under_an_earlier_placement_goes_where_the_nex
     assert held.kept() == {(5, 1)}
 
 
+def test_what_attempts_under_several_placements_have_left_goes_for_the_next_once_the_store_has_something_newer(
+    held: Held,
+) -> None:
+    """Where nothing was ever safe what arrived here stays, as it may be all that outlives a node; it would for ever,
+    were it more than there is room for."""
+    assert held.copy(identity(5)) == ""
+    size = held.keeper.kept[identity(5), 0].bytes
+    held.keeper.bound(lambda: 2 * size)
+    assert "no memory for a copy" in held.copy(identity(6))
+    assert "no memory for a copy" in held.copy(identity(7))
+    assert held.kept() == {(5, 0), (5, 1)}
+    assert held.copy(identity(7), safe=identity(6)) == ""
+    assert held.kept() == {(7, 0), (7, 1)}
+
+
 @pytest.mark.parametrize("landed", [True, False])
 @pytest.mark.parametrize("how", ["a newer start has a whole checkpoint", "a newer one is safe", "the job is over"])
 def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed: bool, held: Held) -> None:
