@@ -20,6 +20,8 @@ from ckpt.agent.chunks import Chunks
 from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
 from ckpt.agent.folding import Chunk, ChunkName
 from ckpt.agent.holdings import sealed
+from ckpt.agent.keeper import Keeper
+from ckpt.agent.memory import Taken
 from ckpt.agent.moving import Progress
 from ckpt.agent.others import Others
 from ckpt.agent.peers.transport import Frames, Transport
@@ -337,6 +339,9 @@ def test_what_is_still_to_come_counts_though_no_page_of_it_is_taken_yet(held: He
     wanted = decode_described(encode_described(described(identity(10), arenas)))
     held.keeper.keep(cast(Transport, held.transport), identity(10), "a", [], wanted, heard.append)
     assert held.keeper.taken_bytes < held.keeper.bytes == 2 * one
+    keeper = SimpleNamespace(copies=held.keeper, _jobs=tuple, followings=())
+    taken = Keeper._taken(cast(Keeper, keeper), identity(10).epoch)
+    assert taken == Taken(0, held.keeper.taken_bytes), "who places copies counts it once: it is in what is free"
     assert "are not left" in held.copy(identity(15), safe=identity(5))
     held.keeper.source_gone("a")
     held.turned.until(lambda: heard)
