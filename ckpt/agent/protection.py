@@ -274,10 +274,12 @@ class Protection:
         """`safe`: the newest that is safe until now, and `needed`: by whom what has to stay of it is kept; None: that
         is not known. `then` hears "" once every copy is where it should be, and right; or what went wrong. It answers
         whether that makes it safe: see Replication."""
-        assert self.placement is not None
-        self._used[identity] = self.placement
+        placement = self.placement
+        assert placement is not None
+        if identity != safe or identity not in self._used:  # else it is where it went before, until this has ended well
+            self._used[identity] = placement
         if identity in self._parts or identity != safe:  # else it was found to be safe: who keeps it is not known
-            self._parts.setdefault(identity, set()).update(_parts(self.placement))
+            self._parts.setdefault(identity, set()).update(_parts(placement))
         while len(self._used) > USED_MAX:
             oldest = next(iter(self._used))
             del self._used[oldest]
@@ -288,12 +290,18 @@ class Protection:
         for kept in needed or ():
             for holder in kept.holders:
                 named.setdefault(holder or self._network.me, []).extend(ranks[kept.node or self._network.me])
-        what = identity, safe, own, then, named if needed is not None else None
-        if isinstance(self.placement.option, Parity):
-            services = self._network, self._copies, self._parities, nodes, self.placement.groups
+
+        def ended(error: str) -> bool | None:
+            if not error:
+                self._used[identity] = placement
+            return then(error)
+
+        what = identity, safe, own, ended, named if needed is not None else None
+        if isinstance(placement.option, Parity):
+            services = self._network, self._copies, self._parities, nodes, placement.groups
             Striping(*services, *what).begin()
             return
-        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in self.placement.kept}
+        wanted = {kept.node: (ranks[kept.node], kept.holders) for kept in placement.kept}
         Replication(self._network, self._copies, nodes, wanted, *what).begin()
 
     def find_safe(

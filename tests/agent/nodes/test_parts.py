@@ -529,6 +529,31 @@ def test_who_keeps_copies_of_a_checkpoint_stays_known_when_the_next_goes_elsewhe
     assert made.others(identity(6), "n0", True) == []
 
 
+def test_who_keeps_copies_of_what_is_safe_stays_known_until_it_has_been_copied_again_elsewhere() -> None:
+    """Else nobody who has what a lost node staged would be asked to write it, where that fails."""
+    made, asked, heard = protection(4), list[tuple[str, Any]](), list[str]()
+    frames = Frames.placed(*(np.zeros(0, np.uint64),) * 2, np.zeros((0, 2), np.uint64), PAGE)
+    of = lambda name: [Described(int(name[1:]), PAGE, bytes(PAGE), frames)]  # noqa: E731
+    ask, quiet = lambda name, fields, blobs, then: asked.append((name, then)), lambda *given: None
+    network = SimpleNamespace(me="n1", transport=None, ask=ask, tell=quiet, addresses=lambda node: [])
+    copies = SimpleNamespace(withdraw=quiet, check=quiet, before=quiet, make_room=quiet)
+    copies.publish, copies.keep = lambda *given: given[-1](of("n1"), ""), lambda *given: given[-1]("")
+    made._network, made._copies = cast(Network, network), cast(Copies, copies)
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    assert made.placement is not None
+    made._used[identity(5)] = made.placement  # as `replicate` does
+    made.foresees({"n0": 0.6, "n2": 0.6, "n1": 0.01, "n3": 0.01})
+    made.place(sizes(4, 100), plans(4, 100, 5000))
+    for error in ("it is gone", ""):
+        made.replicate(identity(5), identity(5), {}, heard.append)
+        while asked:
+            assert made.others(identity(5), "n0", False) == ["n2"]
+            name, then = asked.pop()
+            then(None if error else Message({}, [], [encode_described(of(name))]), error)
+        assert (error in heard[-1], bool(heard[-1])) == (True, bool(error))
+    assert made.others(identity(5), "n0", False) != ["n2"]
+
+
 @pytest.mark.parametrize("found", [False, True])
 def test_who_may_keep_a_part_of_a_checkpoint_stays_known_when_it_is_copied_again_elsewhere(found: bool) -> None:
     """`found`: it was found to be safe, and the memory-only node may have part in it or not."""
