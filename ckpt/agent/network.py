@@ -37,6 +37,7 @@ AT_ONCE_S = 5.0  # two that dial each other within so long have done so at once
 ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 ANYWHERE = Address("0.0.0.0", 0)
+EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class Network:
         for asked, listener in self._listeners.items():
             if wanted in (asked, listener.address):
                 return addresses_of(listener.address)
+            if listener.address.port == wanted.port and listener.address.host in EVERYWHERE:
+                return addresses_of(wanted)  # it is heard there already
         made = Listener(self._loop, wanted, lambda: Answerer(self._secrets.get, self.me), self._greeted)
         self._listeners[wanted] = made
         return addresses_of(made.address)
@@ -435,7 +438,7 @@ def run_of(secret: bytes) -> str:
 
 def addresses_of(at: Address) -> list[Address]:
     """Where others may find who listens there: on all interfaces, those that lead out of this host first."""
-    if at.host not in ("", "0.0.0.0", "::"):
+    if at.host not in EVERYWHERE:
         return [at]
     found: list[tuple[int, Address]] = []
     for addresses in psutil.net_if_addrs().values():

@@ -98,7 +98,9 @@ def test_who_is_told_to_listen_elsewhere_is_reached_there_and_where_others_knew_
     (named,) = one.network.listen(SECRET, "127.0.0.3:0")
     assert (named.host, named.port == before.port) == ("127.0.0.3", False)
     assert one.network.listen(SECRET, "127.0.0.3:0") == [named]
-    for name, address in (("two", named), ("three", before)):
+    within = Address("127.0.0.5", before.port)
+    assert one.network.listen(SECRET, str(within)) == [within], "of all interfaces, where it listens, that one is named"
+    for name, address in (("two", named), ("three", before), ("four", within)):
         connected: list[str] = []
         agent(name).network.connect(NodeAt("one", (address,), ()), connected.append)
         loop.until(lambda connected=connected: connected)
