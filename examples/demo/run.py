@@ -59,6 +59,7 @@ class Job:
         self.log.mkdir(parents=True)
         self.runtime = runtime
         self.starts = 0
+        self.torchrun: subprocess.Popen[bytes] | None = None  # of the newest start
 
     def start(self) -> subprocess.Popen[bytes]:
         self.starts += 1
@@ -72,7 +73,14 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         print(f"$ torchrun --nproc-per-node={RANKS} train.py {self.url}", flush=True)
-        return subprocess.Popen([*torchrun, *script], env=os.environ | ours)
+        self.torchrun = subprocess.Popen([*torchrun, *script], env=os.environ | ours)
+        return self.torchrun
+
+    def end(self) -> None:
+        """Where the demo itself ends early, nothing trains on."""
+        if self.torchrun is not None and self.torchrun.poll() is None:
+            self.torchrun.terminate()
+            self.torchrun.wait()
 
     def losses(self) -> dict[tuple[int, int], str]:
         """(rank, step) -> the loss as written. Errors: SystemExit where one step was run twice with other losses."""
@@ -114,8 +122,10 @@ def kill_during_save(job: Job, step: int, *, agent_too: bool) -> Kill:
 
     def wait_until(done: Callable[[list[int]], bool]) -> None:
         while not done(job.trained()):
-            if torchrun.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"training did not get to step {step} (exit status {torchrun.poll()})")
+            if (status := torchrun.poll()) is not None:
+                raise SystemExit(f"training ended before step {step}, with exit status {status}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"training did not get to step {step} in {START_TIMEOUT_S:g} s: too slow a machine?")
             time.sleep(0.003)
 
     wait_until(lambda steps: len(steps) > before)
@@ -200,12 +210,16 @@ def main() -> None:
         about = args.folder / "logs", runtime, args.steps, args.every, args.bandwidth
         straight = Job("undisturbed", f"{store}/undisturbed", *about)
         killed = Job("killed", f"{store}/killed", *about)
-        finish(straight.start())
-        kills = [
-            kill_during_save(killed, 3 * args.every, agent_too=False),
-            kill_during_save(killed, 5 * args.every, agent_too=True),
-        ]
-        finish(killed.start())
+        try:
+            finish(straight.start())
+            kills = [
+                kill_during_save(killed, 3 * args.every, agent_too=False),
+                kill_during_save(killed, 5 * args.every, agent_too=True),
+            ]
+            finish(killed.start())
+        finally:
+            straight.end()
+            killed.end()
     report(kills, killed, straight)
     compare(straight, killed)
     command("ls", killed.url)

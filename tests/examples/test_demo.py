@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import servers
@@ -44,11 +47,34 @@ def test_the_demo_does_the_same_against_the_server_that_the_readme_starts(tmp_pa
     assert not (tmp_path / "demo" / "store").exists()
 
 
+@pytest.mark.torchrun
+def test_a_demo_that_ends_early_leaves_nothing_training(tmp_path: Path) -> None:
+    """Interrupted alone, not as by a terminal, whose Ctrl-C torchrun gets, too."""
+    with subprocess.Popen(demo_command("--folder", str(tmp_path / "demo")), cwd=ROOT, env=demo_env()) as begun:
+        process = psutil.Process(begun.pid)
+        while len(children := process.children(recursive=True)) < 3:  # torchrun and its workers
+            assert begun.poll() is None
+            time.sleep(0.05)
+        begun.send_signal(signal.SIGINT)
+        assert begun.wait(60) != 0
+    left = psutil.wait_procs(children, timeout=1)[1]
+    for child in left:
+        child.kill()
+    assert not left
+
+
 def demo(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "AWS_"))}
-    env |= {"CKPT_NOTICES": "off", **more}  # as the Makefile does: nobody asks the cloud that this machine may be in
-    command = [sys.executable, "-W", "ignore", "examples/demo/run.py", *args]
+    command, env = demo_command(*args), demo_env(**more)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def demo_command(*args: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", "examples/demo/run.py", *args]
+
+
+def demo_env(**more: str) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "AWS_"))}
+    return env | {"CKPT_NOTICES": "off", **more}  # as make does: nobody asks the cloud that this machine may be in
 
 
 def check(done: subprocess.CompletedProcess[str], steps: int, every: int) -> None:
