@@ -11,6 +11,7 @@ same number of ranks.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +54,9 @@ def main() -> None:
     # A generator of its own: otherwise making an iterator after a restart would draw from the one that dropout uses.
     loader = StatefulDataLoader(data, batch_size=16, sampler=sampler, generator=torch.Generator())
 
-    state = {"model": model, "optim": optimizer, "sched": schedule, "scaler": scaler, "loader": loader}
+    state = {"model": model, "optim": optimizer, "sched": schedule, "scaler": scaler, "loader": loader, "epoch": 0}
     with ckpt.Checkpointer(args.url, state=state, policy=ckpt.Every(steps=10), mesh=mesh) as ck:
-        batches = endless(loader)
+        batches = endless(loader, sampler, ck.state)
         for step in ck.steps(args.steps):
             optimizer.zero_grad()
             for _, (inputs, wanted) in zip(range(ACCUMULATE), batches):
@@ -72,9 +73,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def endless(loader: StatefulDataLoader):
+def endless(loader: StatefulDataLoader, sampler: StatefulDistributedSampler, state: dict[str, Any]):
     while True:
+        sampler.set_epoch(state["epoch"])  # no part of the sampler's own state: a restart goes on in this epoch
         yield from loader
+        state["epoch"] += 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     [
         pytest.param(["one_device.py"], "1500", ["--at", "20"], id="one device, from memory"),
         pytest.param(["own_loop.py"], "2500", ["--at", "500", "--lose-memory"], id="own loop, from the store"),
-        pytest.param([*TORCHRUN, "fsdp2.py"], "100", ["--at", "10"], id="FSDP2", marks=pytest.mark.torchrun),
+        pytest.param([*TORCHRUN, "fsdp2.py"], "100", ["--at", "40"], id="FSDP2", marks=pytest.mark.torchrun),
     ],
 )
 def test_an_example_restarts_bit_for_bit(

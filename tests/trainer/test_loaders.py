@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,31 @@ def test_what_is_said_of_a_loader_is_what_a_restart_does_to_it(kind: str) -> Non
     assert ("repeats some samples" in said) == (not whole), said
     assert ("order of the next epochs" in said) == (whole and not same_data), said
     assert ("draws one number more" in said) == (whole and same_data and not same_random), said
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in the state", "in a counter of its own"])
+def test_the_epoch_of_a_distributed_sampler_has_to_be_in_the_state(kept: bool) -> None:
+    """As the guide has it; otherwise a restart in a later epoch repeats samples of it."""
+
+    def start(epoch: int, state: dict[str, Any] | None) -> Iterator[Any]:
+        sampler = StatefulDistributedSampler(SAMPLES, 1, 0)
+        batches = loader(sampler=sampler, generator=own())
+        if state is not None:
+            batches.load_state_dict(state)
+        while True:
+            sampler.set_epoch(epoch)
+            for batch in batches:
+                yield sorted(batch.tolist()), epoch, batches.state_dict()
+            epoch += 1
+
+    undisturbed = [samples for samples, _, _ in islice(start(0, None), STEPS)]
+    assert undisturbed[:PER_EPOCH] != undisturbed[PER_EPOCH : 2 * PER_EPOCH]
+    cut = PER_EPOCH + 2
+    *_, (_, epoch, state) = islice(start(0, None), cut)
+    after = [samples for samples, _, _ in islice(start(epoch if kept else 0, state), STEPS - cut)]
+    second_epoch = chain(*undisturbed[PER_EPOCH:cut], *after[: 2 * PER_EPOCH - cut])
+    assert (sorted(second_epoch) == SAMPLES) == kept
+    assert (after == undisturbed[cut:]) == kept
 
 
 def test_what_is_said_is_said_on_entry_loudly_with_the_name_and_the_way_out(tmp_path: Path) -> None:
