@@ -161,7 +161,7 @@ class Retrying:
                     doubted = not self._has_answered and "://" in self.url  # a folder has no address
                     hint = "" if not doubted else ADDRESS if contact_s is None else ADDRESS + LONGER
                     after = counted(tries, "attempt")
-                    raise type(exc)(f"{self.url}: gave up to {what} after {after}: {exc}{hint}") from exc
+                    raise type(exc)(f"{self.url}: gave up trying to {what} after {after}: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
                 self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)

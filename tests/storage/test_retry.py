@@ -80,7 +80,7 @@ def test_an_error_that_stays_is_raised_at_once(error) -> None:
 
 def test_pauses_grow_are_jittered_and_end_by_the_deadline() -> None:
     setting = Setting(Rule("get", Fault.BEFORE, count=99), retry_s=60.0)
-    with pytest.raises(TransientError, match=r"gave up to get k after 1\d attempts: .*planned"):
+    with pytest.raises(TransientError, match=r"gave up trying to get k after 1\d attempts: .*planned"):
         setting.store.get("k", 1)
     assert 30 < sum(setting.pauses_s) <= 60
     whole_s = [min(0.1 * 2**n, PAUSE_MAX_S) for n in range(len(setting.pauses_s))]
@@ -89,7 +89,7 @@ def test_pauses_grow_are_jittered_and_end_by_the_deadline() -> None:
 
 
 def test_what_is_tried_once_only_is_said_to_have_been() -> None:
-    with pytest.raises(TransientError, match=r"gave up to get k after 1 attempt: .*planned"):
+    with pytest.raises(TransientError, match=r"gave up trying to get k after 1 attempt: .*planned"):
         Setting(Rule("get", Fault.BEFORE), retry_s=0.0).store.get("k", 10)
 
 
