@@ -107,7 +107,10 @@ def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) ->
 
 @contextmanager
 def _locked(path: Path, deadline: float) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as exc:  # a read-only file system, or a full one
+        raise AgentError(f"cannot start an agent in the folder for sockets: {exc}; set CKPT_RUNTIME_DIR") from exc
     try:
         while True:
             try:

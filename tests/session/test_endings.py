@@ -18,6 +18,9 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ckpt
+from ckpt.agent import client
+from ckpt.settings import read
+from ckpt.storage import canonical
 from tests.session.endings import PAD_BYTES
 from tests.session.loops import make, wait_agent_gone
 from tests.session.runs import agent_status, kill_agent
@@ -216,6 +219,15 @@ def test_a_folder_for_sockets_with_too_long_a_path_is_an_error_that_says_what_to
 ) -> None:
     monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
     with pytest.raises(ckpt.AgentError, match="longer than 107 bytes; set CKPT_RUNTIME_DIR"):
+        ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()
+
+
+def test_a_folder_for_sockets_in_which_nothing_can_be_made_is_an_error_that_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "sockets"))
+    client.places(canonical(str(tmp_path / "run")), read()).start_lock.mkdir()  # for root no folder is read-only
+    with pytest.raises(ckpt.AgentError, match=r"folder for sockets: .*; set CKPT_RUNTIME_DIR"):
         ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()
 
 
