@@ -37,7 +37,8 @@ RESTART_S = 12.0  # signalled ranks with a dead one among them are gone so soon:
 class Noticed(Sim):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.group.kept = RING if self.random.random() < 0.7 else ()
+        if self.random.random() < 0.7:
+            self.group.kept = RING  # else who keeps what is not known, as with parity
         self.commit_s = self.random.choice((None, None, None, 0.5, 2.0, 6.0))
         self.copied_first = False
         self.standing: dict[tuple[str, str], Standing] = {}  # what the machine's owner says
