@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import socket
 import threading
@@ -132,7 +133,8 @@ class Checkpointer:
     the cloud's word, Slurm's, a file) or "off": nobody's but an operator's. sinks: called with every ckpt Event.
 
     All ranks construct it with the same options and enter it together, once. Errors on entry: UsageError,
-    StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks.
+    StateMismatch, StorageError, RunInUse, NoCheckpoint, DamagedData, AgentError; each on all ranks. Leave, a
+    SystemExit, where a newer start of the run has taken its place.
     """
 
     def __init__(
@@ -323,6 +325,11 @@ class Checkpointer:
         return self
 
     def _check_entry(self) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+            raise UsageError(
+                "a process that multiprocessing has spawned is importing this script, and would take the place of the "
+                'job that has spawned it: put what trains below `if __name__ == "__main__":`'
+            )
         if self._entered is not None:
             raise UsageError("this Checkpointer is entered already; make one for each `with`")
         if self._was_entered:
@@ -341,7 +348,10 @@ class Checkpointer:
         lines = self._write_events(settings.events, last)
         tasks = Tasks("trainer", pool_size=4)
         ends.append(tasks.close)
-        saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
+        try:
+            saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
+        except Superseded as exc:
+            self._leave_superseded(str(exc))
         try:  # the agent has taken us in
             updates = Updates(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
@@ -519,7 +529,7 @@ class Checkpointer:
 
     def _leave_superseded(self, by: str) -> NoReturn:
         text = (
-            f"ckpt: {by} owns {shown(self.url)} now; this job leaves and saves nothing more. "
+            f"ckpt: a newer start owns {shown(self.url)} now ({by}); this job leaves and saves nothing more. "
             "Jobs that are to run beside each other need a URL each"
         )
         self.events.emit("superseded", text, loud=True)

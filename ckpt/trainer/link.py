@@ -343,7 +343,7 @@ class Link:
             )
         elif message.kind == "superseded":
             self.superseded_by = str(fields.get("by", "a newer start"))
-            self.levels.fail_all(f"{self.superseded_by} owns the run now")
+            self.levels.fail_all(f"a newer start owns the run now: {self.superseded_by}")
         elif message.kind == "standing":
             self._standing = time.monotonic(), list(fields["notices"])
         elif message.kind == "end":

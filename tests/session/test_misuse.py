@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -495,6 +496,28 @@ def test_a_checkpointer_that_is_sent_to_another_process_is_named(tmp_path: Path)
     for send in (pickle.dumps, copy.deepcopy):
         with pytest.raises(ckpt.UsageError, match="leave it out of what is"):
             send(ckpt.Checkpointer(tmp_path, {"x": 1}))
+
+
+UNGUARDED = """
+import multiprocessing, sys
+import ckpt
+
+with ckpt.Checkpointer(sys.argv[1], {"n": 0}, policy=ckpt.Every(steps=10**6)) as ck:
+    for step in ck.steps(1):
+        helper = multiprocessing.get_context("spawn").Process(target=print)
+        helper.start()
+        helper.join()
+"""
+
+
+def test_a_script_that_a_spawned_helper_imports_does_not_take_the_place_of_its_own_job(tmp_path: Path) -> None:
+    """Such a helper imports the script before it does its work: without a guard it would train, too."""
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": os.fspath(Path(ckpt.__file__).parents[1])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_truth_value_is_no_number_of_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpt
+from tests.agent.fake import FakeRank
 from tests.session.loops import make
 from tests.session.scripts import train
 
@@ -54,3 +55,25 @@ def test_a_job_that_is_superseded_at_its_end_leaves_with_75(when: str, tmp_path:
     finally:
         other.join()
     assert left.value.code == 75
+
+
+def test_a_superseded_launch_that_begins_again_leaves_with_75_and_is_told_how_it_may_stay(tmp_path: Path) -> None:
+    """As where a launcher starts again whatever ends with a code."""
+    run, said, job = tmp_path / "run", list[ckpt.Event](), make()
+    other = FakeRank(str(run), 0, 1, "another")
+    try:
+        with pytest.raises(ckpt.Leave), ckpt.Checkpointer(run, job.state, policy=LATER) as ck:  # noqa: PT012
+            for step in ck.steps(10**6):
+                job.train(step)
+                if step == 1:
+                    other.connect()
+                    other.begin()
+        again = ckpt.Checkpointer(run, make().state, policy=LATER, sinks=(said.append,))
+        with pytest.raises(ckpt.Leave) as left:
+            again.__enter__()
+    finally:
+        other.close()
+    assert left.value.code == 75
+    assert said[-1].name == "superseded"
+    assert "a newer start owns" in said[-1].message
+    assert "take_over=True" in said[-1].message
