@@ -2154,15 +2154,20 @@ def test_what_an_agent_has_said_that_was_lost_before_all_others_had_does_not_mak
     assert not group.outlives_a_node
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
-    """It lies in a slot, and a newer one is on its way."""
+def asked_while_a_newer_one_waits() -> tuple[Driver, Group, Tick]:
+    """It is asked what is safe: the tick lies in a slot, and a newer one is on its way."""
     driver = Driver()
     group = driver.group
     safe, _ = driver.complete(), driver.complete()
     group.replicates = group.unsure = True
     group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
     driver.decide()
+    return driver, group, safe
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
+    driver, group, safe = asked_while_a_newer_one_waits()
     if lost:
         group.copies_lost("b", [])
     assert found_safe(group, safe) is not lost
@@ -2172,12 +2177,7 @@ def test_nor_is_it_told_to_be_safe(lost: bool) -> None:
 
 
 def test_of_what_is_found_in_part_it_is_not_said_that_there_is_no_memory_for_it() -> None:
-    driver = Driver()
-    group = driver.group
-    safe, _ = driver.complete(), driver.complete()
-    group.replicates = group.unsure = True
-    group.kept = Kept("", 1, ("b",)), Kept("b", 1, ("",))
-    driver.decide()
+    driver, group, safe = asked_while_a_newer_one_waits()
     found_safe(group, safe, False, ["", "b"], ["b"])
     driver.decide()
     assert driver.why(safe) == FOUND_LESS
