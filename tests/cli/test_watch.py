@@ -97,8 +97,7 @@ def test_a_job_that_died_is_shown_as_down(url: str, monkeypatch: Monkey) -> None
     test_agent.wait_gone(agent)
 
 
-def test_a_job_is_found_by_its_launch_id(tmp_path: Path, monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "rt"))  # an agent of an earlier test may still be ending
+def test_a_job_is_found_by_its_launch_id(tmp_path: Path, runtime_dir: Path, monkeypatch: Monkey) -> None:
     job = {"launch": "1234", "epoch": "e"}
     with (
         an_agent(tmp_path / "a", {"status": {"url": "a", "pid": 1, "job": job}}),

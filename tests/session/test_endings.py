@@ -223,9 +223,8 @@ def test_a_folder_for_sockets_with_too_long_a_path_is_an_error_that_says_what_to
 
 
 def test_a_folder_for_sockets_in_which_nothing_can_be_made_is_an_error_that_says_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runtime_dir: Path
 ) -> None:
-    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "sockets"))
     client.places(canonical(str(tmp_path / "run")), read()).start_lock.mkdir()  # for root no folder is read-only
     with pytest.raises(ckpt.AgentError, match=r"folder for sockets: .*; set CKPT_RUNTIME_DIR"):
         ckpt.Checkpointer(tmp_path / "run", {"x": torch.zeros(2)}).__enter__()

@@ -126,12 +126,12 @@ def test_a_store_that_vanishes_fails_the_save_and_not_the_training(tmp_path: Pat
     assert found == losses(6)
 
 
-def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path) -> None:
+def test_a_second_job_elsewhere_on_a_living_run_is_refused(tmp_path: Path, runtime_dir: Path) -> None:
     """Another runtime folder stands for another machine: its agent does not know the first."""
     first = train(tmp_path / "1.log", tmp_path / "run", 100_000, "--every", "20", CKPT_HEARTBEAT_S="5")
     try:
         first.wait_for(lambda line: line.get("step") == 5)
-        other = tmp_path / "other"
+        other = runtime_dir / "other"
         env = {"CKPT_RUNTIME_DIR": str(other), "CKPT_HEARTBEAT_S": "5", "CKPT_LAUNCH": "another"}
         second = train(tmp_path / "2.log", tmp_path / "run", 10, **env)
         assert second.process.wait(60) != 0
