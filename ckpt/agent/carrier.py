@@ -384,8 +384,9 @@ class Carrier(Committing):
             self._services.told(Event("snapshot.done", text, data=facts))
             if set(made.disagreed) - self._disagreed:
                 self._disagreed.update(made.disagreed)
-                text = "tensors turned out to differ between the ranks that hold them and were saved per rank"
-                self.emit("snapshot.differs", f"{len(made.disagreed)} {text}: {', '.join(made.disagreed[:5])}", True)
+                text = f"{counted(len(made.disagreed), 'tensor')} turned out to differ between the ranks"
+                names = ", ".join(made.disagreed[:5])
+                self.emit("snapshot.differs", f"{text}, saved per rank: {names}", True)
         self.group.assembled(slot, number, error)
 
     def _write_outcome(self, body: dict[str, Any]) -> None:

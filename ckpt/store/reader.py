@@ -110,7 +110,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
             ) from newer[1]
         if not left:
             if struck:
-                raise DamagedData(f"{run.backend.url}: none of its {len(struck)} newest checkpoints could be read")
+                raise DamagedData(f"{run.backend.url}: of its newest checkpoints ({len(struck)}) none could be read")
             raise NoCheckpoint(f"no checkpoint is committed to {run.backend.url}")
         try:
             return use(open_record(run.backend, left[0]))
