@@ -95,12 +95,20 @@ def test_one_node_that_is_left_alone_makes_all_of_it_from_what_it_has(cluster: C
     check_memory(cluster, cluster.enter(), step)
 
 
-def test_more_losses_than_there_are_parities_are_an_error_and_no_fresh_start(cluster: Cluster) -> None:
+def test_after_more_losses_than_there_are_parities_nothing_is_made_up_and_it_is_said_loudly_what_is_lost(
+    cluster: Cluster,
+) -> None:
+    """The store has nothing either."""
     start(cluster, ONE, (0, 1, 2, 3))
-    cluster.checkpoint("peer")
+    step = cluster.checkpoint("peer")
     cluster.kill(0, 2)
     cluster.hang_up()
-    assert cluster.start(1, 3).fields["candidate"] is None, "nobody knows of what is lost"
+    assert cluster.start(1, 3).fields["candidate"] is None
+    assert not cluster.fetched()
+    (told,) = [each for each in cluster.job[0].events if each["name"] == "restore.lost"]
+    assert told["loud"]
+    assert told["data"]["ranks"] == [0, 2]
+    assert f"step {step} was in memory" in told["message"]
 
 
 def test_parity_takes_less_memory_than_copies_and_is_told_before_it_is_taken(cluster: Cluster) -> None:
