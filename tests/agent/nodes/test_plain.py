@@ -14,6 +14,7 @@ from ckpt.tasks import Tasks
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster, line
 from tests.agent.test_agent import train, wait_for
+from tests.cli.stores import ckpt
 
 
 @pytest.mark.parametrize("spread", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2, 3)])
@@ -53,6 +54,19 @@ def test_only_the_agent_that_coordinates_a_job_lets_its_checkpoints_go(cluster: 
     prune(cluster, 0, {**wanted, "yes": True})
     assert len(line(url)) == 1
     cluster.finish()
+
+
+def test_watching_shows_which_step_other_nodes_have_and_what_each_node_takes_and_sends(
+    cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.forbid_commits()
+    cluster.start(0, 1)
+    step = cluster.checkpoint("peer")
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(cluster.settings(0).runtime_dir))
+    lines = [line.split() for line in ckpt(monkeypatch, "watch", url, "--once").out.splitlines()]
+    safe = {words[0]: words[1] for words in lines if words and words[0] in ("local", "peer", "store")}
+    assert (safe["peer"], safe["store"]) == (str(step), "none")
+    assert len([words for words in lines if {"copies", "sends", "gets"} <= set(words)]) == 2
 
 
 def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]:
