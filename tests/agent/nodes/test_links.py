@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from ckpt.agent.peers.sockets import Address
 from ckpt.types import FRAME_BYTES, Identity, Tick
 from tests.agent.nodes.cluster import Cluster, await_end, come_back, line, together
+from tests.agent.nodes.test_former import allow_reading
 from tests.agent.peers.proxy import Fault, Proxy
 
 NAME = "0123456789abcdef"  # as long as agents' names are
@@ -233,6 +235,31 @@ def test_an_agent_that_hung_and_wakes_up_later_brings_nothing_old_back(cluster: 
     assert decision.fields["candidate"]["step"] == second
     assert cluster.checkpoint("peer", "store") > second
     cluster.finish()
+
+
+def test_an_agent_that_was_started_again_with_old_content_brings_nothing_old_back(cluster: Cluster) -> None:
+    """Its ranks have lived on, and give it the memory of a step that nobody could go on from while it was gone. By now
+    others have, from an older one, and have not come as far."""
+    cluster.start(2, 2)
+    stored = cluster.checkpoint("store")
+    Path(cluster.url, "data").rename(Path(cluster.url, "away"))
+    cluster.forbid_commits()
+    cluster.checkpoint("local")
+    later = cluster.checkpoint("local")
+    cluster.kill_agent(2)
+    old, cluster.job = cluster.job, []
+    allow_reading(cluster)
+    assert cluster.start(0, 1).fields["candidate"]["step"] == stored
+    again = cluster.checkpoint("peer")
+    assert again < later
+    cluster.hang_up()
+    for rank in old:
+        rank.known = {"secret": cluster.secret, "at": rank.nodes[0]["addresses"][0], "name": rank.nodes[0]["name"]}
+        come_back(rank)
+    cluster.await_status(2, lambda status: any(slot["tick"] == str(Tick(later)) for slot in status["job"]["slots"]))
+    decision = cluster.start(2, 0, 1)  # who has the old content coordinates
+    assert decision.fields["candidate"]["step"] == again
+    assert cluster.checkpoint("peer", "store") > again
 
 
 def test_an_agent_hears_that_the_job_is_over_though_its_coordinator_is_gone_before_it_has_looked(
