@@ -24,7 +24,10 @@ from ckpt.agent.writing import Parts, Then, _by_node
 from ckpt.clock import ManualClock
 from ckpt.errors import AgentError
 from ckpt.format.manifest import FRAME
+from ckpt.storage import open as open_store
 from ckpt.store.packs import Written
+from ckpt.store.reader import open_record
+from ckpt.store.run import Run
 from tests.agent.nodes.cluster import Cluster, line
 from tests.agent.nodes.staged import identity
 
@@ -451,17 +454,32 @@ def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: py
     os.kill(cluster.pids[1], signal.SIGSTOP)
     assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
     assert [each.tick for each in line(url)] == [tick]
-    first = packs_of(url)
+    first = files_of(url)
     os.kill(cluster.pids[1], signal.SIGCONT)
     cluster.finish()
-    assert all(path.read_bytes() == content for path, content in first.items()), "nothing is written twice to one key"
+    last, named = files_of(url), writers_named(url)
+    assert len(named) == len(spread), "the record says who wrote which part"
+    assert all(last.pop(path) == written for path, written in first.items()), "nothing is written twice to one key"
+    assert named.isdisjoint(path.name.partition("-")[0] for path in last), "nor by two that have one name"
     (told,) = [path.read_text() for path in (cluster.folder / "n0").rglob("*.log")]
     assert "takes longer" in told
     assert "has not written" not in told, "it was there all the time"
 
 
-def packs_of(url: str) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in Path(url, "data").rglob("*.pack")}
+def files_of(url: str) -> dict[Path, tuple[bytes, int]]:
+    """All packs and records: what each holds, and which file that is."""
+    found = [path for folder in ("data", "commits") for path in Path(url, folder).rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_ino) for path in found}
+
+
+def writers_named(url: str) -> set[str]:
+    """By the only record, of its packs."""
+    store = open_store(url)
+    try:
+        (ref,) = Run(store).view().commits
+        return {key.rpartition("/")[2].partition("-")[0] for key, _ in open_record(store, ref).packs}
+    finally:
+        store.close()
 
 
 def test_who_still_writes_for_a_commit_that_is_given_up_is_named_and_nobody_is_asked_any_more() -> None:
