@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -254,6 +255,48 @@ def test_the_largest_state_is_kept_by_the_fastest_link():
     assert holders(placement)["large0"] == ("large1",)
     assert max(load.seconds for load in placement.loads) == pytest.approx(STATE / 1e7)
     assert place(many(2), Replicas(1)).loads[0].seconds is None
+
+
+def pairings(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """All ways to put them together in pairs."""
+    for at in range(1, len(names)):
+        rest = [*names[1:at], *names[at + 1 :]]
+        for others in pairings(rest) if rest else [[]]:
+            yield [(names[0], names[at]), *others]
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_of_all_pairings_that_is_made_whose_slowest_transfer_is_the_quickest(count: int, seed: int) -> None:
+    """Links carry as much each way, as those do whose speed is known."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        speeds = [rng.choice((1e6, 1e7, 1e8, 1e9)) for _ in range(count)]
+        nodes = [
+            trainer(f"n{i}", nbytes=rng.choice((1, 2, 5, 10)) * PAGE, up_bytes_s=speed, down_bytes_s=speed)
+            for i, speed in enumerate(speeds)
+        ]
+        by_id = {node.id: node for node in nodes}
+
+        def slowest(pairs: list[tuple[str, str]], by_id: dict[str, Node] = by_id) -> float:
+            ways = [(by_id[a], by_id[b]) for pair in pairs for a, b in (pair, pair[::-1])]
+            return max(a.bytes / min(a.up_bytes_s, b.down_bytes_s) for a, b in ways)
+
+        made = [(kept.node, kept.holders[0]) for kept in place(nodes, Replicas(1)).kept]
+        assert slowest(made) == pytest.approx(min(map(slowest, pairings(list(by_id)))))
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_of_all_pairings_that_is_made_which_is_the_least_likely_to_lose_anything(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        risks = {f"n{i}": rng.choice((0.001, 0.01, 0.02, 0.05, 0.1, 0.3)) for i in range(count)}
+        nodes = [trainer(name, risk=risk) for name, risk in risks.items()]
+
+        def survives(pairs: Iterable[tuple[str, ...]], risks: dict[str, float] = risks) -> float:
+            return math.prod(1 - risks[a] * risks[b] for a, b in pairs)
+
+        made = members(place(nodes, Replicas(1)))
+        assert survives(made) == pytest.approx(max(map(survives, pairings(list(risks)))), abs=1e-12)
 
 
 # -- any number of nodes, little room
