@@ -53,11 +53,13 @@ from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, ch
 PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "r2", "tos", "memory"}
 _AGAIN = {
     *(errno.EAGAIN, errno.EBUSY, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH),
+    errno.EREMOTEIO,  # what s3fs makes of a 500
     *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
 }
 _AGAIN_NAMES = {
     *("EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServerTimeoutError", "ClientPayloadError", "FSTimeoutError"),
+    *("IncompleteRead", "ResponseParserError"),
     *("error_temp", "error_reply", "error_proto"),  # ftplib: try later, and what is no answer to what was asked
     *("SSHException", "ChannelException", "NoValidConnectionsError"),  # paramiko
 }
@@ -93,6 +95,7 @@ class FsspecBackend:
         self._fs: Any = None  # until it is connected, and after an error that may have left it of no use
         self._root = kind._strip_protocol(url.removeprefix("fsspec+")).rstrip("/")
         self._is_put_atomic = protocol in PUT_IS_ATOMIC
+        self._is_s3 = protocol in ("s3", "s3a")
         # Those that are not asynchronous may have one connection, on which threads would take each other's replies.
         self._has_one = not kind.async_impl
         self._turn: Any = threading.RLock() if self._has_one else nullcontext()
@@ -107,6 +110,9 @@ class FsspecBackend:
             raise _error(self.url, "connect", exc) from exc
         if isinstance(getattr(filesystem, "dircache", None), DirCache):  # SFTP's takes no such option
             filesystem.dircache.use_listings_cache = False
+        if self._is_s3:  # the retries are ours: a deadline would pass while it is at its own
+            filesystem.retries = 1
+            filesystem.config_kwargs = {**filesystem.config_kwargs, "retries": {"total_max_attempts": 1}}
         self._fs = filesystem
 
     def put(

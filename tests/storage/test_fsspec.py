@@ -31,6 +31,7 @@ from ckpt.store.lineage import Claim
 from ckpt.store.prune import Lease, Pruner
 from ckpt.store.run import Run
 from tests.servers import free_port, program, running
+from tests.storage import tiny
 from tests.store.build import epoch, floats, identity, snapshot
 from tests.store.test_run import Beating
 
@@ -145,6 +146,31 @@ def web_server(to_put: int, to_get: int = 404) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("fault", [500, 502, 503, 504, tiny.RESET])
+def test_s3fs_asks_once_and_leaves_trying_again_to_us(fault: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries five times what botocore tries five times, each as long as a server that says nothing is waited for."""
+    with tiny.tiny() as server:
+        for name, value in server.at.environment().items():
+            monkeypatch.setenv(name, value)
+        backend = open_fsspec("fsspec+s3://bucket/run")
+        attempts = {
+            "put": lambda: backend.put("k", [b"x"]),
+            "head": lambda: backend.head("k"),
+            "get": lambda: backend.get_range("k", 0, 1),
+            "list": lambda: list(backend.list("commits/")),
+            "delete": lambda: backend.delete(["k"]),
+        }
+        for what, attempt in attempts.items():
+            server.requests.clear()
+            server.plan = [("*", fault)] * 100
+            with pytest.raises(TransientError, match="bucket/run"):
+                attempt()
+            asked = len(server.requests)
+            assert asked == 1 or (asked == 2 and fault == tiny.RESET), what  # aiohttp sends what was reset once more
+        server.plan, server.objects = [], {"run/k": b"data"}
+        assert backend.get("k", 10) == b"data"
 
 
 class SilentFtp:
