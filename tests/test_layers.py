@@ -139,6 +139,29 @@ def test_torch_is_imported_only_where_the_trainer_runs():
     assert not wrong
 
 
+def test_the_ranks_talk_to_each_other_only_on_entry():
+    """A collective in a step, a save or the exit would hang all ranks where one does not come to it."""
+    used = {
+        (module, path)
+        for path, tree in sources().items()
+        for module, _, _ in imports(tree, path)
+        if module in ("ckpt.trainer.collective", "torch.distributed")
+    }
+    assert used == {
+        ("torch.distributed", "ckpt/trainer/collective.py"),
+        ("ckpt.trainer.collective", "ckpt/trainer/entry.py"),
+        ("ckpt.trainer.collective", "ckpt/trainer/restore.py"),
+    }
+    wrong = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        if node.attr in {"full_tensor", "redistribute"} or ast.unparse(node).startswith("torch.distributed.")
+    ]
+    assert not wrong
+
+
 def test_the_environment_is_read_only_in_settings_and_by_backends():
     wrong = [
         f"{path}:{node.lineno}"
