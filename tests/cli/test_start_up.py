@@ -46,7 +46,21 @@ def test_listing_a_local_run_imports_neither_torch_nor_a_storage_library(tmp_pat
     assert _heavy("ls", tmp_path) == {"rich"}
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_reading_a_checkpoint_imports_no_torch(command: str, tmp_path: Path) -> None:
-    stores.a_run(tmp_path)
-    assert "torch" not in _heavy(command, tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["show", "{run}"],
+        ["verify", "{run}"],
+        ["diff", "{run}", "10", "10"],
+        ["restore", "{run}", "--to", "{to}.safetensors", "--dtype", "bfloat16"],
+        ["restore", "{run}", "--to", "{to}"],
+        ["branch", "{run}", "--at", "10"],
+        ["prune", "{run}", "--last", "1", "--yes"],
+        ["doctor", "{run}"],
+        ["watch", "{run}", "--once"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_imports_torch_but_to_write_its_files(words: list[str], tmp_path: Path) -> None:
+    stores.a_run(tmp_path / "run")
+    assert "torch" not in _heavy(*(word.format(run=tmp_path / "run", to=tmp_path / "to") for word in words))
