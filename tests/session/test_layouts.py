@@ -86,3 +86,16 @@ def test_five_and_six_ranks_restore_from_memory_what_seven_and_five_saved(tmp_pa
     script = launch(tmp_path / "5.log", 5, "cross", str(seven), "memory", "save", str(five), "memory", **env)
     assert restored(script) == 2
     assert restored(launch(tmp_path / "6.log", 6, "cross", str(five), "memory", **env)) == 2
+
+
+@pytest.mark.torchrun
+def test_one_three_and_eight_ranks_restore_from_memory_what_eight_one_and_three_saved(tmp_path: Path) -> None:
+    env = {"CKPT_LINGER_S": "120", "LAYOUTS": "ddp fsdp hand"}
+    eight, one, three = (tmp_path / name for name in ("eight", "one", "three"))
+    for folder in (eight, one, three):
+        folder.mkdir()
+    launch(tmp_path / "8.log", 8, "save", str(eight), "memory", **env).end(240)
+    for ranks, former, folder in ((1, eight, one), (3, one, three)):
+        args = ("cross", str(former), "memory", "save", str(folder), "memory")
+        assert restored(launch(tmp_path / f"{ranks}.log", ranks, *args, **env)) == 3
+    assert restored(launch(tmp_path / "again.log", 8, "cross", str(three), "memory", **env)) == 3
