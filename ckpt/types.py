@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,11 @@ def counted(count: int, noun: str) -> str:
 @dataclass(frozen=True, order=True, slots=True)
 class Epoch:
     """The branch of training that one (re)start begins: a number, and a nonce that keeps two starts apart
-    that took the same number without seeing each other. Written `00000007-0123456789abcdef`."""
+    that took the same number without seeing each other. Written `00000007-0123456789abcdef`.
+
+    A nonce begins with the Unix time in seconds, so that of two such starts the later one is the newer, unless their
+    clocks differ by more than lies between them: else the claim of one that died could land late and be the newer by
+    chance, and what the next start has committed would be on a branch."""
 
     number: int
     nonce: str
@@ -60,7 +65,7 @@ class Epoch:
 
     @staticmethod
     def new(number: int) -> Epoch:
-        return Epoch(number, secrets.token_hex(8))
+        return Epoch(number, f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(4)}")
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -11,20 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import ckpt.types
 from ckpt.backends.local import open_local
 from ckpt.clock import ManualClock
-from ckpt.errors import SaveFailed
+from ckpt.errors import SaveFailed, TransientError
 from ckpt.events import Event, Events
 from ckpt.format.manifest import Record
 from ckpt.policy.every import Keep
 from ckpt.storage.retry import Retrying
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
-from ckpt.store.lineage import Claim
+from ckpt.store.lineage import Claim, next_epoch
 from ckpt.store.prune import Pruner
 from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
@@ -214,6 +216,34 @@ def test_a_zombie_that_asks_before_its_record_puts_none() -> None:
         save(store, NEW, saved.new, "a", base)
     store.fault = lambda operation, key: None
     assert is_exactly(store, OLD, saved.old)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_claim_that_lands_late_hides_nothing_that_the_next_start_has_committed(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start dies with its claim on the way, which nobody sees; so the next one takes the same number. The claim lands
+    before the next one's, before its record, or after it."""
+    drawn, now_s = iter(["ff", "00"]), iter([1e9, 1e9 + 5])
+    monkeypatch.setattr(ckpt.types, "secrets", SimpleNamespace(token_hex=lambda count: next(drawn) * count))
+    monkeypatch.setattr(ckpt.types, "time", SimpleNamespace(time=lambda: next(now_s)))
+    store = prepared(dedup=False).store
+    lost, again = (next_epoch(Run(store).epochs()) for _ in range(2))
+    assert lost.number == again.number
+    store.fault = lambda operation, key: Fault.LATE
+    with pytest.raises(TransientError):
+        Run(store).claim(Claim(lost, OLD, launch="job"))
+    store.fault = lambda operation, key: None
+    if nth == 1:
+        store.land()
+    Run(store).claim(Claim(again, OLD, launch="job"))
+    if nth == 2:
+        store.land()
+    assert is_exactly(store, OLD, state(1))
+    save(store, Identity(again, Tick(20)), state(5), "b", None)
+    store.land()
+    assert is_exactly(store, Identity(again, Tick(20)), state(5))
+    Run(store).check(again)
 
 
 # --- deletion in between ---------------------------------------------------------------------------------------------
