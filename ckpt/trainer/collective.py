@@ -68,8 +68,14 @@ class TorchGroup:
             return []
         keys = [f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}/{rank}" for rank in range(self.world)]
         try:
-            store.set(keys[self.rank], "")
+            store.set(keys[self.rank], str(_count_groups()))
             store.wait(keys, datetime.timedelta(seconds=SAY_S))
+            if not _are_all(ranks) and len({store.get(key) for key in keys}) > 1:
+                raise UsageError(
+                    "process_group=: its ranks are in different numbers of torch process groups, and torch names "
+                    "another one of these ranks after that number: they would wait for each other in vain. Enter "
+                    "before the others are made, or make as many on each of these ranks"
+                )
             return []
         except RuntimeError as exc:
             if is_from_outside(exc):
@@ -127,9 +133,19 @@ def _gloo(ranks: tuple[int, ...]) -> Any:
     group = groups.get(ranks)
     if group is None:
         timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
-        group = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+        # A group that only some ranks make is named after how many its ranks are in. That differs where the user has
+        # groups of some ranks, and then they would wait for each other.
+        group = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=not _are_all(ranks))
         groups[ranks] = group
     return group
+
+
+def _are_all(ranks: tuple[int, ...]) -> bool:
+    return ranks == tuple(range(dist.get_world_size()))
+
+
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:

@@ -54,6 +54,28 @@ print("said:", said, flush=True)
 dist.destroy_process_group()
 """
 
+GROUPS_OF_SOME = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+import ckpt
+url = Path(sys.argv[1])
+dist.init_process_group("gloo")
+alone, pair = dist.new_group([0]), dist.new_group([0, 1])
+for name in "ab":
+    with ckpt.Checkpointer(url / name, {"x": 1}) as ck:
+        ck.step()
+said = ""
+if dist.get_rank() < 2:
+    try:
+        ckpt.Checkpointer(url / "pair", {"x": 1}, process_group=pair).__enter__()
+    except ckpt.UsageError as exc:
+        said = str(exc)
+print("said:", said, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path: Path) -> None:
     lines = torchrun(tmp_path / "log", 2, "tests.session.apart", str(tmp_path)).end(300)
@@ -102,3 +124,13 @@ def test_ranks_that_do_not_come_are_named_while_they_are_waited_for(tmp_path: Pa
     assert "said: [(True, [1], 'ckpt: 0.5 s after this rank, 1 of the 2 ranks have not entered" in first
     assert "All ranks have to enter the block" in first
     assert "said: []" in second
+
+
+def test_ranks_that_are_in_other_process_groups_too_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(GROUPS_OF_SOME)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", str(free_port())]
+    script = Script([sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path / "run")], tmp_path / "log")
+    script.end(120)
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "said:" in line]
+    assert len(said) == 3
+    assert len([line for line in said if "different numbers of torch process groups" in line]) == 2
