@@ -227,5 +227,13 @@ def main() -> None:
     print(f"\nThe demo took {time.monotonic() - began:.0f} s. What it made is in {store}.")
 
 
+def terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, terminated)  # so that what main() has begun ends with it
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

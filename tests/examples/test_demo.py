@@ -48,15 +48,18 @@ def test_the_demo_does_the_same_against_the_server_that_the_readme_starts(tmp_pa
 
 
 @pytest.mark.torchrun
-def test_a_demo_that_ends_early_leaves_nothing_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_demo_that_ends_early_leaves_nothing_training(tmp_path: Path, by: signal.Signals, status: int) -> None:
     """Interrupted alone, not as by a terminal, whose Ctrl-C torchrun gets, too."""
-    with subprocess.Popen(demo_command("--folder", str(tmp_path / "demo")), cwd=ROOT, env=demo_env()) as begun:
+    command, said = demo_command("--folder", str(tmp_path / "demo")), tmp_path / "said"
+    with said.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=demo_env(), stderr=file) as begun:
         process = psutil.Process(begun.pid)
         while len(children := process.children(recursive=True)) < 3:  # torchrun and its workers
             assert begun.poll() is None
             time.sleep(0.05)
-        begun.send_signal(signal.SIGINT)
-        assert begun.wait(60) != 0
+        begun.send_signal(by)
+        assert begun.wait(60) == status
+    assert "KeyboardInterrupt" not in said.read_text()  # no traceback
     left = psutil.wait_procs(children, timeout=1)[1]
     for child in left:
         child.kill()
