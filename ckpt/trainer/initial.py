@@ -52,7 +52,7 @@ def load_weights(where: str, walker: StateWalker) -> Loaded:
     wanted = list(_wanted(modules, walker, walk))
     path = Path(where)
     files = _files(path) if path.exists() else []
-    loaded = _from_files(files, wanted) if files else _from_run(where, wanted)
+    loaded = _from_files(where, files, wanted) if files else _from_run(where, wanted)
     for node in modules:
         if names.is_custom(node.value):
             held = {each.key: each.tensor for each in wanted if each.module == node.path}
@@ -138,22 +138,22 @@ def _places(
     return found
 
 
-def _from_files(files: list[Path], wanted: list[_Wanted]) -> Loaded:
+def _from_files(where: str, files: list[Path], wanted: list[_Wanted]) -> Loaded:
     cast: list[str] = []
     with ExitStack() as stack:
         homes: dict[str, tuple[SafetensorsReader, TensorHead]] = {}
         for file in files:
-            reader = stack.enter_context(SafetensorsReader(file))
+            reader = stack.enter_context(_opened(where, file))
             homes.update((name, (reader, head)) for name, head in reader.tensors.items())
         shapes = {name: head.shape for name, (_, head) in homes.items()}
-        for each, name in _places(wanted, lambda _, name: shapes.get(name), str(files[0].parent)):
+        for each, name in _places(wanted, lambda _, name: shapes.get(name), where):
             entry, (reader, head) = each.entry, homes[name]
             if not head.bytes:
                 continue
             dtype = getattr(torch, head.dtype, None)
             if dtype is None:
                 lacks = f"which torch {torch.__version__} does not have"
-                raise StateMismatch(f"init={str(files[0].parent)!r}: {name} is {head.dtype}, {lacks}")
+                raise StateMismatch(f"init={where!r}: {name} is {head.dtype}, {lacks}")
             if head.dtype != entry.dtype:
                 cast.append(f"{entry.name} from {head.dtype} to {entry.dtype}")
             whole = torch.frombuffer(bytearray(reader.data(name)), dtype=dtype).view(head.shape)
@@ -163,6 +163,18 @@ def _from_files(files: list[Path], wanted: list[_Wanted]) -> Loaded:
                     tensor.copy_(whole[cut])
     more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
     return Loaded(cast=f"{', '.join(cast[:5])}{more}")
+
+
+def _opened(where: str, file: Path) -> SafetensorsReader:
+    try:
+        return SafetensorsReader(file)
+    except DamagedData as exc:
+        if file.suffix == ".safetensors":
+            raise
+        raise UsageError(
+            f"init={where!r} is no .safetensors file; what torch.save wrote is not read, since a pickle may run code: "
+            "make one with safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
+        ) from exc
 
 
 def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,21 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) ->
     ):
         raise AssertionError("it was entered")
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_file_that_does_not_fit_is_named_and_not_its_folder(tmp_path: Path) -> None:
+    path = one_file(tmp_path)
+    with pytest.raises(ckpt.StateMismatch, match=re.escape(f"init={str(path)!r} does not fit")):
+        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 5)}, init=path).__enter__()
+    wait_agent_gone(tmp_path / "run")
+
+
+def test_a_file_that_torch_pickled_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(nn.Linear(4, 3).state_dict(), path)
+    with pytest.raises(ckpt.UsageError, match=r"model\.pt' is no \.safetensors file.*save_file\(torch\.load"):
+        ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 3)}, init=path).__enter__()
+    wait_agent_gone(tmp_path / "run")
 
 
 def test_a_dtype_that_this_torch_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
