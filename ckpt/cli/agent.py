@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,6 @@ import typer
 from ckpt.cli import out
 from ckpt.errors import UsageError
 from ckpt.storage.names import shown
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def agent(
@@ -54,7 +51,7 @@ def agent(
     known = _secret(secret_file, settings.secret_file)
     named = settings.domain if domain is None else domain
     domains = tuple(domains_here(named))
-    terms = Lend(known, listen, parse_size(memory), domains, commit_after_s)
+    terms = Lend(known, listen, out.parse_size("--memory", memory), domains, commit_after_s)
 
     def listening(addresses: list[str]) -> None:
         if json:
@@ -79,12 +76,3 @@ def _secret(named: str | None, usual: Path | None) -> bytes:
             "--secret-file or CKPT_SECRET_FILE; make one with: (umask 077; openssl rand -hex 32 > FILE)"
         )
     return read_file(path)
-
-
-def parse_size(text: str) -> int:
-    """Bytes: "64GiB", "64Gi", "64G", "1.5TiB" (powers of 1024), or a plain number. Errors: UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?|B)?", text.strip(), re.IGNORECASE)
-    count = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
-    if not 1 <= count < 1 << 60:
-        raise UsageError(f"--memory {text!r:.80} is no size; give one such as 64GiB")
-    return int(count)

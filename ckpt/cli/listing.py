@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from ckpt.format.manifest import Record
     from ckpt.store.lineage import CommitRef
     from ckpt.store.run import Run
+
+TIME_S_MAX = 2**33  # what says that it was saved later says nothing
 
 
 def ls(
@@ -74,8 +75,7 @@ def _row(ref: CommitRef, where: str) -> dict[str, Any]:
 def _cells(row: dict[str, Any], long: bool, every: bool) -> list[str]:
     step = Tick(row["step"], row["sub"]).label
     saved = row["saved"]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)) if saved else "?"
-    cells = [step, when, out.ago(saved) if saved else "", str(row["epoch"])]
+    cells = [step, out.when(saved) if saved else "?", out.ago(saved) if saved else "", str(row["epoch"])]
     if long and row["error"]:
         cells += [row["error"]["kind"], "", ""]
     elif long:
@@ -109,7 +109,14 @@ def _sizes(record: Record) -> dict[str, Any]:
         "stored": mine,
         "referred": int(lengths.sum(dtype="u8")) - mine,
         "metrics": dict(record.metrics),
+        **_saved(record),
     }
+
+
+def _saved(record: Record) -> dict[str, float]:
+    """When, as it says itself: of a copied run the store knows when that was."""
+    found = record.about.get("time_s")
+    return {"saved": float(found)} if isinstance(found, int | float) and 0 < found < TIME_S_MAX else {}
 
 
 def show(
@@ -137,11 +144,12 @@ def show(
     for name, value in {**body, "step": record.identity.tick.label}.items():
         if isinstance(value, dict):
             # What is no word or number is for programs, which have --json.
-            short = {key: each for key, each in value.items() if not isinstance(each, dict | list)}
+            short = {k: each for k, each in value.items() if not isinstance(each, dict | list) and k != "time_s"}
             value = ", ".join(f"{key} {each}" for key, each in short.items()) or "none"
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        out.say(f"{name:<12} {out.size(value) if name in ('bytes', 'stored', 'referred') else value}")
+        kind = {"saved": out.when}.get(name, out.size if name in ("bytes", "stored", "referred") else str)
+        out.say(f"{name:<12} {kind(value)}")
     if listed:
         out.say()
         rows = [(t["name"], t["owner"], t["dtype"], t["shape"], t["parts"], out.size(t["bytes"])) for t in listed]

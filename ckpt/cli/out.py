@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,12 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
+from ckpt.errors import UsageError
 from ckpt.events import finite
 
 WIDTH_MAX = 1000  # of a table that goes to a file or a pipe: nothing is cut there
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Url = Annotated[str, typer.Argument(metavar="URL", help="Where the run saves: a path, s3://bucket/run, ...")]
@@ -146,6 +150,20 @@ def size(count: int | float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes: "64GiB", "64Gi", "64G", "1.5TiB" (powers of 1024), or a plain number. Errors: UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?|B)?", text.strip(), re.IGNORECASE)
+    count = float(found[1]) * _UNITS[(found[2] or "").upper()] if found is not None else 0.0
+    if not 1 <= count < 1 << 60:
+        raise UsageError(f"{option} {text!r:.80} is no size; give one such as 64GiB")
+    return int(count)
+
+
+def when(unix_s: float) -> str:
+    """In this machine's time zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def ago(unix_s: float, now_s: float | None = None) -> str:

@@ -33,7 +33,9 @@ def restore(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
     strip: Annotated[str, typer.Option("--strip", metavar="PREFIX", help="Take it off the names: model.")] = "",
     form: Annotated[Form | None, typer.Option("--format", help="Default: by the name of FILE.")] = None,
-    shard_bytes: Annotated[int, typer.Option("--shard-bytes", help="Size of a file in a folder.", min=1)] = 5 << 30,
+    shard_bytes: Annotated[
+        str, typer.Option("--shard-bytes", metavar="SIZE", help="Of a file in a folder, at most.")
+    ] = "5GiB",
     json: out.Json = False,
 ) -> None:
     """Write the tensors of a checkpoint to a file or a folder.
@@ -46,7 +48,7 @@ def restore(
 
     if not to or "://" in to:
         raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
-    path = Path(to)
+    path, shard_size = Path(to), out.parse_size("--shard-bytes", shard_bytes)
     with target.store(url) as store:
         view = target.view(store)
         ref = target.choose(url, view, which)
@@ -61,7 +63,7 @@ def restore(
                     only=only or (),
                     dtype=dtype,
                     strip=strip,
-                    shard_bytes=shard_bytes,
+                    shard_bytes=shard_size,
                     progress=report,
                 )
 

@@ -19,8 +19,8 @@ from ckpt.agent.peers.auth import Dialler, Role, Session
 from ckpt.agent.peers.greeting import dial
 from ckpt.agent.peers.secret import make
 from ckpt.agent.peers.sockets import Address, resolve
-from ckpt.cli.agent import parse_size
 from ckpt.cli.exits import Exit
+from ckpt.cli.out import parse_size
 from ckpt.errors import UsageError
 from tests.agent.peers.loop import TurnedLoop
 from tests.cli.stores import ckpt
@@ -215,10 +215,10 @@ def test_a_second_one_on_one_machine_says_that_there_is_one(
 
 
 def test_sizes_are_powers_of_1024_and_nothing_else_is_one() -> None:
-    assert [parse_size(text) for text in ("5", "1KiB", "2k", "1.5 GiB", "64GB", "64Gi", "1T")] == [
+    assert [parse_size("--memory", text) for text in ("5", "1KiB", "2k", "1.5 GiB", "64GB", "64Gi", "1T")] == [
         *(5, 1024, 2048, 3 << 29),
         *(64 << 30, 64 << 30, 1 << 40),
     ]
     for text in ("", "0", "-1", "GiB", "1PiB", "1e3", "64 GiB of it", "99999999TiB"):
         with pytest.raises(UsageError, match="64GiB"):
-            parse_size(text)
+            parse_size("--memory", text)

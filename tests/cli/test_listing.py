@@ -67,6 +67,24 @@ def test_only_matches_the_name_by_which_a_tensor_is_restored(tmp_path: Path, mon
     assert [(each["name"], each["owner"]) for each in body["tensors"]] == [("own", "rank=1")]
 
 
+def test_the_time_that_a_record_says_is_shown_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was copied has another one in its files."""
+    epoch, snap = begin(tmp_path), snapshot([("w", Tensor("int64", np.arange(3)))], shared={})
+    for step, time_s in ((1, 1e9), (2, 1e300), (3, "then")):
+        about = {"time_s": time_s, "host": "there"}
+        with opened(tmp_path) as store:
+            committer, what = Committer(store, f"w{step}"), (Identity(epoch, Tick(step)), snap.manifest, snap.frame)
+            committer.commit(*what, about=about, check=lambda: None)
+    known, *unknown = (row["saved"] for row in ckpt(monkeypatch, "ls", tmp_path, "-l", "--json").json["checkpoints"])
+    assert known == 1e9
+    assert min(unknown) > 1.7e9, "of the files"
+    assert ckpt(monkeypatch, "show", tmp_path, "--step", "1", "--json").json["saved"] == 1e9
+    text = ckpt(monkeypatch, "show", tmp_path, "--step", "1").out
+    assert out.when(1e9) in text
+    assert "host there" in text
+    assert "saved" not in ckpt(monkeypatch, "show", tmp_path, "--step", "2").out
+
+
 def test_show_names_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path)
     body = ckpt(monkeypatch, "show", tmp_path, "--step", "20", "--only", "*.weight", "--json").json

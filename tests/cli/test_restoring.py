@@ -44,7 +44,7 @@ def test_only_and_dtype_choose_what_is_written(tmp_path: Path, monkeypatch: pyte
 
 def test_another_name_gives_a_folder_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path / "run")
-    ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "model", "--shard-bytes", "100000")
+    ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "model", "--shard-bytes", "100KB")
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == sorted(arrays(40))
     assert len(set(index["weight_map"].values())) == 3
