@@ -144,6 +144,11 @@ class SafetensorsReader:
         return DamagedData(f"{self.path}: {message}")
 
 
+def check_heads(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> None:
+    """Errors: UsageError for tensors of which SafetensorsWriter would make no file."""
+    _header(tensors, metadata)
+
+
 def _header(tensors: Sequence[TensorHead], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The file up to its data, and each tensor's span in the file. Wide dtypes first, so that all are aligned."""
     head: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ckpt.errors import StorageError, UsageError
-from ckpt.format.safetensors import SafetensorsWriter, TensorHead
+from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
 from ckpt.plan.reshard import Want
 from ckpt.store.numbers import FLOATS, TARGETS, converted
 from ckpt.store.reader import FrameReader
@@ -147,41 +147,56 @@ def _copy(
 
 
 class _Folder:
-    """Several .safetensors files and the index that says which tensor is in which."""
+    """Several .safetensors files and the index that says which tensor is in which. Tensors come in the order of
+    `heads`, so that one file is open at a time: there may be more of them than a process may open."""
 
     def __init__(self, folder: Path, heads: Sequence[TensorHead], shard_bytes: int, metadata: dict[str, str]) -> None:
-        shards = _shards(heads, shard_bytes)
+        self._shards = _shards(heads, shard_bytes)
+        for shard in self._shards:
+            check_heads(shard, metadata)  # before anything is read
         folder.mkdir()
         self._folder = folder
-        self._file_of: dict[str, int] = {head.name: i for i, shard in enumerate(shards) for head in shard}
-        self._names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        self._metadata = metadata
+        self._file_of: dict[str, int] = {head.name: i for i, shard in enumerate(self._shards) for head in shard}
+        self._names = [f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors" for i in range(len(self._shards))]
         self._bytes = sum(head.bytes for head in heads)
-        self._files: list[SafetensorsWriter] = []
-        try:
-            for name, shard in zip(self._names, shards, strict=True):
-                self._files.append(SafetensorsWriter(folder / name, shard, metadata))
-        except BaseException:
-            for file in self._files:
-                file.abandon()
-            raise
+        self._begun = 0
+        self._file: SafetensorsWriter | None = None  # the last that was begun
 
     def write(self, name: str, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        self._files[self._file_of[name]].write(name, data, offset)
+        self._go_to(self._file_of[name]).write(name, data, offset)
+
+    def _go_to(self, number: int) -> SafetensorsWriter:
+        """The file of that number; those before it are whole."""
+        while self._file is None or self._begun <= number:
+            self._end()
+            path, shard = self._folder / self._names[self._begun], self._shards[self._begun]
+            self._file = SafetensorsWriter(path, shard, self._metadata)
+            self._begun += 1
+        return self._file
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def __enter__(self) -> _Folder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for file in self._files:
-            file.abandon() if kind is not None else file.close()
-        if kind is None:
-            weight_map = {name: self._names[i] for name, i in sorted(self._file_of.items())}
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-            with open(self._folder / INDEX, "w") as out:
-                json.dump(index, out, indent=2)
-                out.flush()
-                os.fsync(out.fileno())
-            _sync(self._folder)
+        if kind is not None:
+            if self._file is not None:
+                self._file.abandon()
+            return
+        self._go_to(len(self._shards) - 1)
+        self._end()
+        weight_map = {name: self._names[i] for name, i in sorted(self._file_of.items())}
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+        with open(self._folder / INDEX, "w") as out:
+            json.dump(index, out, indent=2)
+            out.flush()
+            os.fsync(out.fileno())
+        _sync(self._folder)
 
 
 def _shards(heads: Sequence[TensorHead], shard_bytes: int) -> list[list[TensorHead]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import struct
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -403,6 +404,22 @@ def test_a_folder_has_shards_and_the_index_that_hugging_face_reads(tmp_path: Pat
     assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     assert len(shards) == 3
     assert sorted(os.listdir(tmp_path / "model")) == [*shards, INDEX]
+
+
+def test_a_folder_of_more_shards_than_a_process_may_open_files_is_written(tmp_path: Path) -> None:
+    store = Sim()
+    snap = snapshot({f"w{i:03}": floats(0 if i % 10 == 9 else 5, seed=i) for i in range(200)})
+    done = save(store, 10, snap)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    try:
+        export(FrameReader(store, done.record), tmp_path / "model", shard_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    index = json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"]
+    found = {name: safetensors.torch.load_file(tmp_path / "model" / file)[name] for name, file in index.items()}
+    assert {name: tensor.numpy().tobytes() for name, tensor in found.items()} == expected(snap)
+    assert len(set(index.values())) > 100
 
 
 def test_globs_choose_tensors_and_floats_are_converted(tmp_path: Path) -> None:
