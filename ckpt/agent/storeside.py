@@ -335,8 +335,9 @@ class StoreSide:
         """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore
         where our claim is gone, and so probably all that was there: nothing may be referred to."""
         run = self.run()
+        claimed = epoch in self._claimed  # before it is listed: the claim may land meanwhile
         epochs = run.epochs()
-        if epoch in self._claimed and epoch not in epochs:
+        if claimed and epoch not in epochs:
             self._claimed.discard(epoch)
             self._base = self._unsure = None
             text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"

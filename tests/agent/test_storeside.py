@@ -142,6 +142,26 @@ def test_data_that_somebody_removes_is_written_anew_once_and_that_is_told(store:
     assert [event.name for event in saver.side.told if event.loud] == ["packs.lost"]
 
 
+def test_a_claim_that_lands_beside_a_commit_is_not_taken_for_lost(
+    store: Store, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the commit listed before the claim of this start was there."""
+    saver.save(100)
+    saver.claim = Claim(epoch(2), Identity(epoch(1), Tick(100)), launch="job")
+    run = saver.side.opened
+    listing = run.epochs
+
+    def overtaken() -> frozenset[Epoch]:
+        monkeypatch.setattr(run, "epochs", listing)
+        before = listing()
+        saver.side.claim(saver.claim)
+        return before
+
+    monkeypatch.setattr(run, "epochs", overtaken)
+    assert saver.save(200) == FROZEN_BYTES
+    assert [event.name for event in saver.side.told if event.loud] == []
+
+
 A, B = Epoch(5, "a" * 16), Epoch(4, "b" * 16)
 WENT_ON = Claim(A, Identity(Epoch(3, "c" * 16), Tick(40)), launch="A")  # from memory, while the store was down
 
