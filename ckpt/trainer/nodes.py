@@ -9,6 +9,7 @@ Nothing here steps, copies or changes an object. Loaders and generators are read
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,6 +225,11 @@ def _kind(value: Any, path: str) -> type[Node] | None:
         return ModuleNode
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerNode
+    if isinstance(value, random.SystemRandom):
+        raise UsageError(
+            f"state[{path!r}], a {type(value).__name__}, draws from the system and has no state; use random.Random, or "
+            "leave it out"
+        )
     if generators.is_generator(value):
         return GeneratorNode
     saves, loads = hasattr(value, "state_dict"), hasattr(value, "load_state_dict")

@@ -204,6 +204,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: {"loader": torch.utils.data.DataLoader([1, 2])},
         r"'loader'\] is a torch DataLoader, which has no position.*StatefulDataLoader",
     ),
+    "no state": (
+        lambda: {"draw": random.SystemRandom()},
+        r"'draw'\], a SystemRandom, draws from the system.*no state.*random.Random",
+    ),
     "unregistered": (
         lambda: {"optim": torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2, 3))]}], lr=1)},
         r"'optim'\]: parameter 0 of group 0, a tensor of shape \(2, 3\), belongs to no module.*register",
