@@ -45,7 +45,7 @@ class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
         held = 1, threading.get_ident()
         try:
             self._release_save()
-            is_told = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            is_told = waiter.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
         finally:
             self._acquire_restore(held)  # nothing interrupts that
             if waiter in self._waiters:  # nobody has told it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -338,3 +339,18 @@ def test_an_interrupt_anywhere_in_what_is_waited_for_leaves_nothing_locked(
         thread.start()
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("timeout_s", [1e12, math.inf])
+@pytest.mark.parametrize(
+    ("make", "wait", "end"),
+    [(Flag, Flag.wait, Flag.set), (Outcome, Outcome.result, lambda it: it.set_result(True))],
+)
+def test_what_is_waited_for_longer_than_a_lock_can_is_waited_for(
+    make: Callable[[], Any], wait: Callable[[Any, float], Any], end: Callable[[Any], None], timeout_s: float
+) -> None:
+    it = make()
+    timer = threading.Timer(0.05, end, [it])
+    timer.start()
+    assert wait(it, timeout_s) is True
+    timer.join(60)

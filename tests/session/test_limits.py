@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from pathlib import Path
@@ -147,6 +148,15 @@ def test_small_commits_keep_to_the_bandwidth_together(tmp_path: Path) -> None:
 
 
 # --- exit_s ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_seconds_than_a_lock_can_wait_are_as_good_as_no_limit(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "run", {"x": torch.ones(1)}, limits=ckpt.Limits(exit_s=1e18)) as ck:
+        for _ in ck.steps(2):
+            ck.step()
+            ck.save().wait("store", timeout_s=math.inf)
+    assert ck.receipt["committed_step"] == 2
+    wait_agent_gone(tmp_path / "run")
 
 
 def test_the_exit_waits_no_longer_than_it_may_and_the_agent_commits_all_the_same(store: Proxy) -> None:
