@@ -66,12 +66,13 @@ def test_training_begins_with_the_weights_of_a_file(tmp_path: Path, source) -> N
         assert torch.all(again.weight == 7.0)
 
 
-def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path) -> None:
-    path = several_files(tmp_path)
+@pytest.mark.parametrize("source", [one_file, several_files])
+def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path, source) -> None:
+    path = source(tmp_path)
     model = nn.Sequential(nn.Linear(4, 5))
     before = model[0].weight.detach().clone()
     with (
-        pytest.raises(ckpt.StateMismatch, match=r"model\.0\.weight is not there"),
+        pytest.raises(ckpt.StateMismatch, match=rf"^init='{path}' .* model\.0\.weight is not there"),
         ckpt.Checkpointer(tmp_path / "run", {"model": model}, init=path),
     ):
         raise AssertionError("it was entered")
