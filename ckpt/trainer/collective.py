@@ -150,11 +150,16 @@ def _count_groups() -> int:
 
 def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:
     """The job's ranks: `process_group`, else the default group, else this process alone. `events`: where ranks that do
-    not come are named."""
+    not come are named. Errors: UsageError."""
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise UsageError("process_group= was given, but torch.distributed is not initialized")
         return Alone()
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(
+            f"process_group={process_group!r} on rank {dist.get_rank()}: a torch ProcessGroup that this rank is in "
+            "(dist.new_group() gives -100 to those that are not), or None for all ranks"
+        )
     if process_group is None and dist.get_world_size() == 1:
         return Alone()
     return TorchGroup(process_group, events)

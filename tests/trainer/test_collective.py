@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ckpt.errors import UsageError
 from ckpt.events import Events
-from ckpt.trainer.collective import TorchGroup
+from ckpt.trainer.collective import TorchGroup, open_group
 
 
 @pytest.fixture
@@ -26,3 +28,10 @@ def alone() -> Iterator[None]:
 def test_the_default_device_of_the_user_does_not_matter(alone: None, data: bytes) -> None:
     with torch.device("meta"):
         assert TorchGroup(None, Events()).gather(data) == [data]
+
+
+@pytest.mark.parametrize("given", [dist.GroupMember.NON_GROUP_MEMBER, [0]])
+def test_a_group_that_this_rank_is_not_in_is_refused_in_words(alone: None, given: Any) -> None:
+    """torch gives the former to ranks that are not in a new group."""
+    with pytest.raises(UsageError, match="on rank 0: a torch ProcessGroup that this rank is in"):
+        open_group(given, Events())
