@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.cli import live, out, target
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, RunInUse, UsageError
 from ckpt.storage.names import naming, shown
 from ckpt.types import counted
 
@@ -112,7 +112,11 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool,
         run = Run(store)
         view = target.view(store)
         if yes:  # then nobody else may be deciding: a job on another host, perhaps
-            run.watch_other(view, LAUNCH, read().heartbeat_s)
+            try:
+                run.watch_other(view, LAUNCH, read().heartbeat_s)
+            except RunInUse as exc:
+                text = f"{exc}. It need not stop for a prune: run that on its host, where its agent does it"
+                raise RunInUse(text) from exc
             view = run.view()
         pruner = Pruner(run, None)
         plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
