@@ -118,7 +118,8 @@ class Protection:
         if self.option is None or slots < SLOTS_MIN:
             self.placement, self.with_hosts = None, {}
             return slots
-        before, self._anew = None if self._anew else self.placement, False
+        former, before = self.placement, None if self._anew else self.placement
+        self._anew = False
         scratch_bytes = WORK_BYTES if isinstance(self.option, Parity) else 0
         names = {node.name for node in self._nodes}
         lent = [each for each in self._lenders() if each.node.name not in names]
@@ -151,8 +152,8 @@ class Protection:
             ]
             nodes += lenders
             self.placement = place_sparing(nodes, self.option, self._failing, before)
-            if before is not None and not outlived(before.kept) <= outlived(self.placement.kept):
-                self.placement = before if _fits(before, nodes) else self.placement
+            if former is not None and not outlived(former.kept) <= outlived(self.placement.kept):
+                self.placement = former if _fits(former, nodes) else self.placement
             self.with_hosts = lost_with_hosts(told, self.placement)
             possible = min(self.losses, len(nodes) - 1)
             if all(each.got >= possible for each in self.placement.shortfalls):

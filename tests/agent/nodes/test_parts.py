@@ -458,6 +458,19 @@ def test_where_only_a_part_can_be_kept_it_stays_that_of_the_same_nodes_as_long_a
     assert kept(200) == {"n1"}, "another state"
 
 
+def test_where_only_some_parts_can_be_kept_it_stays_those_of_the_same_nodes_while_a_failure_is_predicted() -> None:
+    """Else nothing newer would be copied until the store has some of it, just when a node may be lost."""
+    made, state = protection(4), dict.fromkeys(("n0", "n1", "n2", "n3"), 100 * MIB)
+    told = {name: memory.MemoryPlan(2, 0, 0, 0, 200 * MIB * (name in ("n0", "n2")), "") for name in state}
+    made.place(state, told, 2)
+    assert made.placement is not None
+    kept = made.placement.kept
+    for risks in ({**dict.fromkeys(state, 0.01), "n1": 0.5}, {}):
+        assert made.foresees(risks)
+        made.place(state, told, 2)
+        assert {each.node for each in made.placement.kept if each.losses} == {each.node for each in kept if each.losses}
+
+
 def test_nodes_with_quick_links_keep_each_others_copies_and_the_time_they_take_is_shown() -> None:
     made = protection(4)
     links = [1250 * MIB, 125 * MIB, 1250 * MIB, 125 * MIB]
