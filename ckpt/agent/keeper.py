@@ -186,7 +186,7 @@ class Keeper:
     def _room(self) -> int:
         """The bytes that what is kept for others may come to now: what the machine has left but for the reserve, and no
         more than a user's limit leaves beside the slots that a job with copies has at least."""
-        reserve_bytes = memory.total_bytes() // relief.RESERVE_PARTS
+        reserve_bytes = relief.reserve_bytes(memory.total_bytes())
         rooms = [self.copies.taken_bytes + max(0, memory.free_bytes() - reserve_bytes)]
         shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]
         newest = max(shares, key=lambda each: each[0], default=None)

@@ -25,13 +25,14 @@ WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
 
-_NUMBERS = ("slots", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes")
+_NUMBERS = ("slots", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`slots` arenas for every rank, `slot_bytes` for all ranks together. `kept_bytes`: checkpoints of earlier starts,
-    until a newer one is complete. `allowed_bytes`: what all of it may come to, and `bound` says by what."""
+    until a newer one is complete. `allowed_bytes`: what all of it may come to, and `bound` says by what; copies come to
+    `reserve_bytes` less, which this machine leaves to other processes and slots may take."""
 
     slots: int
     slot_bytes: int
@@ -39,6 +40,7 @@ class MemoryPlan:
     commit_bytes: int
     allowed_bytes: int
     bound: str
+    reserve_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -46,7 +48,8 @@ class MemoryPlan:
 
     def left_bytes(self, slots: int) -> int:
         """What others' snapshots may take beside so many slots."""
-        return max(0, self.allowed_bytes - slots * self.slot_bytes - self.kept_bytes - self.commit_bytes)
+        taken_bytes = slots * self.slot_bytes + self.kept_bytes + self.commit_bytes
+        return max(0, self.allowed_bytes - self.reserve_bytes - taken_bytes)
 
     def table(self) -> dict[str, Any]:
         return {**asdict(self), "total_bytes": self.total_bytes}
@@ -81,17 +84,20 @@ def plan(
     limit_bytes: int | None,
     free_bytes: int,
     slots: int = SLOTS,
+    reserve_bytes: int = 0,
 ) -> MemoryPlan:
     """`held_bytes`: of arenas that this job has already, copies for its other nodes among them; `limit_bytes`: the
-    user's; `free_bytes`: the machine's; `slots`: at most."""
-    machine = free_bytes - free_bytes // SPARE_PARTS + held_bytes + kept_bytes
+    user's; `free_bytes`: the machine's; `slots`: at most; `reserve_bytes`: that copies leave of the machine's."""
+    spare_bytes = free_bytes // SPARE_PARTS
+    machine = free_bytes - spare_bytes + held_bytes + kept_bytes
     allowed, bound = machine, "what the machine has left"
     if limit_bytes is not None and limit_bytes < machine:
         allowed, bound = limit_bytes, "ckpt.Limits(memory=)"
     commit_bytes = _commit_bytes(slot_bytes)
     while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
         slots -= 1
-    return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound)
+    reserve_bytes = max(0, reserve_bytes - spare_bytes - (machine - allowed))
+    return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound, reserve_bytes)
 
 
 def needed_bytes(slot_bytes: int, slots: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ckpt.agent import memory
+from ckpt.agent import memory, relief
 from ckpt.agent.arena import GIVE_WAY_S, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.checkpoint import Part, Reader
@@ -120,8 +120,9 @@ class Ranks:
         """How many slots of arenas of so many bytes by rank there can be, up to so many."""
         free_bytes = memory.free_bytes()
         taken = self._taken()
-        held_bytes = self.arena_bytes + taken.lent_bytes
-        plan = memory.plan(sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
+        held_bytes, reserve_bytes = self.arena_bytes + taken.lent_bytes, relief.reserve_bytes(memory.total_bytes())
+        what = sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots, reserve_bytes
+        plan = memory.plan(*what)
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
         self.is_cramped = bool(plan.kept_bytes) and plan.left_bytes(slots) < GENERATIONS * plan.slot_bytes
         then(plan, "")

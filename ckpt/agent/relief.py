@@ -30,9 +30,14 @@ class Held:
     idle: bool
 
 
+def reserve_bytes(total_bytes: int) -> int:
+    """That are left to others, of so many in all."""
+    return total_bytes // RESERVE_PARTS
+
+
 def missing_bytes(free_bytes: int, total_bytes: int) -> int:
     """Until the reserve is there again."""
-    return max(0, total_bytes // RESERVE_PARTS - free_bytes)
+    return max(0, reserve_bytes(total_bytes) - free_bytes)
 
 
 def which_go(held: Sequence[Held], missing: int, begun: Begun | None = None) -> list[Epoch]:

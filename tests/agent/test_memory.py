@@ -29,6 +29,22 @@ def test_the_users_limit_counts_and_is_named() -> None:
     assert plan.table()["total_bytes"] == plan.total_bytes <= 2 * GIB
 
 
+def test_what_a_machine_keeps_free_for_others_is_left_by_copies_and_taken_by_slots_if_it_has_to_be() -> None:
+    def left(free_gib: float, limit_gib: int | None = None, held_gib: int = 0) -> float:
+        """Beside two slots, of a machine that is to keep 4 GiB."""
+        limit = limit_gib * GIB if limit_gib is not None else None
+        plan = memory.plan(GIB, 0, held_gib * GIB, limit, int(free_gib * GIB), 2, 4 * GIB)
+        assert plan.slots == 2
+        return plan.left_bytes(2) / GIB
+
+    assert left(16) == pytest.approx(16 - 4 - 2 - 0.25)
+    assert left(16 - 7, held_gib=7) == left(16)
+    assert left(64 + 16) == pytest.approx(75 - 2 - 0.25), "a plan leaves more than that"
+    assert left(16, 15) == left(16)
+    assert left(16, 10) == pytest.approx(10 - 2 - 0.25)
+    assert left(5) == 0
+
+
 def test_what_is_kept_for_a_restart_counts_as_ours() -> None:
     assert memory.plan(GIB, 2 * GIB, 0, 5 * GIB, 32 * GIB).slots == 2
     assert memory.plan(GIB, 0, 3 * GIB, None, GIB).slots == 3  # three are there already

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from ckpt.agent import relief
 from ckpt.agent.account import Account
 from ckpt.agent.arena import Arena
 from ckpt.agent.chunks import Chunks
@@ -321,3 +322,28 @@ def test_what_is_safe_stays_where_an_agent_is_started_again_and_nobody_has_room_
 
             life.live(run)
         del memory._STORES[life.url]
+
+
+def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_processes() -> None:
+    """Of a large machine with little left that is more than a plan leaves: the copies gave way to a third slot, and of
+    nothing but the first checkpoint any could be made."""
+    with living(0) as world:
+        life = Short(world, 0, replace(read(), notices="off"))
+        life.nodes, life.lender, life.refuses = [0, 1], None, True
+        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+        life.step_s, life.fabric.frame_s = 0.5, 0.01
+
+        def run() -> Counter[str]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Short, "_room", lambda life, node: 9.5 * SLOT)
+                patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+                patch.setattr("ckpt.agent.memory.total_bytes", lambda: 5 * SLOT * relief.RESERVE_PARTS)
+                job = SimJob(life.fabric, (0, 1), life.key, life.options)
+                job.start(1000, lambda rank: life.step_s)
+                world.run(lambda: life.told(job, "local") > 100, LONG_S)
+                assert life.told(job, "peer") > 80, "each has copies"
+                job.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
