@@ -38,7 +38,7 @@ from ckpt.agent.copies import Copies, Described, decode_described, encode_descri
 from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.facts import State
 from ckpt.agent.finding import Keeps, Safe
-from ckpt.agent.folding import Chunk
+from ckpt.agent.folding import Chunk, ChunkName
 from ckpt.agent.group import Group
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.lenders import Lenders
@@ -244,6 +244,7 @@ class Sim:
         self.roomy = False  # everywhere
         self.outlive: dict[str, Tick] = {}  # by node: the newest that is to be had without it
         self.spare: set[tuple[str, Key]] = set()  # copies that may go, as others are that make a checkpoint as safe
+        self.spare_parity: set[tuple[str, ChunkName]] = set()  # the same
         self.totals: Counter[str] = Counter()
         self.begin_agent()
         self.place()
@@ -280,7 +281,7 @@ class Sim:
         rows: dict[Striped, set[int]] = defaultdict(set)
         for name in [name for name in NODES if name != without]:
             for each in self.memory[name].chunks.kept:
-                if each.identity == identity(tick):
+                if each.identity == identity(tick) and (name, each) not in self.spare_parity:
                     rows[each.striped].add(int(each.row))
         lost = {TRAIN.index(without)} if without in TRAIN else set()
         return rebuildable(lost, dict.fromkeys(lost, STAGED), rows) == lost
@@ -312,6 +313,16 @@ class Sim:
             }
             every = ((name, key) for name, memory in self.memory.items() for key in memory.kept)
             self.spare = {each for each in every if each[1][0].tick == safe and (each[0], each[1][1]) not in counted}
+
+    def rely_on_parity(self, which: Identity, older_go: bool) -> None:
+        """On that which was made last. `older_go`: each node that hears so lets go of the rest."""
+        for name, memory in self.memory.items():
+            instead = memory.chunks._instead.get(which)
+            self.spare_parity -= {(name, each) for each in instead or ()}
+            if older_go and instead is not None:
+                self.spare_parity |= {
+                    (name, each) for each in memory.chunks.kept if each.identity == which and each not in instead
+                }
 
     # -- the coordinator's agent
 
@@ -414,6 +425,14 @@ class Sim:
             self.check()
             return group.lets_older_go(why_not)
 
+        def copied(error: str) -> bool:
+            if not error:
+                self.rely_on_parity(which, False)
+            older_go = ended(error)
+            if older_go:
+                self.rely_on_parity(which, True)
+            return older_go
+
         def found_safe(found: Safe | None) -> None:
             if found is None:
                 ended("a node that may keep what is safe has not said what it has")
@@ -423,6 +442,7 @@ class Sim:
                 kept.append(Kept("" if node == TRAIN[0] else node, max(0, found.outlives[rank])))
             self.totals["found"] += newest is not None
             self.spare.clear()
+            self.spare_parity.clear()
             group.found_safe(newest.tick if newest is not None else None, kept, found.whole == newest)
             for name in outlived(group._safe_left) if newest is not None else ():
                 self.outlive[name or TRAIN[0]] = newest.tick  # an older one maybe, that outlives other nodes besides
@@ -439,7 +459,7 @@ class Sim:
         elif (why_not := group.why_not_copied(tick)) is not None:
             ended(why_not)
         else:
-            protection.replicate(which, safe, cast(Any, {0: None}), ended, group.safe_needed)
+            protection.replicate(which, safe, cast(Any, {0: None}), copied, group.safe_needed)
 
     # -- the other agents
 
