@@ -27,12 +27,15 @@ def find_agent(url: str) -> socket.socket | None:
 
 
 @contextmanager
-def talk(sock: socket.socket) -> Iterator[Connection]:
+def talk(sock: socket.socket, hello_s: float = 120.0) -> Iterator[Connection]:
+    """Errors: AgentError where it has not answered at all after `hello_s` seconds."""
     from ckpt.agent.client import Connection
     from ckpt.tasks import Tasks
 
     with Tasks("cli") as tasks:
-        connection = Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
+        connection = Connection(
+            sock, tasks, lambda message: message.close(), lambda why: None, role="tool", hello_s=hello_s
+        )
         try:
             yield connection
         finally:

@@ -90,7 +90,7 @@ class Looker:
                 sock = find_agent(self.url)
                 if sock is None:
                     return None
-                self._agent = self._talking.enter_context(talk(sock))
+                self._agent = self._talking.enter_context(talk(sock, ANSWER_S))
             try:
                 status = self._agent.status(ANSWER_S)
                 return {**status, "url": shown(str(status.get("url", self.url)))}
@@ -168,7 +168,7 @@ def _agents() -> Iterator[dict[str, Any]]:
         with contextlib.suppress(AgentError):
             sock = connect_nowait(replace(place, socket=path))
             if sock is not None:
-                with talk(sock) as agent:
+                with talk(sock, ANSWER_S) as agent:
                     yield agent.status(ANSWER_S)
 
 

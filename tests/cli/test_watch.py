@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from ckpt.agent.client import places
 from ckpt.cli import view
+from ckpt.cli import watch as watching
 from ckpt.errors import AgentError
 from ckpt.policy.adaptive import span
+from ckpt.settings import read
 from tests.agent import test_agent
 from tests.agent.fake import FakeRank
 from tests.agent.test_agent import checkpoint, finish, start, start_processes, train, train_processes, wait_for
@@ -306,3 +310,18 @@ def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypa
         "recall 0%",
         "nothing seen yet of io",
     ]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_agent_that_was_stopped_is_not_waited_for_longer_than_one_at_work_takes(
+    named: bool, tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(watching, "ANSWER_S", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped:  # it is connected to, and never answers
+        stopped.bind(str(places(str(tmp_path), read()).socket))
+        stopped.listen()
+        began_s = time.monotonic()
+        said = ckpt(monkeypatch, "watch", *([tmp_path] if named else []), "--once")
+    assert time.monotonic() < began_s + 30
+    assert said.code == 6
+    assert ("did not answer 'hello' within 0.2 s" in said.err) == named
