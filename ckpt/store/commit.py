@@ -217,7 +217,10 @@ class Committer:
         """What others say they have put is not taken on trust: a record must refer to nothing that is not there.
         Errors: SaveFailed names the first that is not, or has another size."""
         for key, why in self._not_there(packs).items():
-            raise SaveFailed(f"another node says it has put {key}: {why}")
+            raise SaveFailed(
+                f"another node says it has put {key}: {why}. All nodes have to reach one store by this URL: a folder "
+                "is one that they share"
+            )
 
     def _not_there(self, packs: Sequence[tuple[str, int]]) -> dict[str, str]:
         """The keys of those that nothing should refer to, since they are gone, have another size or may not be looked
