@@ -188,7 +188,9 @@ class Following:
         if rank not in self._mine:
             raise AgentError(f"rank {rank} is not one of this node's in {self.epoch}")
         if not self._is_led:
-            raise NotLed(f"the coordinator of {self.epoch} is not connected to this node now")
+            raise NotLed(
+                f"the agent of rank 0's node, which coordinates {self.epoch}, is not connected to that of this node now"
+            )
         peer.watch_death()
         self._limit_bytes = options_from(fields["options"]).limits.memory
         self._slots = slots_for(policy_from(fields["options"]))

@@ -89,6 +89,7 @@ class Link:
     restarts: int = 0
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
     _back_s: float = 0.0  # since when it is there
+    _left: str = ""  # the incarnation of the agent whose connection was lost last: that one may live
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
@@ -385,6 +386,8 @@ class Link:
     def _on_lost(self, why: str) -> None:
         with self._lock:
             self.words = _NOTHING_APPOINTED
+            if self._connection is not None:
+                self._left = self._connection.incarnation
             self._connection = None
             self.slots.forget_plan()
             # A superseded job leaves at its next step: it needs no other agent.
@@ -397,8 +400,10 @@ class Link:
         if self._closed or self.superseded_by is not None:
             self.levels.fail_all(f"the agent is gone ({why})")
         if restart:
-            text = f"ckpt: the agent is gone ({why}); starting it again. Training goes on"
-            self.events.emit("agent.lost", text, loud=True)
+            text = f"the agent is gone ({why}); starting it again"
+            if self._listening is not None:  # it closes the connection, too, where it has lost that one
+                text = f"the agent is gone, or cut off from that of rank 0's node ({why}); connecting again"
+            self.events.emit("agent.lost", f"ckpt: {text}. Training goes on", loud=True)
             self.tasks.start("reconnect", self._reconnect)
 
     def _reconnect(self) -> None:
@@ -417,7 +422,8 @@ class Link:
             try:
                 self._rejoin()
             except (CkptError, OSError) as exc:
-                self.events.emit("agent.restart_failed", f"ckpt: the agent could not be started again yet: {exc}")
+                what = "serves no rank" if isinstance(exc, NotLed) else "could not be started again"
+                self.events.emit("agent.restart_failed", f"ckpt: the agent {what} yet: {exc}")
                 self._look_for_wanted()
                 self._drop_connection()
                 tries += isinstance(exc, NotLed) and time.monotonic() < until_s
@@ -430,7 +436,8 @@ class Link:
                     continue  # it went away again, and `_on_lost` left that to us
                 self._reconnecting, self._back_s = False, time.monotonic()
             self.restarts += 1
-            self.events.emit("agent.restarted", "ckpt: the agent was started again and has the arenas", loud=True)
+            how = "is the same as before" if connection.incarnation == self._left else "was started again"
+            self.events.emit("agent.restarted", f"ckpt: the agent {how} and has the arenas", loud=True)
             self._look_for_wanted()
             return
         with self._lock:
