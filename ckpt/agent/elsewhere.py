@@ -251,6 +251,11 @@ class Elsewhere(Facts):
     def at_work(self) -> bool:
         return self.replicating is not None or super().at_work
 
+    @property
+    def only_copies(self) -> bool:
+        """Whether copies are all that is under way."""
+        return self.replicating is not None and not super().at_work
+
     def next_wake_s(self, now_s: float) -> float | None:
         again_s = self._retry_copy_s if now_s < self._retry_copy_s < math.inf else None
         return min((each for each in (super().next_wake_s(now_s), again_s) if each is not None), default=None)

@@ -521,9 +521,10 @@ class Group(Verdicts):
         return max(LEAD_MIN, math.ceil(2 * self._latency_s * per_s))
 
     def _let_go(self, now_s: float) -> None:
-        if self.at_work or self._open() or (self.former_saves and self.newest is None):
-            return
         newest = self.newest.round if self.newest else None
+        busy = self.at_work and not (self.only_copies and self._is_all_stored(newest))
+        if busy or self._open() or (self.former_saves and self.newest is None):
+            return
         unsaved = newest is not None and newest.store is not Store.DONE and not (self.superseded_by or self._given_up)
         if unsaved and self._waits_for_agent(now_s):
             return  # it is tried again
@@ -544,6 +545,11 @@ class Group(Verdicts):
                 member.leave = None
 
     # -- small steps
+
+    def _is_all_stored(self, newest: Round | None) -> bool:
+        """Whether every rank came to its end, by no notice, and the store has the last step: nobody needs copies."""
+        came_to_end = self.all_gone and not self.members.seen.any_dead and self._report is None
+        return came_to_end and newest is not None and newest.store is Store.DONE
 
     def _fate(self, rank: int) -> str:
         member = self.members[rank]

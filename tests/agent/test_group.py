@@ -1299,6 +1299,27 @@ def test_what_an_agent_that_was_started_again_finds_in_the_store_counts_as_commi
     assert driver.answers("leave") == {rank: {"committed": str(Tick(50)), "error": None} for rank in range(2)}
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_who_leaves_waits_for_no_copies_once_the_store_has_the_last_step(stored: bool) -> None:
+    driver = Driver()
+    driver.group.replicates = True
+    driver.complete()
+    driver.complete()
+    driver.commit()
+    for rank in range(2):
+        driver.group.leave(rank, ("leave", rank))
+    driver.decide()
+    driver.commit("" if stored else "the store is gone")
+    assert driver.group.replicating is not None, "the first one's are slow"
+    assert bool([each for each in driver.said if isinstance(each, do.Close)]) == stored
+    if stored:
+        driver.group.closed()
+        driver.decide()
+        assert all(body["committed"] == str(Tick(20)) for body in driver.answers("leave").values())
+        assert driver.group.at_work, "what is under way ends by itself"
+    assert len(driver.answers("leave")) == (2 if stored else 0)
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_who_asked_to_leave_and_hung_up_is_not_waited_for_unless_it_insists(in_order: bool) -> None:
     driver = Driver()
