@@ -50,7 +50,8 @@ for name in "ab":  # the ranks count alike, whoever waited
     with ckpt.Checkpointer(url / name, {"x": 1}, sinks=(hear,)) as ck:
         ck.step()
     collective.SAY_S = 600
-print("said:", said, flush=True)
+sys.stdout.write(f"said: {said}\\n")  # one line at a time, whoever else writes
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 
@@ -71,7 +72,8 @@ if dist.get_rank() < 2:
         ckpt.Checkpointer(url / "pair", {"x": 1}, process_group=pair).__enter__()
     except ckpt.UsageError as exc:
         said = str(exc)
-print("said:", said, flush=True)
+sys.stdout.write(f"said: {said}\\n")
+sys.stdout.flush()
 dist.barrier()
 dist.destroy_process_group()
 """
