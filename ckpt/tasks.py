@@ -28,6 +28,8 @@ from ckpt.errors import CkptError
 
 T = TypeVar("T")
 
+BEGIN_S = 5.0  # for a new thread's first line
+
 
 class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
     """`with` is the lock's, which has no lines. Who waits holds it once."""
@@ -57,6 +59,16 @@ class Flag(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._cond = Condition()
+
+
+class _Begun(Flag):
+    """Whether a thread has begun. One that gets no memory for its first line ends without a word to who started it,
+    and Python's own wait for that one would never end."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(BEGIN_S if timeout is None else timeout):
+            raise RuntimeError(f"it has not begun within {BEGIN_S:g} s")
+        return True
 
 
 class Outcome(Future[T]):
@@ -124,7 +136,7 @@ class Tasks:
     def _start(self, label: str, target: Callable[[], None], among: list[threading.Thread]) -> threading.Thread:
         def run() -> None:
             with self._lock:
-                if thread not in among:  # Ctrl-C came while it was started
+                if thread not in among:  # Ctrl-C came while it was started, or it comes too late
                     return
             try:
                 target()
@@ -134,7 +146,7 @@ class Tasks:
                     self._lock.notify_all()
 
         thread = threading.Thread(target=run, name=f"ckpt-{self.name}-{label}", daemon=True)
-        thread._started = Flag()  # type: ignore[attr-defined]  # who starts it waits for that
+        thread._started = _Begun()  # type: ignore[attr-defined]  # who starts it waits for that
         try:
             among.append(thread)
             thread.start()

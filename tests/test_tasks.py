@@ -52,6 +52,30 @@ def test_a_thread_that_is_not_to_be_had_is_an_error_and_the_next_one_may_be(task
     assert ran.wait(60)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_thread_that_ends_without_a_word_or_begins_too_late_is_one_that_is_not_to_be_had(
+    late: bool, tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no memory for its first line: Python waits for ever for it to begin."""
+    begin, begins, ran, ended = threading.Thread._bootstrap, threading.Event(), threading.Event(), threading.Event()
+
+    def bootstrap(thread: threading.Thread) -> None:
+        if late and begins.wait(60):
+            begin(thread)
+        ended.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "_bootstrap", bootstrap)
+        patch.setattr(module, "BEGIN_S", 0.2)
+        with pytest.raises(CkptError, match=r"no further thread .*has not begun"):
+            tasks.start("one", ran.set)
+        begins.set()
+        assert ended.wait(60)
+    assert not ran.is_set()
+    tasks.start("one", ran.set)
+    assert ran.wait(60)
+
+
 def test_a_job_that_gets_no_thread_is_never_done_and_the_next_one_is(tasks: Tasks) -> None:
     done: list[str] = []
     with without_threads(), pytest.raises(CkptError, match="no further thread"):
