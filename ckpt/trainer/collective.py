@@ -66,15 +66,18 @@ class TorchGroup:
         store: Any = dist.distributed_c10d._get_default_store()
         if store is None:  # MPI has none
             return []
-        keys = [f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}/{rank}" for rank in range(self.world)]
+        entry = f"ckpt/{hash(ranks)}/{_ENTRIES[ranks]}"
+        keys, alike = [f"{entry}/{rank}" for rank in range(self.world)], f"{entry}/named/{_next_name(ranks)}"
         try:
-            store.set(keys[self.rank], str(_count_groups()))
+            store.add(alike, 1)
+            store.set(keys[self.rank], "")
             store.wait(keys, datetime.timedelta(seconds=SAY_S))
-            if not _are_all(ranks) and len({store.get(key) for key in keys}) > 1:
+            if store.add(alike, 0) < self.world:
+                how = "have made" if _are_all(ranks) else "are in"
                 raise UsageError(
-                    "process_group=: its ranks are in different numbers of torch process groups, and torch names "
-                    "another one of these ranks after that number: they would wait for each other in vain. Enter "
-                    "before the others are made, or make as many on each of these ranks"
+                    f"the ranks that enter {how} different numbers of torch process groups, and torch names another "
+                    "one of these ranks after that number: they would wait for each other in vain. Enter before the "
+                    "others are made, or make as many on each of these ranks"
                 )
             return []
         except RuntimeError as exc:
@@ -129,7 +132,7 @@ _GROUPS: weakref.WeakKeyDictionary[Any, _Groups] = weakref.WeakKeyDictionary()
 
 
 def _gloo(ranks: tuple[int, ...]) -> Any:
-    groups = _GROUPS.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+    groups = _made()
     group = groups.get(ranks)
     if group is None:
         timeout = datetime.timedelta(seconds=ENTER_TIMEOUT_S)
@@ -140,12 +143,20 @@ def _gloo(ranks: tuple[int, ...]) -> Any:
     return group
 
 
+def _made() -> _Groups:
+    return _GROUPS.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
+
+
+def _next_name(ranks: tuple[int, ...]) -> str:
+    """After what torch names our group of these ranks; "" where it is there already."""
+    if ranks in _made():
+        return ""
+    world: Any = dist.distributed_c10d._world
+    return str(world.group_count if _are_all(ranks) else len(world.pg_names))
+
+
 def _are_all(ranks: tuple[int, ...]) -> bool:
     return ranks == tuple(range(dist.get_world_size()))
-
-
-def _count_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_names)
 
 
 def open_group(process_group: dist.ProcessGroup | None, events: Events) -> Group:
