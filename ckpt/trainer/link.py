@@ -89,7 +89,7 @@ class Link:
     restarts: int = 0
     _in_vain: int = 0  # restarts of the agent since it last said something of a checkpoint, or was there for long
     _back_s: float = 0.0  # since when it is there
-    _left: str = ""  # the incarnation of the agent whose connection was lost last: that one may live
+    _left: str = ""  # the incarnation of the agent that was there last and lost: that one may live
     _connection: client.Connection | None = None
     _listening: dict[str, Any] | None = None  # how the agent was told to listen
     _page: ControlPage | None = None
@@ -386,7 +386,7 @@ class Link:
     def _on_lost(self, why: str) -> None:
         with self._lock:
             self.words = _NOTHING_APPOINTED
-            if self._connection is not None:
+            if self._connection is not None and not self._reconnecting:
                 self._left = self._connection.incarnation
             self._connection = None
             self.slots.forget_plan()

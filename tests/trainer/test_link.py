@@ -27,12 +27,16 @@ class Away(Link):
     says: list[AgentError]
     told: list[dict[str, Any]]
     incarnation = "a"  # of the agent that lets it in
+    flaps = False  # and cuts it off again at once, the first time
 
     def _rejoin(self) -> None:
         if self.says:
             raise self.says.pop(0)
         notify = lambda kind, fields, blobs: self.told.append({"t": kind, **fields})  # noqa: E731
         self._connection = cast(Connection, self.it(notify=notify))
+        if self.flaps:
+            self.flaps = False
+            self._on_lost("it closed the connection")
 
     def it(self, **more: Any) -> SimpleNamespace:
         return SimpleNamespace(is_open=True, close=lambda: None, incarnation=self.incarnation, **more)
@@ -119,15 +123,18 @@ def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_
         made.close()
 
 
+@pytest.mark.parametrize("flaps", [False, True])
 @pytest.mark.parametrize(("after", "said"), [("a", "is the same as before"), ("b", "was started again")])
-def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_died(after: str, said: str) -> None:
+def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_died(
+    after: str, said: str, flaps: bool
+) -> None:
     seen: list[Event] = []
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing)
         made._connection, made._listening = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
         made.says, made.told, made.terms = [NotLed("not now")], [], cast(Terms, SimpleNamespace(epoch="1-a"))
-        made.incarnation = after
+        made.incarnation, made.flaps = after, flaps
         made._on_lost("it closed the connection")
         while not made.is_back:
             tasks.stopping.wait(0.01)
