@@ -73,6 +73,12 @@ def meet(
                     _revive_or_end(agent, url, events, hello_s)
 
 
+def pid_of(sock: socket.socket) -> int:
+    """Of the process that listens at the other end; 0 where it is in another pid namespace."""
+    pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid)
+
+
 @dataclass(frozen=True, slots=True)
 class _Agent:
     """The process at the other end of a connection, which is the one that listens there."""
@@ -83,7 +89,7 @@ class _Agent:
     @staticmethod
     def of(sock: socket.socket) -> _Agent | None:
         """None where it cannot be seen from here, as in another pid namespace. The caller closes `pidfd`."""
-        pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid = pid_of(sock)
         try:
             return _Agent(pid, os.pidfd_open(pid))
         except (OSError, ValueError):

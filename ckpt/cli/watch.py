@@ -135,14 +135,16 @@ def store_facts(url: str) -> dict[str, Any]:
 
 def _url_of(launch: str | None) -> str:
     """The URL of the job that runs on this host. Errors: AgentError where there is none; UsageError where several."""
-    running = sorted((str(status["url"]), _launches(status)) for status in _agents())
+    silent: list[int] = []
+    running = sorted((str(status["url"]), _launches(status)) for status in _agents(silent))
     found = [(url, its) for url, its in running if launch is None or launch in its]
     if not found:
         named = f" with the launch id {launch!r}" if launch is not None else ""
         others = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
-        raise AgentError(
-            f"no agent of yours runs on this host{named}{f'; there is {others}' if others else ''}. Name the URL"
-        )
+        none = f"no agent of yours {'on this host answers' if silent else 'runs on this host'}{named}"
+        none += f"; there is {others}" if others else ""
+        none += f"; silent: process {', '.join(map(str, silent))}" if silent else ""
+        raise AgentError(f"{none}. Name the URL")
     if len(found) > 1:
         names = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
         raise UsageError(f"several agents run on this host, name a URL, or a launch with --job: {names}")
@@ -158,18 +160,25 @@ def _launches(status: dict[str, Any]) -> list[str]:
     return sorted({str(each) for each in found if each is not None})
 
 
-def _agents() -> Iterator[dict[str, Any]]:
-    """What each agent of this user on this host says; one that is just ending says nothing."""
+def _agents(silent: list[int]) -> Iterator[dict[str, Any]]:
+    """What each agent of this user on this host says; one that is just ending says nothing. `silent`: gets the
+    processes of those that are connected to and do not answer."""
     from ckpt.agent.client import connect_nowait, places
+    from ckpt.agent.replacing import pid_of
     from ckpt.settings import read
 
     place = places("", read())
     for path in sorted(place.folder.glob("agent-*.sock")):
-        with contextlib.suppress(AgentError):
+        pid = 0
+        try:
             sock = connect_nowait(replace(place, socket=path))
             if sock is not None:
+                pid = pid_of(sock)
                 with talk(sock, ANSWER_S) as agent:
                     yield agent.status(ANSWER_S)
+        except AgentError as exc:
+            if isinstance(exc.__cause__, TimeoutError):
+                silent.append(pid)
 
 
 @contextmanager

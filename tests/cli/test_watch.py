@@ -325,3 +325,4 @@ def test_an_agent_that_was_stopped_is_not_waited_for_longer_than_one_at_work_tak
     assert time.monotonic() < began_s + 30
     assert said.code == 6
     assert ("did not answer 'hello' within 0.2 s" in said.err) == named
+    assert (f"no agent of yours on this host answers; silent: process {os.getpid()}" in said.err) == (not named)
