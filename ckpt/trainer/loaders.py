@@ -1,4 +1,4 @@
-"""Loaders that have a state, and yet do not come back as they were: what to say of them on entry.
+"""Loaders that have a state: where they stand, and what to say on entry of those that do not come back as they were.
 
 All of it is of torchdata's StatefulDataLoader, which takes up a sampler's position by drawing so many indices again
 where the sampler itself has no state, and draws one number (its workers' seed) for every new iterator, so for one more
@@ -51,6 +51,14 @@ def shortcoming(loader: Any) -> str:
             "other than it would have been"
         )
     return ""
+
+
+def position(loader: Any) -> Any:
+    """Its state_dict(). That of torchdata's would begin the epoch of one that was given a state and not iterated over
+    since: its workers would be sent what its sampler draws now, and not what it draws once the loop has set the epoch.
+    It stands where that state says."""
+    given = getattr(loader, "next_iter_state", None) if _is_torchdata(loader) else None
+    return loader.state_dict() if given is None else given
 
 
 def _is_torchdata(loader: Any) -> bool:

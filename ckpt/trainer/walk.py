@@ -30,6 +30,7 @@ from ckpt.tasks import Tasks
 from ckpt.trainer import generators, names, nodes, optimizers, trees
 from ckpt.trainer.coords import Coordinate
 from ckpt.trainer.fingerprint import Fingerprint, geometry
+from ckpt.trainer.loaders import position
 from ckpt.trainer.nodes import (
     DataNode,
     GeneratorNode,
@@ -212,7 +213,7 @@ class StateWalker:
             "data_rank": here.data_rank,
             "data_world": here.data_world,
             "generators": generators.read(self.streams(scan.nodes)),
-            "loaders": {node.path: trees.embed(node.value.state_dict(), node.path) for node in loaders},
+            "loaders": {node.path: trees.embed(position(node.value), node.path) for node in loaders},
         }
         return {"objects": objects, "aliases": scan.aliases}, own
 

@@ -136,3 +136,41 @@ def test_loaders_of_other_makes_are_left_alone() -> None:
             return iter(SAMPLES)
 
     assert shortcoming(Mine()) == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_set_after_entering_is_the_one_that_is_drawn(workers: int, tmp_path: Path) -> None:
+    """At a fresh start and at a restart within an epoch: who asks a loader with workers for its position before it is
+    iterated over has them sent what the sampler draws by then, in the order of epoch 0."""
+
+    def start(steps: int) -> list[list[int]]:
+        sampler = StatefulDistributedSampler(SAMPLES, 1, 0)
+        batches = loader(sampler=sampler, generator=own(), num_workers=workers)
+        drawn = []
+        model = torch.nn.Linear(1, 1)
+        optim = torch.optim.AdamW(model.parameters())  # has more state after a restore, which is looked at once more
+
+        def epochs(state: dict[str, Any]) -> Iterator[Any]:
+            while True:
+                sampler.set_epoch(state["epoch"])
+                yield from batches
+                state["epoch"] += 1
+
+        state = {"data": batches, "epoch": 3, "model": model, "optim": optim}
+        with ckpt.Checkpointer(tmp_path, state) as ck:
+            for _, batch in zip(ck.steps(steps), epochs(ck.state), strict=False):
+                drawn.append(batch.tolist())
+                model(torch.ones(1)).sum().backward()
+                optim.step()
+        batches._iterator = None  # and with it the workers
+        wait_agent_gone(tmp_path)
+        return drawn
+
+    sampler = StatefulDistributedSampler(SAMPLES, 1, 0)
+    undisturbed = []
+    for epoch in (3, 4):
+        sampler.set_epoch(epoch)
+        undisturbed += [batch.tolist() for batch in loader(sampler=sampler)]
+    cut = PER_EPOCH + 2
+    assert start(cut) == undisturbed[:cut]
+    assert start(2 * PER_EPOCH) == undisturbed[cut:]
