@@ -547,9 +547,9 @@ class Group(Verdicts):
     # -- small steps
 
     def _is_all_stored(self, newest: Round | None) -> bool:
-        """Whether every rank came to its end, by no notice, and the store has the last step: nobody needs copies."""
-        came_to_end = self.all_gone and not self.members.seen.any_dead and self._report is None
-        return came_to_end and newest is not None and newest.store is Store.DONE
+        """Whether all have left, by no notice, none died, and the store has the last step: nobody needs copies."""
+        have_left = self.all_gone and not self.members.seen.any_dead and self._report is None
+        return have_left and newest is not None and newest.store is Store.DONE
 
     def _fate(self, rank: int) -> str:
         member = self.members[rank]
