@@ -47,6 +47,7 @@ from ckpt.types import Identity, Tick
 
 T = TypeVar("T")
 
+ALIKE = "all ranks must construct the Checkpointer alike"
 SILENCE_S = 900.0  # in which a start gets further, or fails. The agent lists the store, and may watch another job
 
 
@@ -238,7 +239,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "host": f"{boot}-{network}",
             "agent": saver.link.agent,
             "coordinate": coordinate.text,
-            "options": repr(asked.options),
+            "options": _texts(asked.options),
             "state": sorted(asked.state),
             "peers": list(settings.peers),
             "secret": settings.secret_file is not None,
@@ -249,16 +250,25 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
     return packed
 
 
+def _texts(value: Any, name: str = "") -> dict[str, str]:
+    """Each of the options by its name, as `limits.memory`."""
+    if not isinstance(value, dict):
+        return {name: repr(value)}
+    inner = [_texts(each, f"{name}.{key}" if name else key) for key, each in value.items()]
+    return {key: text for each in inner for key, text in each.items()}
+
+
 def _check_facts(facts: list[dict[str, Any]]) -> None:
     """All ranks hold the same facts and come to the same end. Errors: UsageError."""
     first = facts[0]
     for rank, said in enumerate(facts):
-        for name in ("url", "options", "state", "switches"):
+        for name in {**first["options"], **said["options"]}:
+            one, other = (each["options"].get(name, "not given") for each in (first, said))
+            if one != other:
+                raise UsageError(f"{ALIKE}: {name} is {one} on rank 0 and {other} on rank {rank}")
+        for name in ("url", "state", "switches"):
             if said[name] != first[name]:
-                raise UsageError(
-                    f"all ranks must construct the Checkpointer alike: {name} is {first[name]!r} on rank 0 and "
-                    f"{said[name]!r} on rank {rank}"
-                )
+                raise UsageError(f"{ALIKE}: {name} is {first[name]!r} on rank 0 and {said[name]!r} on rank {rank}")
     seen: dict[str, int] = {}
     for rank, said in enumerate(facts):
         other = seen.setdefault(said["coordinate"], rank)
