@@ -229,7 +229,7 @@ class Answerer:
             raise NotAuthentic(f"a connection for purpose {body[NONCE_BYTES]} is not known") from None
         secret = self._secret_of(self._run)
         if secret is None:
-            raise NotAuthentic(f"the run {self._run!r} is not known here")
+            raise NotAuthentic(f"the run {self._run!r} is not known here: its secret is another one, or a former one")
         challenge = _message(_CHALLENGE, secrets.token_bytes(NONCE_BYTES))
         self._keys = _Keys(secret, hello, challenge)
         return challenge

@@ -20,6 +20,7 @@ from ckpt.agent.peers.auth import Answerer, Dialler, NotAuthentic, Session
 from ckpt.agent.peers.sockets import Address, Place, resolve, tune
 from ckpt.clock import Clock, SystemClock
 from ckpt.errors import AgentError
+from ckpt.types import counted
 
 log = logging.getLogger("ckpt")
 
@@ -280,5 +281,7 @@ class Listener:
         self._refused += 1
         now_s = self._clock.now_s()
         if self._said_s is None or now_s - self._said_s >= SAY_S:
-            log.warning("%d connections from other hosts were refused, the last because: %s", self._refused, why)
+            were = "was" if self._refused == 1 else "were"
+            text = f"{counted(self._refused, 'connection')} from other hosts {were} refused"
+            log.warning("%s, the last because: %s", text, why)
             self._refused, self._said_s = 0, now_s

@@ -129,7 +129,7 @@ def test_another_secret_or_run_gets_nothing() -> None:
         greet(one, other)
     assert one.session is None
     assert other.session is None
-    with pytest.raises(NotAuthentic, match="not known here"):
+    with pytest.raises(NotAuthentic, match="not known here: its secret is another one"):
         greet(dialler(run="another"), answerer())
 
 
