@@ -239,7 +239,8 @@ class TcpFetch:
                 return
         what = f"{self._name} could not be got from agent {self._peer} at {', '.join(map(str, self._dial.addresses))}"
         how = f"{self._cuts} connections were cut without a whole frame, nothing has come for {idle_s:.0f} s"
-        self._fail(AgentError(f"{what}: {how}; the last: {error}"))
+        there = "" if self._cuts else "; if it cannot be reached there, set CKPT_LISTEN on its node"
+        self._fail(AgentError(f"{what}: {how}; the last: {error}{there}"))
 
     def _note_others(self, count: int) -> None:
         """The sender has given others so much: our turn comes as long as that grows."""
