@@ -23,6 +23,7 @@ from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.agent.refinding import Refinding
+from ckpt.agent.relaying import bare
 from ckpt.agent.remote import AnyPeer, RemotePeer, RemoteRanks
 from ckpt.agent.reprotecting import Reprotecting
 from ckpt.agent.storeside import options_from, policy_from
@@ -49,6 +50,7 @@ VALUES_BYTES_MAX = 1 << 40  # more than any machine's memory: what is larger is 
 SOON_S = 3600.0  # a notice of what is further away disturbs nobody
 Sampled = tuple[str, tuple[int, ...]]  # a tensor's name, and the offset and shape of a box of it
 NAMES_MAX = 100  # in one event
+CUT_OFF_SHOWN = 8  # nodes
 
 
 class Job(TakenOver):
@@ -180,6 +182,7 @@ class Job(TakenOver):
             "world": self.world,
             "ranks": [m.presence.value for m in group.members],
             "steps": self.ranks.steps(),
+            "cut_off": self._cut_off(),
             "division": group.division,
             "slots": [
                 {
@@ -203,6 +206,18 @@ class Job(TakenOver):
             "notices": self._notices(),
             "policy": self.learning.decision.explain().splitlines() if self.learning and self.is_adaptive else None,
         }
+
+    def _cut_off(self) -> list[dict[str, Any]]:
+        """By node, None for this one: the ranks that are not connected, and that are not known to be gone."""
+        now_s = time.monotonic()
+        found: dict[str, dict[str, Any]] = {}
+        for member in self.group.members.seen.lost:
+            if member.lost_s is not None and (member.presence is Presence.HERE or member.away):
+                node = self.ranks.node_of(member.rank)
+                each = found.setdefault(node, {"node": node or None, "ranks": [], "for_s": 0.0})
+                each["ranks"].append(member.rank)
+                each["for_s"] = max(each["for_s"], now_s - member.lost_s)
+        return list(found.values())[:CUT_OFF_SHOWN]
 
     # -- messages
 
@@ -451,12 +466,12 @@ class Job(TakenOver):
     def hear(self, word: Word, when: When = When.IN_TIME, node: str = "") -> None:
         """What follows from it is the group's affair; here it is told to people. `node`: whose machine it is about;
         "" is this one."""
-        name = (word.source, word.key)
+        name, machine = (word.source, word.key), f"node {node}" if node else "this machine"
         known = name in self.group.notices
         if isinstance(word, Withdrawn):
             self.group.withdrawn(*name)
             if known:
-                text = f"{word.source} {word.key}: this machine stays after all"
+                text = f"{word.source} {bare(word.key, node)}: {machine} stays after all"
                 self.emit("notice.withdrawn", text, True, {"source": word.source, "key": word.key})
             return
         now_s = time.monotonic()
@@ -465,7 +480,7 @@ class Job(TakenOver):
         when = self.group.warn(told).when
         if known and word.source == SIGNAL:
             return  # another rank got it too
-        what = "this machine goes away" if word.certain else "this machine may go away"
+        what = f"{machine} goes away" if word.certain else f"{machine} may go away"
         leaves = word.certain and when is not When.NOT_AGAIN
         then = "the job saves and leaves before" if leaves else "one more checkpoint is taken"
         if when is When.NOT_AGAIN:

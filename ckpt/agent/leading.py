@@ -143,6 +143,7 @@ class Leading(Starts):
 
     def _lenders_changed(self) -> None:
         """Copies may be had elsewhere now."""
+        self._server.called.learn(self.lenders.nodes())
         if self.current is not None:
             self.current.place_again()
             if self.current.refinding is not None:
@@ -164,7 +165,7 @@ class Leading(Starts):
         def connected(error: str) -> None:
             if error:
                 raise AgentError(
-                    f"the agent of ranks {list(node.ranks)[:8]} cannot be reached from the node of rank 0 ({error}): "
+                    f"agent {node.name} cannot be reached from the node of rank 0 ({error}): "
                     "let the nodes connect to each other, or name an address that they can with CKPT_LISTEN=HOST:PORT"
                 )
             fields = {"t": "start", "launch": start.launch, "take_over": start.take_over}
@@ -176,7 +177,7 @@ class Leading(Starts):
                 connect()  # not refused: the connection has ended, as where both have dialled each other at once
                 return
             if answer is None:
-                raise AgentError(f"the agent of ranks {list(node.ranks)[:8]} does not take part: {error}")
+                raise AgentError(f"agent {node.name} does not take part: {error}")
             start.inventory.add(Inventory.unpack(answer.blobs[0]), node.name)
             start.silent.discard(node.name)
 
@@ -192,6 +193,7 @@ class Leading(Starts):
             start.failed[identity] = error
             start.inventory.refute(identity)
 
+        self._server.called.learn(start.former)
         self._collecting(start).whole(identity, collected)
 
     def _find_part(self, start: Start, chosen: Resolved, then: Callable[[], None]) -> None:

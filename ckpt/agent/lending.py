@@ -147,7 +147,11 @@ class LendingNode(Node):
         return name == self._loan.leader and epoch in (self._loan.epoch, None)
 
     def _borrow(self, channel: Channel, message: Message) -> None:
+        from ckpt.agent.network import NodeAt
+
         terms = Terms.decode(message.blobs[0])
+        agents = terms.claim.agents
+        self._server.called.learn(NodeAt(name, tuple(map(Address.parse, at)), ()) for name, at in agents)
         epoch, now_s = terms.claim.epoch, time.monotonic()
         waits = not self._loan.connected and self.fence.stands(now_s) and self.fence.refusal(channel.peer, epoch, now_s)
         busy = self._loan.launch or "another one" if waits else self._loan.borrow(channel.peer, terms)

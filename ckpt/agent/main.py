@@ -63,6 +63,7 @@ def _serve(given: argparse.Namespace) -> None:
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
     server = Server(given.socket)
+    _log_in_words(server)
     node = Node(given.url, read(), server)
     _say(given.ready_fd, "ok")
     node.priority = Priority()  # only now: until then the trainers wait for us, and for so long
@@ -99,6 +100,7 @@ def lend(url: str, settings: Settings, terms: Lend, listening: Callable[[list[st
         )
     try:
         server = Server(place.socket)
+        _log_in_words(server)
         try:
             node = LendingNode(url, settings, server, terms)
             unsaid: list[OSError] = []
@@ -158,6 +160,11 @@ def _say(fd: int, line: str) -> None:
         os.close(fd)
 
 
+def _log_in_words(server: Server) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_InWords(server))
+
+
 def _use_all_cores() -> None:
     """A launcher may have bound the trainer, and us with it, to a few cores."""
     with contextlib.suppress(OSError):  # the container allows less: then that is what we keep
@@ -169,6 +176,17 @@ def _have_room() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _InWords(logging.Formatter):
+    """Nodes are called what people call them."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+        self._called = server.called
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._called.said(super().format(record))
 
 
 class _Loud(logging.Handler):

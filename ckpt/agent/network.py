@@ -44,13 +44,14 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
 class NodeAt:
     """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
     `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
-    that is not known."""
+    that is not known. `host`: its name, if it has said that: for people."""
 
     name: str
     addresses: tuple[Address, ...]
     ranks: tuple[int, ...]
     domains: tuple[str, ...] = ()
     link_bytes_s: int = 0
+    host: str = ""
 
 
 def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
@@ -62,8 +63,9 @@ def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
             tuple(ranks),
             domains_told(domains),
             link_bytes_s,
+            host[:100],
         )
-        for name, addresses, domains, ranks, link_bytes_s in decode_nodes(blob)
+        for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
     ]
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
         raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")

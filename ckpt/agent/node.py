@@ -243,6 +243,8 @@ class Node(Inheriting):
             "url": self.url,
             "pid": os.getpid(),
             "incarnation": self.incarnation,
+            "name": self.network.me if self.network is not None else None,  # among agents
+            "nodes": self._server.called.nodes,
             **self.showing.facts(),
             "predictions": self.foreseeing.table(),
             "starting": self._start.launch if self._start is not None else None,

@@ -13,13 +13,19 @@ from ckpt.errors import AgentError, UsageError
 BLOB_BYTES_MAX = 16 << 20
 NODES_MAX = 4096
 
-Told = tuple[str, list[str], list[str], list[int], int]  # name, addresses, domains, ranks, link_bytes_s: see NodeAt
+Told = tuple[str, list[str], list[str], list[int], int, str]  # name, addresses, domains, ranks, link_bytes_s, host
 
 
 def encode_nodes(nodes: Sequence[Mapping[str, Any]]) -> bytes:
-    """`nodes`: of each name, addresses, domains, ranks and, if it is known, link_bytes_s; rank 0's first."""
+    """`nodes`: of each name, addresses, domains, ranks and, if they are known, link_bytes_s and host (see NodeAt); rank
+    0's first."""
     rows = [
-        [node["name"], node["addresses"], node["domains"], node["ranks"], node.get("link_bytes_s", 0)] for node in nodes
+        [
+            *(node[key] for key in ("name", "addresses", "domains", "ranks")),
+            node.get("link_bytes_s", 0),
+            node.get("host", ""),
+        ]
+        for node in nodes
     ]
     packed: bytes = msgpack.packb(rows)
     return packed
@@ -39,8 +45,15 @@ def decode_nodes(blob: bytes) -> list[Told]:
         if not isinstance(rows, list) or not 0 < len(rows) <= NODES_MAX:
             raise UsageError("nodes is no list of nodes")
         return [
-            (str(name), list(map(str, addresses)), list(map(str, domains)), list(map(int, ranks)), max(0, int(link)))
-            for name, addresses, domains, ranks, link in rows
+            (
+                str(name),
+                list(map(str, addresses)),
+                list(map(str, domains)),
+                list(map(int, ranks)),
+                max(0, int(link)),
+                str(host),
+            )
+            for name, addresses, domains, ranks, link, host in rows
         ]
     except (AgentError, ValueError, TypeError, OverflowError) as exc:
         raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc

@@ -120,7 +120,7 @@ def words(node: str, told: Any, known: Mapping[Name, float], now_s: float | None
         stand.add(name)
         if name in known and _is_same(left_s, known[name]):
             continue
-        text = f"node {node}: {str(each['message'])[:500]}"
+        text = str(each["message"])[:500]
         found.append((Notice(now_s + left_s, name[0], bool(each["certain"]), name[1], text), _when(each)))
     gone = [name for name in known if name[1].endswith(end) and name not in stand]
     return [*((Withdrawn(*name), When.IN_TIME) for name in gone), *found]

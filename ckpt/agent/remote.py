@@ -95,7 +95,7 @@ class RemoteRanks:
     def connected(self, rank: int, number: int, pid: int) -> RemotePeer:
         """That connection of the rank; a new one takes the place of the one before. Errors: AgentError."""
         if rank not in self.ranks:
-            raise AgentError(f"rank {rank} is not on the node of agent {self.name}")
+            raise AgentError(f"rank {rank} is not on node {self.name}")
         found = self._latest.get(rank)
         if found is None or found.number < number:
             found = self._latest[rank] = RemotePeer(self._network, self.name, self._epoch, rank, number, pid)

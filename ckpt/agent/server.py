@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.agent import wire
+from ckpt.agent.called import Called
 from ckpt.errors import AgentError, CkptError
 
 log = logging.getLogger("ckpt")
@@ -78,7 +79,7 @@ class Peer:
         """Sends now, or when there is room; does nothing once the connection is gone."""
         if not self.open or self.hung_up:
             return
-        packet = wire.pack(fields, list(fds), blobs)
+        packet = wire.pack(self.server.called.sent(fields), list(fds), blobs)
         if not self.outbox:
             try:
                 packet.send(self.sock)
@@ -149,12 +150,13 @@ class Peer:
 
 
 class Server:
-    """Owns the listening socket, the peers and the timers. `post` may be called from any thread; all else is for the
-    main thread only."""
+    """Owns the listening socket, the peers and the timers. `called`: what nodes are called in what it says to people.
+    `post` may be called from any thread; all else is for the main thread only."""
 
     def __init__(self, path: Path) -> None:
         """Binds the socket; whoever calls this holds the run lock. Errors: OSError."""
         self.path = path
+        self.called = Called()
         self.peers: set[Peer] = set()
         self.end_asked = False  # by a signal
         self.warned = False  # by SIGUSR1, and nobody has taken notice yet

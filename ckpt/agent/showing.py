@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.account import Account, Phase
@@ -74,6 +75,7 @@ class Showing:
 
     def told(self, event: Event) -> None:
         """Something happened."""
+        event = replace(event, message=self._server.called.said(event.message))
         noise = event.name == "prediction" and not event.loud  # of a source that is not proven: counted, and no news
         if event.name not in _UNSAID and not noise:
             self._recent.append((time.monotonic(), event))

@@ -126,7 +126,9 @@ class Starts(Keeper):
             return ()
         from ckpt.agent.network import nodes_from
 
-        return nodes_from(message.blobs[-1], int(message.fields["world"]))
+        nodes = nodes_from(message.blobs[-1], int(message.fields["world"]))
+        self._server.called.learn(nodes)
+        return nodes
 
     def _lenders_of(self, message: Message) -> tuple[Address, ...]:
         """The memory-only nodes that the job names. Errors: UsageError."""

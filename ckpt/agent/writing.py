@@ -298,7 +298,7 @@ class Parts:
 
 
 def _node(name: str) -> str:
-    return f"the node of agent {name}" if name else "this node"
+    return f"node {name}" if name else "this node"
 
 
 def _by_node(

@@ -4,7 +4,7 @@ ages of what the store says, and asks nobody."""
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.agent.called import said
 from ckpt.cli import out
 from ckpt.policy.adaptive import span
 from ckpt.types import counted
@@ -68,11 +69,12 @@ def render(status: Facts, hidden: Collection[str] = ()) -> RenderableType:
     if status.get("pid") is None:
         return _rows(_of_store(status))
     job, account = status.get("job"), status.get("account")
-    parts: list[RenderableType] = [_rows(_head(status, job, account), hidden)]
+    nodes = status.get("nodes") or {}
+    parts: list[RenderableType] = [_rows(_head(status, job, account), hidden, nodes)]
     if account is not None and job is not None:
         parts += [Text(), _Levels(*_levels(job, account)), Text()]
     events = 1 if "older events" in hidden else EVENTS
-    parts.append(_rows(_body(status, job, account, events), hidden))
+    parts.append(_rows(_body(status, job, account, events), hidden, nodes))
     return Group(*parts)
 
 
@@ -96,15 +98,16 @@ class Fitted:
         yield shown
 
 
-def _rows(rows: Iterator[Row], hidden: Collection[str] = ()) -> Table:
+def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str, str] | None = None) -> Table:
+    """`nodes`: what they are called, by the names of their agents."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
     of = ""
-    for label, said, style in rows:
+    for label, text, style in rows:
         of = label or of
         if of not in hidden:
-            grid.add_row(Text(label, "bold"), Text(out.plain(said), style))
+            grid.add_row(Text(label, "bold"), Text(out.plain(said(text, nodes or {})), style))
     return grid
 
 
@@ -133,7 +136,7 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         agent += f" on {status['host']}, up {span(status['up_s'])}, {out.size(status['resident_bytes'])}"
     if status.get("metrics"):
         agent += f", metrics at {status['metrics']}"
-    yield "agent", agent, ""
+    yield "agent", agent + (f"; {status['name']}" if status.get("name") in (status.get("nodes") or {}) else ""), ""
     if status.get("lending"):
         yield from _lending(status["lending"])
         return
@@ -141,7 +144,11 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         yield "job", "none" if not status.get("following") else "coordinated by the agent of another node", "yellow"
         for each in status.get("following") or []:
             ranks = ", ".join(map(str, each["ranks"][:16]))
-            yield "ranks", f"{ranks} of epoch {each['epoch']}; watch it at its coordinator, {each['coordinator']}", ""
+            text = f"{ranks} of epoch {each['epoch']}; watch it at its coordinator, {each['coordinator']}"
+            if each["connected"]:
+                yield "ranks", text, ""
+            else:
+                yield "ranks", f"{text}, from which this node is cut off: no snapshot is taken meanwhile", "red"
         return
     yield "job", f"launch {job['launch']}, epoch {job['epoch']}, {_ranks(job['ranks'])}", ""
     if account is not None:
@@ -149,6 +156,10 @@ def _head(status: Facts, job: Facts | None, account: Facts | None) -> Iterator[R
         pace += f", {span(job['step_s'])} a step" if pace and account["phase"] == "training" else ""
         style = "red" if account["phase"] == "down" else ""
         yield "now", f"{account['phase']} for {span(account['phase_s'])}{pace}", style
+    for number, each in enumerate(job.get("cut_off") or []):
+        where = f"node {each['node']}" if each["node"] else f"{counted(len(each['ranks']), 'rank')} of this node"
+        text = f"{where}, for {span(each['for_s'])}: no snapshot is taken until it is connected again"
+        yield "cut off" * (not number), text, "red"
     if job["superseded_by"]:
         yield "", f"superseded by {job['superseded_by']}", "red"
     if job["error"]:
@@ -304,7 +315,7 @@ def _memory(plan: Facts | None) -> Iterator[Row]:
         return
     for row in rows[:NODES]:
         uses = ", ".join(f"{name} {out.size(row[f'{name}_bytes'])}" for name in ("slots", "kept", "copies", "buffers"))
-        text = f"{row['node'][:16]}: {uses}: {out.size(row['total_bytes'])} of {out.size(row['allowed_bytes'])}"
+        text = f"{row['node']}: {uses}: {out.size(row['total_bytes'])} of {out.size(row['allowed_bytes'])}"
         if row["sends_bytes"] or row["receives_bytes"]:
             text += f"; each time sends {out.size(row['sends_bytes'])}, gets {out.size(row['receives_bytes'])}"
         yield "", text, "" if row["total_bytes"] <= row["allowed_bytes"] else "yellow"
@@ -329,7 +340,9 @@ def _lenders(lenders: list[Facts]) -> Iterator[Row]:
 def _notices(notices: Facts) -> Iterator[Row]:
     for number, each in enumerate(notices["standing"]):
         sure = "goes away" if each["certain"] else "may go away"
-        text = f"this machine {sure} in {each['left_s']:.0f} s ({each['source']} {each['key']})"
+        key, on, node = each["key"].partition(" on node ")  # see agent.relaying
+        machine = f"node {node}" if on else "this machine"
+        text = f"{machine} {sure} in {each['left_s']:.0f} s ({each['source']} {key})"
         if not number:
             text += f"; course: {notices['course']}, {notices['needs_s']:.0f} s are needed"
         yield "notices" * (not number), text, "red" if each["certain"] else "yellow"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,7 @@ class Link:
             "addresses": [str(each) for each in answer["addresses"]],
             "domains": domains_here(self.settings.domain),
             "link_bytes_s": int(answer["link_bytes_s"]),
+            "host": socket.gethostname(),
         }
         host = self.settings.listen.rpartition(":")[0] or "0.0.0.0"
         port = str(answer["addresses"][0]).rpartition(":")[2]

@@ -49,7 +49,7 @@ def test_what_stands_there_is_told_once_and_again_only_when_its_time_has_moved(c
     ((first, when),) = words("b", there.told(), {}, 5000.0)
     assert isinstance(first, Notice)
     assert (first.deadline_s, first.source, first.certain, when) == (5030.0, "aws-spot", True, When.AT_ONCE)
-    assert "b" in first.message
+    assert (first.key, first.message) == ("terminate on node b", SPOT.message)
     known = {(first.source, first.key): 30.0}
     assert words("b", there.told(), known, 5000.0) == []
     clocks.goes_on(10.0)

@@ -167,3 +167,49 @@ def test_memory_only_nodes_that_the_job_names_have_a_line_each_and_one_that_is_n
     assert "10.0.0.7:7777 lends 64.0 GiB, in zone-a/rack-7" in lines[at]
     assert "10.0.0.8:7777 is not there: the connection has ended" in lines[at + 1]
     assert "10.0.0.9:7777 is not there: it has not answered yet" in lines[at + 2]
+
+
+def test_a_node_is_called_by_its_host_and_ranks_whoever_it_is() -> None:
+    one, two = f"{1:016x}", f"{2:016x}"
+    nodes = {one: "node gpu-1 (ranks 0-3)", two: "node gpu-2 (ranks 4-7)"}
+    row = {f"{name}_bytes": 1 << 20 for name in ("slots", "kept", "copies", "buffers", "total", "sends", "receives")}
+    rows = [{"node": name, "allowed_bytes": 1 << 30, "bound": "", **row} for name in nodes]
+    job = {**JOB, "memory": {**JOB["memory"], "nodes": rows, "nodes_left_out": 0}}
+    source = dict.fromkeys(("outcomes", "false", "missed", "true", "late", "precision", "recall"), 0)
+    foreseen = {
+        "sources": {"memory": {**source, "proven": True, "lead_s": None}},
+        "standing": [{"node": two, "source": "memory", "for_s": 1.0}],
+    }
+    text = view.text({**STATUS, "name": one, "nodes": nodes, "job": job, "predictions": foreseen}, 200)
+    agent = next(line for line in text.splitlines() if line.startswith("agent"))
+    assert "on node3, up" in agent
+    assert agent.endswith("; node gpu-1 (ranks 0-3)")
+    assert "node gpu-2 (ranks 4-7): slots" in text
+    assert "node gpu-2 (ranks 4-7) may fail" in text
+    follows = {"epoch": "e", "ranks": [4, 5], "coordinator": one, "connected": True}
+    followed = {**STATUS, "name": two, "nodes": nodes, "job": None, "account": None, "following": [follows]}
+    text = view.text(followed, 200)
+    assert "watch it at its coordinator, node gpu-1 (ranks 0-3)\n" in text
+    follows["connected"] = False
+    assert "node gpu-1 (ranks 0-3), from which this node is cut off" in view.text(followed, 200)
+
+
+def test_who_is_cut_off_from_the_coordinator_is_named_and_what_follows() -> None:
+    nodes = {f"{2:016x}": "node gpu-2 (ranks 4-7)"}
+    cut_off = [
+        {"node": f"{2:016x}", "ranks": [4, 5, 6, 7], "for_s": 42.0},
+        {"node": None, "ranks": [1], "for_s": 3.0},
+    ]
+    lines = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "cut_off": cut_off}}, 200).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("cut off"))
+    then = "no snapshot is taken until it is connected again"
+    assert f"node gpu-2 (ranks 4-7), for 42 s: {then}" in lines[at]
+    assert f"1 rank of this node, for 3 s: {then}" in lines[at + 1]
+
+
+def test_a_notice_to_another_node_is_not_said_to_be_one_to_this_machine() -> None:
+    one = {"left_s": 25.0, "certain": True, "source": "aws", "key": f"spot on node {2:016x}"}
+    notices = {**JOB["notices"], "standing": [one]}
+    nodes = {f"{2:016x}": "node gpu-2 (ranks 4-7)"}
+    text = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "notices": notices}}, 200)
+    assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); course" in text

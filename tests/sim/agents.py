@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent import client, wire
+from ckpt.agent.called import Called
 from ckpt.agent.lending import Lend, LendingNode
 from ckpt.agent.network import Network, NodeAt, run_of
 from ckpt.agent.node import Node
@@ -240,6 +241,7 @@ class SimServer(Server):
     def __init__(self, agent: Agent) -> None:
         self.path = agent.fabric.folder(agent.number) / "agent.sock"
         self.peers: dict[SimPeer, None] = {}
+        self.called = Called()
         self.end_asked = self.warned = False
         self.agent = agent
 

@@ -103,6 +103,11 @@ def test_when_the_trainers_node_is_lost_what_is_not_committed_is_committed_from_
     assert (decision.fields["candidate"]["step"], decision.fields["candidate"]["level"]) == (step, "store")
 
 
+def text_of(cluster: Cluster, name: str) -> str:
+    """What rank 0 read of the newest such event."""
+    return str(next(event["message"] for event in reversed(cluster.job[0].events) if event["name"] == name))
+
+
 def newest_safe(cluster: Cluster) -> int | None:
     """In other nodes' memory, as it is shown."""
     found = cluster.status(0)["account"]["safe"].get("peer")
@@ -118,6 +123,7 @@ def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and
     at = lent.peers[0]
     lent.end_lending(with_=signal.SIGKILL)
     assert lent.await_event("peers.lost")["identity"].endswith(str(Tick(step)))
+    assert f"the agent of node {at} is gone" in text_of(lent, "peers.lost")
     assert newest_safe(lent) is None
     assert lent.job[0].levels[str(Tick(step)), "peer"], "it was so when it was said"
     lent.lend(at=at)
@@ -131,6 +137,7 @@ def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it
     step = cluster.checkpoint("peer")
     cluster.kill_agent(1)
     cluster.await_event("peers.lost")
+    assert "(rank 1) is gone" in text_of(cluster, "peers.lost")
     assert newest_safe(cluster) is None
     assert cluster.job[1].lost.wait(60)
     cluster.come_back(1)
@@ -418,7 +425,8 @@ def test_where_nobody_has_memory_for_one_nodes_part_no_step_is_called_safe_in_ot
     assert "peers.done" not in [event["name"] for event in rank.events]
     placed = [event for event in rank.events if event["name"] == "peers.placed"]
     assert placed[-1]["loud"]
-    assert "nobody has memory for" in placed[-1]["message"]
+    (large_node,) = [name for name in cluster.status(2)["nodes"].values() if "(ranks 0-2)" in name]
+    assert f"nobody has memory for {large_node}, and no checkpoint" in placed[-1]["message"]
     assert cluster.status(2)["account"]["safe"].get("peer") is None
 
 

@@ -95,8 +95,11 @@ def test_a_job_goes_on_after_the_link_between_its_nodes_was_cut(cluster: Cluster
         links.of[1].cut()
         for rank in away:
             assert rank.lost.wait(60)
+        job = cluster.await_status(0, lambda status: bool(status["job"]["cut_off"]))["job"]
+        assert [(each["node"], each["ranks"]) for each in job["cut_off"]] == [(away[0].nodes[1]["name"], [1, 2])]
         together(away, come_back)
         together(away, lambda rank: rank.wait_warm())
+        assert cluster.status(0)["job"]["cut_off"] == []
         again = cluster.checkpoint("peer")
         assert again > first
         first = again
