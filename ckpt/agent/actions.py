@@ -49,6 +49,13 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseArenas:
+    """The slot is not among those in use any more, and holds nothing: its memory goes, on every node."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assemble:
     """All ranks staged: hash, put together; then `assembled`."""
 
@@ -170,6 +177,7 @@ Acts = (
     | Divide
     | MakeArenas
     | Offer
+    | CloseArenas
     | Assemble
     | Replicate
     | Commit

@@ -67,6 +67,8 @@ class Carrier(Committing):
                 self._make_arenas(slot, sizes)
             case do.Offer(slot):
                 self.ranks.offer(slot, self.group.division)
+            case do.CloseArenas(slot):
+                self.ranks.close_arenas(slot)
             case do.Assemble(slot, number, tick):
                 self._assemble(slot, number, tick)
             case do.Replicate(slot, _, tick):

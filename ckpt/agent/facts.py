@@ -93,6 +93,7 @@ class Slot:
     leases: int = 0
     bytes: tuple[int, ...] = ()
     making: bool = False
+    handed: bool = False  # some rank may have an arena of it
     offered: bool = False  # to all ranks, since the last division
     warm: dict[int, str] = field(default_factory=dict)  # rank -> division
 
@@ -248,6 +249,12 @@ class Facts:
         self.slots[slot].making = False
         self.slots[slot].offered = False
         self.slots[slot].bytes = arena_bytes
+        self.slots[slot].handed |= bool(arena_bytes)
+
+    def has(self, slot: int) -> None:
+        """A rank that came back has an arena of it, which the others need not have."""
+        if 0 <= slot < len(self.slots):
+            self.slots[slot].handed = True
 
     def lacks(self, slot: int) -> None:
         """The arenas of a node are gone: they are made anew, once nothing that is needed lies in the others."""

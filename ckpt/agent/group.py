@@ -29,6 +29,7 @@ from ckpt.agent.actions import (
     Answer,
     Assemble,
     Close,
+    CloseArenas,
     Commit,
     Divide,
     Emit,
@@ -278,6 +279,7 @@ class Group(Verdicts):
             return
         # What is appointed is appointed again, under that one.
         self._withdraw(now_s, lambda r: r.division != self.division)
+        self._close_unused()
         making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
         if self.division:
             for slot in self.slots[: self.slots_in_use]:
@@ -295,6 +297,13 @@ class Group(Verdicts):
                     slot.offered = True
                     slot.warm.clear()
                     self._out.append(Offer(slot.number))
+
+    def _close_unused(self) -> None:
+        """Memory of slots that are not in use any more, since the state has grown, would count as free for ever."""
+        for slot in self.slots[self.slots_in_use :] if self.division else ():
+            if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
+                slot.handed, slot.bytes = False, ()
+                self._out.append(CloseArenas(slot.number))
 
     def _grant_saves(self, now_s: float, steps: Sequence[int]) -> None:
         self._settle_unsavable()

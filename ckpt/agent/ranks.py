@@ -24,6 +24,8 @@ from ckpt.errors import AgentError
 from ckpt.plan.placement import GENERATIONS
 from ckpt.types import Identity
 
+LET_GO_S = 5.0  # that ranks may take to let go of memory, which is more than it takes
+
 
 class Ranks:
     """Owns the page and the arenas: `arenas[slot][rank]`. `peers`: each rank's newest connection.
@@ -139,10 +141,6 @@ class Ranks:
         """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
         that they have. Where that fails the slot has none."""
         self.close_arenas(slot)
-        short = sum(sizes.values()) - memory.free_bytes()
-        if short > 0:
-            then({}, f"{short >> 20} MiB of memory are missing for it")
-            return
 
         def made(done: Future[dict[int, Arena]]) -> None:
             if error := failure(done):
@@ -154,7 +152,19 @@ class Ranks:
                 self.arenas[slot] = done.result()
                 then({rank: arena.bytes for rank, arena in done.result().items()}, "")
 
-        self._bulk.run(Lane.MEMORY, lambda: _make(sizes, self._give_way), made)
+        def make() -> dict[int, Arena]:
+            self._await_room(sum(sizes.values()))
+            return _make(sizes, self._give_way)
+
+        self._bulk.run(Lane.MEMORY, make, made)
+
+    def _await_room(self, count: int) -> None:
+        """What was closed just now is free once the ranks have let go of it. Errors: AgentError."""
+        until_s = time.monotonic() + LET_GO_S
+        while (short := count - memory.free_bytes()) > 0:
+            if self.dropped or time.monotonic() >= until_s:
+                raise AgentError(f"{short >> 20} MiB of memory are missing for it")
+            time.sleep(LET_GO_S / 100)
 
     def _give_way(self) -> None:
         """Between two pieces of an arena that is made: training that stands still for a copy needs the memory more. A
@@ -212,6 +222,13 @@ class Ranks:
         return any(rank not in self.arenas.get(slot, {}) for rank in self.peers)
 
     def close_arenas(self, slot: int) -> None:
+        """Its memory goes: the ranks here let go of it as well."""
+        for peer in self.peers.values():
+            peer.send({"t": "close-arena", "slot": slot})
+        self._close_here(slot)
+
+    def _close_here(self, slot: int) -> None:
+        """What the ranks have they may bring to another agent."""
         _close(self.arenas.pop(slot, {}).values())
         self._handed = {each for each in self._handed if each[0] != slot}
 
@@ -219,13 +236,13 @@ class Ranks:
         """The memory of slots that hold nothing, or what is outdated. The caller has made sure that nobody fills it."""
         for slot, by_rank in list(self.arenas.items()):
             if all(found is None or outdated(found[0][0]) for found in map(whose, by_rank.values())):
-                self.close_arenas(slot)
+                self._close_here(slot)
 
     def drop(self) -> None:
         """Lets go of the memory. The caller has made sure that nobody holds a lease on it."""
         self.dropped = True
         for slot in list(self.arenas):
-            self.close_arenas(slot)
+            self._close_here(slot)
         self.page.close()
 
     def _is_arena(self, slot: int, rank: int, fd: int) -> bool:

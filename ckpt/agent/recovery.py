@@ -55,11 +55,12 @@ class Recovery:
         return taken
 
     def end(self, keep: bool) -> tuple[dict[int, dict[int, Arena]], list[int]]:
-        """The arenas of the slots that every rank has handed over, or has elsewhere, by rank; and the other slots,
-        whose arenas are closed. keep=False: all are."""
+        """The arenas of the slots that every rank has handed over, or has elsewhere, by rank; and the other slots that
+        some have, whose arenas here are closed. keep=False: all are."""
         whole: dict[int, dict[int, Arena]] = {}
         lost: list[int] = []
-        for slot, by_rank in self._arenas.items():
+        for slot in sorted({*self._arenas, *self._elsewhere}):
+            by_rank = self._arenas.get(slot, {})
             if keep and len(by_rank) + len(self._elsewhere.get(slot, ())) == self.world:
                 whole[slot] = dict(sorted(by_rank.items()))
                 continue

@@ -43,6 +43,8 @@ class TakenOver(Carrier):
     def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
         if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
             self.ranks.has(rank, slots, message.fds)
+            for slot in slots:
+                self.group.has(slot)
             return
         if self.ranks.node_of(rank):
             self._recovery.take_elsewhere(rank, slots)
@@ -57,6 +59,7 @@ class TakenOver(Carrier):
         whole, lost = recovery.end(keep=True)
         for slot in lost:
             self.group.made(slot, ())
+            self.group.has(slot)
         if isinstance(self.ranks, Nodes):
             self._recover_nodes(whole, self.ranks)
             return

@@ -66,11 +66,16 @@ class Bindings:
         binding = self._bound.get(slot)
         return binding is not None and binding.walk is walk and binding.staging is staging
 
-    def unbind(self, slot: int) -> None:
-        """Drops all views of that slot's arena; before the arena is unmapped."""
+    def unbind(self, slot: int, view: memoryview) -> None:
+        """Drops all views of that slot's arena, which `view` is of, before it is unmapped. Another one that is bound by
+        now stays."""
         with self._lock:
+            region = self._regions.get(slot)
+            if region is None or region.obj is not view.obj:
+                return
             self._bound = {n: b for n, b in self._bound.items() if n != slot}
-        self._unpin(slot)
+            self._regions.pop(slot, None)
+        self._copier.unpin(region)
 
     def plan_anew(self) -> None:
         """What is copied late has changed: better here than while training stands still for the next snapshot."""

@@ -68,14 +68,15 @@ class End:
 
 @dataclass(slots=True)
 class Link:
-    """One rank's end. `bind`: see Slots. `quiet()` returns once no snapshot is being written. Both are given by the
-    snapshot side."""
+    """One rank's end. `bind`, `unbind`: see Slots. `quiet()` returns once no snapshot is being written. All are given
+    by the snapshot side."""
 
     url: str
     settings: Settings
     events: Events
     tasks: Tasks
     bind: InitVar[Callable[[int, Plan, memoryview], None]]
+    unbind: InitVar[Callable[[int, memoryview], None]]
     quiet: Callable[[], None]
     levels: Levels = field(default_factory=Levels)
     words: memoryview = _NOTHING_APPOINTED
@@ -106,8 +107,10 @@ class Link:
     _given_up: bool = False
     _reconnecting: bool = False
 
-    def __post_init__(self, bind: Callable[[int, Plan, memoryview], None]) -> None:
-        self.slots = Slots(self.events, self.tasks, bind, self._notify)
+    def __post_init__(
+        self, bind: Callable[[int, Plan, memoryview], None], unbind: Callable[[int, memoryview], None]
+    ) -> None:
+        self.slots = Slots(self.events, self.tasks, bind, unbind, self._notify)
 
     # -- entering
 
@@ -339,6 +342,8 @@ class Link:
                 self.slots.on_plan(message, terms.rank, terms.world, terms.coordinate)
         elif message.kind == "arena":
             self.slots.on_arena(message)
+        elif message.kind == "close-arena":
+            self.slots.on_close_arena(message)
         elif message.kind == "level":
             self._in_vain = self._in_vain if fields.get("again") else 0
             self.levels.put(

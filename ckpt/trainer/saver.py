@@ -84,7 +84,7 @@ class Saver:
         self.walk: Walk = walker.walk()
         self.events = events
         self.receipt = receipt
-        self.link = Link(url, settings, events, tasks, self._bind, self.quiet)
+        self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.quiet)
         self.link.on_late = self.late
         self._snapshotter = snapshotter
         self._replicated = replicated

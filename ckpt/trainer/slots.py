@@ -68,6 +68,7 @@ class Slot:
     plan: Plan | None = None
     declared: tuple[int, int] = (0, 0)
     _holder: object = None
+    _at_end: Callable[[], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def hold(self, by: object) -> bool:
@@ -80,13 +81,27 @@ class Slot:
     def let_go(self, by: object) -> None:
         """On any thread, by whoever holds it, or may."""
         with self._lock:
-            if self._holder is by:
-                self._holder = None
+            if self._holder is not by:
+                return
+            then, self._at_end = self._at_end, None
+            self._holder = then
+        if then is not None:
+            then()
+
+    def end(self, then: Callable[[], None]) -> None:
+        """Nobody comes to hold it any more; `then` is called once nobody does, maybe by who lets go of it."""
+        with self._lock:
+            if self._holder is not None:
+                self._at_end = then
+                return
+            self._holder = then
+        then()
 
 
 class Slots:
-    """`bind(number, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`. `tell` says
-    something to the agent, if there is one.
+    """`bind(number, plan, data)` prepares the copies into an arena; it runs on a thread of `tasks`. `unbind(number,
+    view)` drops them again, where that is the arena that they go into. `tell` says something to the agent, if there is
+    one.
 
     `by_number`: those that were granted. `offered`: what the agent is to divide. `differing`: tensors that ceased to be
     replicas since, as a plan said. `calm`: cleared while training stands still for a copy."""
@@ -96,10 +111,11 @@ class Slots:
         events: Events,
         tasks: Tasks,
         bind: Callable[[int, Plan, memoryview], None],
+        unbind: Callable[[int, memoryview], None],
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._events, self._tasks = events, tasks
-        self._bind, self._tell = bind, tell
+        self._bind, self._unbind, self._tell = bind, unbind, tell
         self.by_number: dict[int, Slot] = {}
         self.offered: Offer | None = None
         self.differing: frozenset[str] = frozenset()
@@ -150,9 +166,25 @@ class Slots:
                 return
         self._tasks.submit(self._prepare, number, slot, plan)
 
+    def on_close_arena(self, message: wire.Message) -> None:
+        """The agent's word `close-arena`: nothing is taken into that slot before another arena of it is granted."""
+        number = int(message.fields["slot"])
+        with self._lock:
+            slot = self.by_number.pop(number, None)
+        if slot is not None:
+            slot.end(lambda: self._let_go(number, slot))
+
+    def _let_go(self, number: int, slot: Slot) -> None:
+        try:
+            self._unbind(number, slot.arena.view)
+        except (CkptError, OSError, RuntimeError) as exc:  # as in `_prepare`
+            self._events.emit("arena.failed", f"ckpt: slot {number} cannot be let go of: {exc}", loud=True)
+        finally:
+            slot.arena.close()
+
     def _prepare(self, number: int, slot: Slot, plan: Plan) -> None:
         while not slot.hold(plan):  # a snapshot into it may not be over: the agent can take an appointment back
-            if self._tasks.stopping.wait(HELD_S):
+            if not self._is_present(number, slot, plan) or self._tasks.stopping.wait(HELD_S):
                 return
         try:
             is_ready = self._warm(number, slot, plan)

@@ -389,6 +389,10 @@ class FakeRank:
                     self.plan = Plan(told, encode(told))
             elif message.kind == "arena":
                 self.on_arena(fields, message)
+            elif message.kind == "close-arena":
+                self.warm.pop(fields["slot"], None)
+                if fields["slot"] in self.slots:
+                    self.slots.pop(fields["slot"]).close()
             elif message.kind == "level":
                 self.levels[fields["tick"], fields["level"]] = bool(fields["ok"]), fields["message"]
             elif message.kind == "standing":

@@ -401,6 +401,8 @@ class Sim:
                     self.group.warm(rank, slot, self.group.division)
             case do.Recycle(slot):
                 self.slots.pop(slot, None)
+            case do.CloseArenas(slot):
+                assert slot not in self.slots, "it holds something"
             case do.Replicate(slot, _, tick):
                 self.replicate(slot, tick)
             case do.Unkeep():

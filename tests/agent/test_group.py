@@ -1031,6 +1031,80 @@ def test_where_nobody_has_room_for_the_copies_asked_for_only_what_is_in_the_stor
     assert driver.group.outdoes_former
 
 
+def closed(said: Iterable[do.Action]) -> list[int]:
+    return [action.slot for action in said if isinstance(action, do.CloseArenas)]
+
+
+def grown(driver: Driver, slots: int) -> None:
+    """The state takes more memory, and there is some for so many slots."""
+    driver.said.clear()
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "e", (300, 300), slots)
+    driver.make_ready()
+
+
+def test_the_memory_of_slots_that_a_larger_state_leaves_no_room_for_goes_before_any_is_made_and_once() -> None:
+    driver = Driver()
+    grown(driver, 2)
+    kinds = [(type(a), a.slot) for a in driver.said if isinstance(a, do.CloseArenas | do.MakeArenas)]
+    assert kinds == [(do.CloseArenas, 2), (do.MakeArenas, 0), (do.MakeArenas, 1)]
+    grown(driver, 2)
+    assert closed(driver.said) == [], "it has gone"
+    grown(driver, 3)
+    assert driver.group.slots[2].bytes == (300, 300), "it is there again"
+    grown(driver, 2)
+    assert closed(driver.said) == [2]
+
+
+def test_a_slot_goes_once_nothing_that_is_needed_lies_in_it() -> None:
+    driver = Driver(policy=Every(steps=1))
+    while driver.group.newest is None or driver.group.newest.number != 2:
+        driver.complete()  # each but the newest makes way, and the first of them waits for its commit
+        assert len(driver.said) < 1000
+    grown(driver, 2)
+    assert closed(driver.said) == [], "it holds the newest"
+    driver.commit()
+    driver.complete()
+    assert (driver.group.newest.number, driver.group.committing) == (1, 2)
+    assert closed(driver.said) == [], "it is on its way to the store"
+    driver.commit()
+    assert closed(driver.said) == [2]
+
+
+def test_a_slot_that_is_being_made_goes_once_it_is_made() -> None:
+    driver = Driver(slots=2)
+    driver.group.more_slots(3)
+    assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [2]
+    grown(driver, 2)
+    assert closed(driver.said) == []
+    driver.group.made(2, (100, 100))
+    assert closed(driver.decide()) == [2]
+
+
+def test_a_rank_that_comes_back_with_an_arena_of_a_slot_that_went_meanwhile_is_told_again() -> None:
+    driver = Driver()
+    grown(driver, 2)
+    for slot in (-1, 1, 2, 3, 99):
+        driver.group.has(slot)
+    assert closed(driver.decide()) == [2, 3]
+    assert closed(driver.decide()) == []
+
+
+def test_where_one_slot_cannot_be_had_those_behind_it_go() -> None:
+    """They are of the smaller state, or would be all that is had of the others' memory."""
+    driver = Driver()
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 3)
+    assert [action.slot for action in driver.decide() if isinstance(action, do.MakeArenas)] == [0]
+    driver.group.made(0, (300, 300))
+    driver.decide()
+    driver.group.fewer_slots(1, "it is full")
+    driver.group.made(1, ())
+    assert closed(driver.decide()) == [1, 2]
+
+
 def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     driver = Driver(slots=0)
     assert driver.group.refusal

@@ -94,7 +94,7 @@ class Sim:
         self.safe_whole = False  # whether they keep each node's part of it
         self.told_unsafe: Tick | None = None
         self.levels = Levels()  # as who waits for one knows them
-        self.copied = self.unkept = 0
+        self.copied = self.unkept = self.shrunk = 0
         self.copying: Group | None = None  # the agent that has copies under way
         self.words: list[dict[int, Word]] = [{}, {}]  # by slot: on the page here, and on another node's
         self.told_s = 0.0  # when the last one came there
@@ -199,7 +199,7 @@ class Sim:
 
     def granted(self, slot: int, number: int, tick: Tick) -> None:
         assert slot not in self.readers, "a slot was granted while it was read"
-        assert slot < self.slots
+        assert slot < self.group.slots_in_use
         entry = self.group.slots[slot]
         assert entry.state is State.GRANTED
         assert entry.leases == 0
@@ -230,7 +230,8 @@ class Sim:
         division = "d" + ".".join(map(str, layouts))
         if self.fault(3):
             self.place()
-        if self.group.planned(version, division, tuple(10 * n for n in layouts), self.slots):
+        slots = self.slots - (self.slots > 2 and self.fault(5))  # or others' processes have taken the last one's memory
+        if self.group.planned(version, division, tuple(10 * n for n in layouts), slots):
             for rank in self.ranks:
                 self.in_agent(self.random.uniform(0, 0.01), self.got_plan, rank, division, layouts[rank.number])
         self.decide()
@@ -264,6 +265,15 @@ class Sim:
         assert self.group.slots[action.slot].state is State.FREE, "offered although it holds something"
         for rank in self.ranks:
             self.in_agent(0.01 + self.way_s(rank.number, 0.01), self.warmed, rank, action.slot)
+
+    def do_CloseArenas(self, action: do.CloseArenas) -> None:
+        assert action.slot >= self.group.slots_in_use
+        assert action.slot not in self.readers, "a slot was closed while it was read"
+        assert self.group.slots[action.slot].state is State.FREE, "closed although it holds something"
+        self.shrunk += 1
+        for rank in self.ranks:
+            self.content.pop((action.slot, rank.number), None)
+            self.in_agent(self.way_s(rank.number, 0.01), rank.warm.pop, action.slot, None)
 
     def warmed(self, rank: Rank, slot: int) -> None:
         if rank.alive and rank.division and rank.division_layout == rank.layout:
@@ -388,7 +398,7 @@ class Sim:
         if self.safe is None or self.safe[0] is not self.group or self.safe[2] != slot:
             return
         committed = self.group.committed_tick
-        assert self.slots == 2 or not self.group.replicates, "the newest that others keep was given away"
+        assert self.group.slots_in_use == 2 or not self.group.replicates, "the newest that others keep was given away"
         assert committed is not None, "the newest that others keep was given away"
         assert committed > self.safe[1], "the newest that others keep was given away"
         assert self.told_unsafe == self.safe[1], "and nobody was told that it is not as safe any more"
@@ -739,7 +749,7 @@ def run(seed: int) -> Sim:
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
     first = seed
-    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0, "copied": 0, "unkept": 0}
+    totals = {"completed": 0, "hung": 0, "held": 0, "polled": 0, "copied": 0, "unkept": 0, "shrunk": 0}
     for seed in range(first, first + SCHEDULES // 4):
         try:
             sim = run(seed)
@@ -749,6 +759,7 @@ def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
         totals["hung"] += sim.hung
         totals["copied"] += sim.copied
         totals["unkept"] += sim.unkept
+        totals["shrunk"] += sim.shrunk
         totals["held"] += bool(sim.verdicts)
         totals["polled"] += any(tick.sub for tick in sim.completed) and sim.polled
     assert totals["completed"] > SCHEDULES // 4, totals
@@ -757,4 +768,5 @@ def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
         assert totals["held"]
         assert totals["copied"] > SCHEDULES // 8
         assert totals["unkept"]
+        assert totals["shrunk"]
         assert totals["polled"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ckpt.agent import memory
+from ckpt.agent import ranks as ranks_module
 from ckpt.agent.arena import WARM_BYTES
 from ckpt.agent.memory import WINDOW_BYTES, Taken, slots_for
 from ckpt.agent.ranks import GIVE_WAY_S, Ranks
+from ckpt.agent.server import Peer
 from ckpt.errors import AgentError
 from ckpt.policy.every import Every
 from tests.agent.nodes.staged import Turned, identity, staged
@@ -52,6 +56,32 @@ def test_memory_is_made_slowly_while_training_stands_still_for_a_copy() -> None:
         assert not ranks.page.copies
     finally:
         ranks.drop()
+        turned.close()
+
+
+def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the slot had before, and that of a slot that is not in use any more: they are told just then."""
+    turned, told, free = Turned(), list[dict[str, object]](), [0, 0, 1 << 30]
+    ranks = Ranks(1, turned.bulk, Taken)
+    heard: list[str] = []
+    monkeypatch.setattr(memory, "free_bytes", lambda: free.pop(0) if len(free) > 1 else free[0])
+    try:
+        ranks.peers[0] = cast(Peer, SimpleNamespace(send=told.append))
+        ranks.arenas[2] = staged(identity(5), 1)
+        ranks.close_arenas(2)
+        ranks.make(0, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: heard)
+        assert (heard, list(ranks.arenas)) == ([""], [0])
+        assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
+        monkeypatch.setattr(ranks_module, "LET_GO_S", 0.01)
+        free[:] = [0]
+        ranks.make(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
+        turned.until(lambda: len(heard) == 2)
+        assert heard[1] == "16 MiB of memory are missing for it"
+    finally:
+        told.clear()
+        ranks.drop()
+        assert told == [], "what they have they may bring to another agent"
         turned.close()
 
 

@@ -20,6 +20,7 @@ from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.proxy import HELD, Proxy, answer
 from tests.session.runs import RUN, URL, Seen, agent_status, kill_agent, run
 
+MIB = 1 << 20
 BRIEF = ckpt.Limits(exit_s=3.0)  # a busy machine's agent answers in that time
 
 
@@ -91,6 +92,43 @@ def test_memory_that_is_short_gives_fewer_slots_and_every_save_lands(tmp_path: P
     assert run(tmp_path / "run", 6).from_step == 6
 
 
+def arena_bytes_of(pid: int | str) -> int:
+    """That a process has mapped."""
+    mapped = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:ckpt-arena" in line]
+    spans = [[int(end, 16) for end in fields[0].split("-")] for fields in mapped]
+    return sum(end - start for start, end in spans)
+
+
+def wait_mapped(count: int, *pids: int | str) -> None:
+    """Until each of these processes has arenas of so many bytes mapped."""
+    deadline = time.monotonic() + 60
+    while (found := [arena_bytes_of(pid) for pid in pids]) != [count] * len(pids):
+        assert time.monotonic() < deadline, (count, found)
+        time.sleep(0.01)
+
+
+def test_a_state_that_grows_with_the_first_step_leaves_no_memory_in_a_slot_that_it_has_no_more(tmp_path: Path) -> None:
+    """Neither in the agent nor in the trainer: it counts as free."""
+    model, seen = torch.nn.Linear(1024, 1024), Seen()
+    optim = torch.optim.AdamW(model.parameters())
+    limits = ckpt.Limits(memory=58 * MIB)  # for three slots of some 5 MiB, or for two of some 13
+    with ckpt.Checkpointer(tmp_path, {"model": model, "optim": optim}, limits=limits, sinks=(seen,)) as ck:
+        for step in ck.steps(3):
+            if step == 1:
+                before = seen.wait("memory.plan").data
+                assert before["slots"] == 3
+                wait_mapped(3 * before["slot_bytes"], "self")
+            model(torch.ones(1024)).sum().backward()
+            optim.step()
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+        plan = plan_of(seen)
+        assert plan["slots"] == 2
+        wait_mapped(2 * plan["slot_bytes"], "self", agent_status(tmp_path)["pid"])
+    wait_agent_gone(tmp_path)
+    assert seen.named("memory.short") == seen.named("arena.failed") == []
+
+
 def test_memory_that_holds_no_snapshot_fails_saves_and_not_the_training(tmp_path: Path) -> None:
     job, found, seen = make(), [], Seen()
     limits = ckpt.Limits(memory=1000)
@@ -115,8 +153,6 @@ def test_memory_that_holds_no_snapshot_fails_saves_and_not_the_training(tmp_path
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------
-
-MIB = 1 << 20
 
 
 def save_tables(url: Path, saves: int, mib: int, bandwidth: float) -> list[Event]:

@@ -347,3 +347,43 @@ def test_copies_are_planned_with_no_memory_that_nodes_keep_free_for_other_proces
 
         life.live(run)
     del memory._STORES[life.url]
+
+
+@pytest.mark.parametrize("dies", [None, 0, 1])
+def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: int | None) -> None:
+    """An optimizer's state appears in the first step, and of three slots there are two. The third one counted as free,
+    and for ever no copy could be made where it lay. Also where an agent is lost just then, maybe with the word."""
+    for seed in range(3 if dies is None else 10):
+        with living(seed) as world:
+            life = Short(world, seed, replace(read(), notices="off"))
+            life.nodes, life.lender, life.refuses = [0, 1], None, dies is None
+            life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+            life.step_s, life.fabric.frame_s = 0.5, 0.01
+
+            def train(rank: SimRank, step: int) -> None:
+                if step == 4:
+                    rank.relayout(2 * SLOT // 4)
+                fake.FakeRank.train(rank, step)
+
+            def run(life: Short = life, world: World = world) -> Counter[str]:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Short, "_room", lambda life, node: 9.4 * SLOT)
+                    patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+                    patch.setattr(SimRank, "train", train)
+                    job = SimJob(life.fabric, (0, 1), life.key, life.options)
+                    job.start(1000, lambda rank: life.step_s)
+                    world.run(lambda: job.trains and job.ranks[0].extra > 0, LONG_S)
+                    assert sorted(job.ranks[0].slots) == [0, 1, 2]
+                    if dies is not None:
+                        world.at(world.rng.uniform(0.0, 0.3), lambda: life.fabric.kill(dies))
+                    world.run(lambda: life.told(job, "local") > 100, LONG_S)
+                    assert life.told(job, "peer") > 80, "each has copies"
+                    assert [sorted(rank.slots) for rank in job.ranks] == [[0, 1]] * 2
+                    node, other = (life.fabric.agents[number].node for number in (0, 1))
+                    assert node.current is not None
+                    assert [sorted(node.current.own.arenas), sorted(other.followings[0].ranks.arenas)] == [[0, 1]] * 2
+                    job.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]

@@ -48,7 +48,7 @@ def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them
     connection = SimpleNamespace(request=lambda *given: answer, is_open=True, close=lambda: None)
     with Tasks("told") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Link("url", read(given), Events(), tasks, nothing, nothing)
+        made = Link("url", read(given), Events(), tasks, nothing, nothing, nothing)
         made._connection = cast(Connection, connection)
         told = made.listen(b"")
         assert (told["domains"], told["link_bytes_s"]) == (domains_here("zone-a/rack-7"), 125)
@@ -58,7 +58,7 @@ def test_a_rank_tells_the_failure_domains_of_its_node_and_its_machine_below_them
 def test_a_page_that_the_training_thread_may_be_reading_stays_when_another_agent_brings_its_own() -> None:
     with Tasks("page") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Link("url", read({}), Events(), tasks, nothing, nothing)
+        made = Link("url", read({}), Events(), tasks, nothing, nothing, nothing)
         made._turn_to(ControlPage.create(1))
         words = made.words
         made._turn_to(ControlPage.create(1))
@@ -79,7 +79,7 @@ def test_an_agent_that_waits_for_rank_0s_is_tried_for_longer_than_one_that_does_
     seen: list[Event] = []
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing)
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
         made.says = [error] * 4
         made._reconnect()
         assert made.is_back == comes_back
@@ -97,7 +97,7 @@ def test_a_connection_that_is_lost_now_and_then_comes_back_however_rarely_anythi
     monkeypatch.setattr(link, "RESTARTS_IN_VAIN", 2)
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing)
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
         made.says, made.told, made.terms = [], [], cast(Terms, SimpleNamespace(epoch="1-a"))
         for _ in range(4):
             now.s += apart_s
@@ -113,7 +113,7 @@ def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_
     """Once it knows what the ranks have: it looks at that after all of them have come."""
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing)
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
         made.says, made.told = [], []
         made.want(Tick(7), why)
         made._reconnect()
@@ -131,7 +131,7 @@ def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_d
     seen: list[Event] = []
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing)
+        made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
         made._connection, made._listening = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
         made.says, made.told, made.terms = [NotLed("not now")], [], cast(Terms, SimpleNamespace(epoch="1-a"))
         made.incarnation, made.flaps = after, flaps

@@ -168,7 +168,7 @@ def test_a_graph_can_be_captured_while_other_threads_work(what: str) -> None:
                 go.wait()
                 arena = memoryview(bytearray(it.staging.data_bytes))
                 it.snapshotter.bindings.bind(2, it.walk, it.staging, arena)
-                it.snapshotter.bindings.unbind(2)
+                it.snapshotter.bindings.unbind(2, arena)
             except Exception as exc:
                 failed.append(exc)
 
@@ -269,7 +269,7 @@ def test_pages_are_locked_in_place_and_what_cannot_be_locked_breaks_no_kernel() 
             copier.pin(memoryview(it.arenas[0]))
         torch.ones(3, device="cuda").sum().item()
         assert arena.is_pinned()
-        it.snapshotter.bindings.unbind(0)
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         assert not arena.is_pinned()
         del arena
 

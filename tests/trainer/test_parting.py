@@ -179,7 +179,7 @@ def test_a_rank_that_leaves_is_gone_by_a_deadline_that_comes_nearer_meanwhile(mo
     monkeypatch.setattr(os, "_exit", end)
     with Tasks("rank", pool_size=1) as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
-        link = Link("url", settings, Events(), tasks, nothing, nothing)
+        link = Link("url", settings, Events(), tasks, nothing, nothing, nothing)
         parting = Parting(link, tasks, Events(), settings)
         parting.begin()
         parting._bring_forward(time.monotonic() + 100.0)

@@ -15,7 +15,7 @@ from ckpt.events import Event, Events
 from ckpt.format.declaration import encode_layout, encode_share
 from ckpt.plan.division import undivided
 from ckpt.tasks import Tasks
-from ckpt.trainer.slots import Offer, Plan, Slots
+from ckpt.trainer.slots import Offer, Plan, Slot, Slots
 from ckpt.types import Epoch, Identity, Tick
 from tests.trainer.snapshots import FRAME_BYTES, walk_of
 
@@ -35,20 +35,27 @@ def planned(offer: Offer, division: str) -> Message:
     return Message(fields, [], [encode_layout(offer.layout), encode_share(undivided(offer.layout))])
 
 
+def closed() -> Message:
+    """Of slot 0."""
+    return Message({"t": "close-arena", "slot": 0}, [], [])
+
+
 def granted(division: str, arena: Arena | None = None) -> Message:
     """Of slot 0."""
     return Message({"t": "arena", "slot": 0, "division": division}, [os.dup(arena.fd)] if arena is not None else [])
 
 
 class Made:
-    """What a link would make. `bound`: for which divisions, in that order. `told`: the agent."""
+    """What a link would make. `bound`: for which divisions, in that order. `unbound`: which memory, in that order.
+    `told`: the agent."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
         self.bound: list[str] = []
+        self.unbound: list[object] = []
         self.told: list[tuple[str, Any]] = []
         self.tasks = Tasks("slots", pool_size=1)
-        self.slots = Slots(Events(self.seen.append), self.tasks, self.bind, self.tell)
+        self.slots = Slots(Events(self.seen.append), self.tasks, self.bind, self.unbind, self.tell)
         self.slots.calm.set()
         self.arena = Arena.create(arena_bytes(1 << 16, 4, 1 << 12, 100))
 
@@ -57,6 +64,10 @@ class Made:
         assert slot.plan is None, "it cannot be used before it is bound"
         assert not slot.hold(self), "nor by anybody else meanwhile"
         self.bound.append(plan.declaration.division)
+
+    def unbind(self, number: int, view: memoryview) -> None:
+        assert number == 0
+        self.unbound.append(view.obj)
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
         slot = self.slots.by_number[fields["slot"]]
@@ -161,3 +172,51 @@ def test_an_arena_that_cannot_be_made_ready_is_said_and_held_by_nobody(made: Mad
     assert [event.name for event in made.seen] == ["arena.failed"]
     assert made.told == []
     assert made.slots.by_number[0].hold(made)
+
+
+def ready(made: Made) -> Slot:
+    """Slot 0, which is warm."""
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    return made.slots.by_number[0]
+
+
+def test_a_slot_that_is_not_in_use_any_more_is_let_go_of_at_once(made: Made) -> None:
+    slot = ready(made)
+    memory = slot.arena.view.obj
+    made.slots.on_close_arena(closed())
+    assert (made.slots.by_number, made.unbound, slot.arena.fd) == ({}, [memory], -1)
+    assert not slot.hold(made), "no snapshot can begin in it"
+    made.slots.on_close_arena(closed())
+    assert made.unbound == [memory], "there is none"
+
+
+def test_a_slot_into_which_a_snapshot_is_on_its_way_is_let_go_of_behind_that(made: Made) -> None:
+    """The agent has taken the appointment back. By then the slot may be there again, with another arena."""
+    slot = ready(made)
+    memory = slot.arena.view.obj
+    assert slot.hold("a snapshot")
+    made.slots.on_close_arena(closed())
+    made.slots.on_arena(granted("a", made.arena))
+    made.settle()
+    again = made.slots.by_number[0]
+    assert (made.unbound, made.told) == ([], [("warm", "a")] * 2)
+    slot.arena.seal(Identity(Epoch(1, "0" * 16), Tick(5)), 0, 1, 1200, slot.declared, b"", b"", b"")
+    slot.let_go("a snapshot")
+    assert (made.unbound, slot.arena.fd) == ([memory], -1)
+    assert made.slots.by_number == {0: again}
+    assert again.arena.fd >= 0
+
+
+def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) -> None:
+    slot = ready(made)
+    assert slot.hold("a snapshot")
+    made.slots.on_plan(planned(ONE, "b"), *HERE)
+    made.slots.on_arena(granted("b"))
+    made.slots.on_close_arena(closed())
+    made.settle()
+    assert made.told == [("warm", "a")]
+    slot.let_go("a snapshot")
+    assert slot.arena.fd == -1

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import _base as futures
+from contextlib import closing
 from types import FrameType
 
 import pytest
@@ -209,11 +210,24 @@ def test_an_unbound_arena_can_be_unmapped() -> None:
     snapshotter.take(0).wait()
     with pytest.raises(BufferError):
         region.close()
-    snapshotter.bindings.unbind(0)
+    snapshotter.bindings.unbind(0, memoryview(region))
     gc.collect()
     region.close()
     snapshotter.close()
     snapshotter.close()
+
+
+def test_an_arena_that_has_taken_the_place_of_an_unbound_one_stays_bound() -> None:
+    walk = walk_of({"w": torch.ones(300)})
+    staging = stage(walk.layout, undivided(walk.layout), FRAME_BYTES)
+    old, new = (memoryview(bytearray(staging.data_bytes)) for _ in range(2))
+    with closing(Snapshotter(make_copier(), False, Events())) as snapshotter:
+        for region in (old, new):
+            snapshotter.bindings.bind(0, walk, staging, region)
+        snapshotter.bindings.unbind(0, old)
+        assert snapshotter.bindings.is_bound(0, walk, staging)
+        snapshotter.bindings.unbind(0, new)
+        assert not snapshotter.bindings.is_bound(0, walk, staging)
 
 
 def test_a_staging_of_another_layout_is_refused() -> None:

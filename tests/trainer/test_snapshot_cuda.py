@@ -311,7 +311,7 @@ def test_pages_are_locked_once_and_unlocked_with_the_binding() -> None:
         assert sum(device.locked.values()) == 2 * each
         it.snapshotter.bindings.bind(0, it.walk, it.staging, memoryview(it.arenas[0]))
         assert sum(device.locked.values()) == 2 * each
-        it.snapshotter.bindings.unbind(0)
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         assert sum(device.locked.values()) == each
         it.walk_again()
         assert sum(device.locked.values()) == 2 * each
@@ -339,7 +339,7 @@ def test_a_region_that_is_locked_already_stays_so_where_locking_it_once_more_fai
             it.snapshotter._copier.pin(region)
         device.status = 0
         assert device.locked == locked
-        it.snapshotter.bindings.unbind(0)
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         assert not device.locked
 
 
@@ -417,7 +417,7 @@ def test_other_threads_ask_cuda_for_something_only_on_a_device_of_the_state() ->
         thread.start()
         thread.join()
         assert it.snapshotter.bindings.is_bound(1, it.walk, it.staging)
-        thread = threading.Thread(target=it.snapshotter.bindings.unbind, args=(1,))
+        thread = threading.Thread(target=it.snapshotter.bindings.unbind, args=(1, arena))
         thread.start()
         thread.join()
     assert device.strays == []
@@ -550,7 +550,7 @@ def test_pages_are_unlocked_once_no_device_uses_them_any_more() -> None:
         it.snapshotter._copier.same(it.snapshotter.bindings._bound[0].pieces)
         assert device.log == ["main waits for side", "side waits for main"]  # what reads the pages too, so
         device.log.clear()
-        it.snapshotter.bindings.unbind(0)
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         assert device.log[0] == "host waits for side"
         assert set(device.log[1:]) == {"unlock"}  # a part at a time, as it lies
 
@@ -563,7 +563,7 @@ def test_ctrl_c_while_pages_are_locked_leaves_none_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pinned, "LOCK_BYTES", 1 << 14)
     device = Device()
     with rig(lambda: ({"w": torch.zeros(1 << 16)}, ()), copier=copier(device), slots=1) as it:
-        it.snapshotter.bindings.unbind(0)
+        it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         device.on_register = lambda: interrupt() if len(device.locked) == 3 else None
         with pytest.raises(KeyboardInterrupt):
             it.snapshotter._copier.pin(memoryview(it.arenas[0]))
@@ -577,7 +577,7 @@ def test_where_unlocking_fails_the_rest_is_unlocked_all_the_same(monkeypatch: py
         assert len(device.locked) > 3
         device.status = 999
         with pytest.raises(CkptError):
-            it.snapshotter.bindings.unbind(0)
+            it.snapshotter.bindings.unbind(0, memoryview(it.arenas[0]))
         assert not device.locked
 
 
