@@ -21,6 +21,9 @@ WORKERS ?= 2
 # Nothing that is started from here asks the cloud that this machine may be in.
 export CKPT_NOTICES ?= off
 
+# Hundreds of processes start from here, each of which would compile all of ckpt again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What it depends on is taken as of that day; its scripts are not run.
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
