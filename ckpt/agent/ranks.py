@@ -122,9 +122,15 @@ class Ranks:
         """How many slots of arenas of so many bytes by rank there can be, up to so many."""
         free_bytes = memory.free_bytes()
         taken = self._taken()
-        held_bytes, reserve_bytes = self.arena_bytes + taken.lent_bytes, relief.reserve_bytes(memory.total_bytes())
-        what = sum(sizes.values()), taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots, reserve_bytes
-        plan = memory.plan(*what)
+        plan = memory.plan(
+            slot_bytes=sum(sizes.values()),
+            kept_bytes=taken.kept_bytes,
+            held_bytes=self.arena_bytes + taken.lent_bytes,
+            limit_bytes=limit_bytes,
+            free_bytes=free_bytes,
+            slots=slots,
+            reserve_bytes=relief.reserve_bytes(memory.total_bytes()),
+        )
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
         self.is_cramped = bool(plan.kept_bytes) and plan.left_bytes(slots) < GENERATIONS * plan.slot_bytes
         then(plan, "")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpt.store.run import Run
 
 TIME_S_MAX = 2**33  # what says that it was saved later says nothing
+_SHOWN = {"saved": out.when, **dict.fromkeys(("bytes", "stored", "referred"), out.size)}
 
 
 def ls(
@@ -148,8 +149,7 @@ def show(
             value = ", ".join(f"{key} {each}" for key, each in short.items()) or "none"
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        kind = {"saved": out.when}.get(name, out.size if name in ("bytes", "stored", "referred") else str)
-        out.say(f"{name:<12} {kind(value)}")
+        out.say(f"{name:<12} {_SHOWN.get(name, str)(value)}")
     if listed:
         out.say()
         rows = [(t["name"], t["owner"], t["dtype"], t["shape"], t["parts"], out.size(t["bytes"])) for t in listed]
