@@ -245,8 +245,8 @@ def job_facts(job: Job) -> dict[str, Any]:
 
 def _taken_s(record: Record | None) -> float | None:
     """When what a record holds was taken, about, as it says itself; Unix time."""
-    found = record.about.get("time_s") if record is not None else None
-    return float(found) if isinstance(found, int | float) and 0 < found <= time.time() else None
+    found = record.taken_s if record is not None else None
+    return found if found is not None and found <= time.time() else None
 
 
 def _resident_bytes() -> int:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckpt.store.lineage import CommitRef
     from ckpt.store.run import Run
 
-TIME_S_MAX = 2**33  # what says that it was saved later says nothing
 _SHOWN = {"saved": out.when, **dict.fromkeys(("bytes", "stored", "referred"), out.size)}
 
 
@@ -110,14 +109,9 @@ def _sizes(record: Record) -> dict[str, Any]:
         "stored": mine,
         "referred": int(lengths.sum(dtype="u8")) - mine,
         "metrics": dict(record.metrics),
-        **_saved(record),
+        # Of a run that was copied the store only knows when that was.
+        **({"saved": record.taken_s} if record.taken_s is not None else {}),
     }
-
-
-def _saved(record: Record) -> dict[str, float]:
-    """When, as it says itself: of a copied run the store knows when that was."""
-    found = record.about.get("time_s")
-    return {"saved": float(found)} if isinstance(found, int | float) and 0 < found < TIME_S_MAX else {}
 
 
 def show(

@@ -64,6 +64,8 @@ class Codec:
     PLANES = 2
 
 
+TIME_S_MAX = 2**33  # Unix time that no clock is at
+
 # Where a frame lies in the store: bytes [offset, offset + length) of pack `pack`, encoded by `codec`.
 PLACE = np.dtype([("pack", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("codec", "u1")])
 
@@ -82,3 +84,9 @@ class Record:
     places: Array
     metrics: dict[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def taken_s(self) -> float | None:
+        """When, about, as it says itself; Unix time. None: it says nothing that can be."""
+        found = self.about.get("time_s")
+        return float(found) if isinstance(found, int | float) and 0 < found < TIME_S_MAX else None
