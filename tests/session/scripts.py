@@ -27,7 +27,8 @@ class Script:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+                # Buffered: unbuffered, a print is a write per word, and the ranks share the log.
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **(env or {})},
                 start_new_session=True,
             )
 

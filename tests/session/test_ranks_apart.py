@@ -50,8 +50,7 @@ for name in "ab":  # the ranks count alike, whoever waited
     with ckpt.Checkpointer(url / name, {"x": 1}, sinks=(hear,)) as ck:
         ck.step()
     collective.SAY_S = 600
-sys.stdout.write(f"said: {said}\\n")  # one line at a time, whoever else writes
-sys.stdout.flush()
+print("said:", said, flush=True)
 dist.destroy_process_group()
 """
 
