@@ -31,6 +31,11 @@ def without_threads(named: str = "ckpt-") -> Iterator[None]:
         yield
 
 
+def running(named: str = "ckpt-") -> list[str]:
+    """The threads whose name begins so. CPython lists one for ever whose start Ctrl-C ended before it began."""
+    return [each.name for each in threading.enumerate() if each.name.startswith(named) and each.is_alive()]
+
+
 def interrupted_anywhere(files: Collection[str], make: Callable[[], T], use: Callable[[T], object]) -> Iterator[T]:
     """What was made, after Ctrl-C has ended its use: each time one place later in these files, and at last in none."""
     place, interrupted = 0, True

@@ -15,6 +15,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
 
+# Unbuffered, a print is a write per word, and the ranks share the log.
+ALWAYS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+
 
 class Script:
     """One running script in a session of its own; its lines are read as they come."""
@@ -27,8 +30,7 @@ class Script:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                # Buffered: unbuffered, a print is a write per word, and the ranks share the log.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **(env or {})},
+                env={**os.environ, **ALWAYS, **(env or {})},
                 start_new_session=True,
             )
 

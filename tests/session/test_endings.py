@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -25,6 +24,7 @@ from tests.session.endings import PAD_BYTES
 from tests.session.loops import make, wait_agent_gone
 from tests.session.runs import agent_status, kill_agent
 from tests.session.scripts import Script, torchrun
+from tests.threads import running
 
 
 def start(tmp_path: Path, what: str) -> Script:
@@ -73,8 +73,7 @@ def test_who_presses_control_c_while_the_last_save_is_on_its_way_is_let_go_and_i
 
 def is_all_gone(url: Path) -> bool:
     wait_agent_gone(url)
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
-    return not left and not _global_optimizer_pre_hooks
+    return not running() and not _global_optimizer_pre_hooks
 
 
 def test_an_interrupt_at_the_end_of_entering_leaves_nothing_behind(tmp_path: Path) -> None:

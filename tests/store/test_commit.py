@@ -26,6 +26,7 @@ from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
 from tests.store.build import Snapshot, Tensor, epoch, floats, identity, read_all, rows, same, snapshot
 from tests.store.sim import Fault, Sim
+from tests.threads import running
 
 
 def commit(store: Any, step: int, snap: Snapshot, writer: str = "w", codec: Any = "raw", **options: Any) -> Committed:
@@ -200,7 +201,7 @@ def test_an_error_in_any_pack_leaves_no_record_and_says_which(number: int) -> No
         commit(store, 10, some())
     assert error.value.__cause__ is not None
     assert store.held(keys.COMMITS) == []
-    assert not any(thread.name.startswith("ckpt-commit") for thread in threading.enumerate())
+    assert not running("ckpt-commit")
 
 
 def test_an_error_of_any_kind_is_a_failed_save_that_holds_none_of_the_memory() -> None:
