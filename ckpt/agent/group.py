@@ -299,8 +299,11 @@ class Group(Verdicts):
                     self._out.append(Offer(slot.number))
 
     def _close_unused(self) -> None:
-        """Memory of slots that are not in use any more, since the state has grown, would count as free for ever."""
+        """Memory of slots that are not in use any more, since the state has grown, would count as free for ever. Where
+        only one is in use there may be none for it beside what they hold."""
         for slot in self.slots[self.slots_in_use :] if self.division else ():
+            if self._gives_way(slot) and not (slot.leases or self._fits(self.slots[0])):
+                self._free(slot)
             if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
                 slot.handed, slot.bytes = False, ()
                 self._out.append(CloseArenas(slot.number))

@@ -1105,6 +1105,37 @@ def test_where_one_slot_cannot_be_had_those_behind_it_go() -> None:
     assert closed(driver.decide()) == [1, 2]
 
 
+def test_what_lies_in_a_slot_that_is_not_in_use_gives_way_to_the_only_one_that_is_once_the_store_has_it() -> None:
+    """There may be memory for one of the two only: nothing was saved any more."""
+    driver = Driver()
+    driver.complete()
+    driver.commit()
+    driver.complete()
+    assert (driver.group.newest.number, driver.group.committing) == (1, 1)
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 1)
+    assert closed(driver.decide()) == [2], "it is not in the store"
+    driver.group.fewer_slots(0, "it is full")
+    driver.group.made(0, ())
+    driver.commit()
+    driver.group.more_slots(1)
+    kinds = [(type(a), a.slot) for a in driver.decide() if isinstance(a, do.CloseArenas | do.MakeArenas)]
+    assert kinds == [(do.CloseArenas, 1), (do.MakeArenas, 0)]
+
+
+def test_what_lies_in_a_slot_that_is_not_in_use_stays_where_there_is_memory_for_the_one_that_is_beside_it() -> None:
+    driver = Driver()
+    driver.complete()
+    driver.commit()
+    driver.complete()
+    grown(driver, 1)
+    driver.commit()
+    assert driver.group.newest.number == 1
+    driver.complete()
+    assert (driver.group.newest.number, closed(driver.said)) == (0, [2, 1])
+
+
 def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     driver = Driver(slots=0)
     assert driver.group.refusal
