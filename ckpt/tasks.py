@@ -29,6 +29,7 @@ from ckpt.errors import CkptError
 T = TypeVar("T")
 
 BEGIN_S = 5.0  # for a new thread's first line
+LOOKS = 10  # within that
 
 
 class Condition(_thread.RLock, threading.Condition):  # type: ignore[misc]
@@ -63,12 +64,17 @@ class Flag(threading.Event):
 
 class _Begun(Flag):
     """Whether a thread has begun. One that gets no memory for its first line ends without a word to who started it,
-    and Python's own wait for that one would never end."""
+    and Python's own wait for that one would never end. A look that takes far longer than it should does not count: the
+    process stood still, or another thread has held the GIL, without which none begins."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not super().wait(BEGIN_S if timeout is None else timeout):
-            raise RuntimeError(f"it has not begun within {BEGIN_S:g} s")
-        return True
+        left, look_s = LOOKS, BEGIN_S / LOOKS
+        while left:
+            began_s = time.monotonic()
+            if super().wait(look_s) or self.is_set():
+                return True
+            left -= time.monotonic() - began_s < 2 * look_s
+        raise RuntimeError(f"it has not begun within {BEGIN_S:g} s")
 
 
 class Outcome(Future[T]):

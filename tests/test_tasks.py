@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import signal
@@ -74,6 +75,28 @@ def test_a_thread_that_ends_without_a_word_or_begins_too_late_is_one_that_is_not
     assert not ran.is_set()
     tasks.start("one", ran.set)
     assert ran.wait(60)
+
+
+def test_a_thread_that_cannot_begin_since_another_one_holds_the_gil_is_waited_for(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where something large is unpickled, or a list sorted: it was said that no memory is left."""
+    usleep, over, ran = ctypes.PyDLL(None).usleep, threading.Event(), list[int]()
+    monkeypatch.setattr(module, "BEGIN_S", 0.2)
+
+    def hold() -> None:
+        while not over.is_set():
+            usleep(300_000)
+
+    with contextlib.closing(Tasks("holds")) as holds:
+        holds.start("gil", hold)
+        try:
+            for n in range(8):
+                tasks.start("one", lambda n=n: ran.append(n))  # type: ignore[misc]
+        finally:
+            over.set()
+    tasks.close()
+    assert sorted(ran) == list(range(8))
 
 
 def test_a_job_that_gets_no_thread_is_never_done_and_the_next_one_is(tasks: Tasks) -> None:
