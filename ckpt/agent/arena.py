@@ -13,6 +13,7 @@ against shrinking: a truncation would kill a training process by SIGBUS.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -39,6 +40,11 @@ _AGENT_MAGIC = b"CKPTHASH"
 # magic, epoch number, nonce, step, sub, rank, world, data bytes, then (offset, length) of the four parts
 _TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
 _AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # as on x86 and ARM
+_mmap = ctypes.CDLL(None).mmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -248,6 +254,21 @@ class Arena:
             fd, self.fd = self.fd, -1
             del self._map  # it has a descriptor of its own
             os.close(fd)
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: nothing of its parent's memory stays here. Views that cannot be dropped are of other pages
+        then, which take none until they are written to."""
+        here, nothing = os.fstat(self.fd), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        address = np.frombuffer(self._map, np.uint8).ctypes.data
+        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _mmap(address, self.bytes, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0)
+        for name in os.listdir("/proc/self/fd"):  # the mapping has one of its own, which it closes with its last view
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), here):
+                    os.dup2(nothing, int(name), inheritable=False)
+        os.close(nothing)
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
     def _put(self, at: int, data: bytes) -> None:
         if at + len(data) > self.bytes:

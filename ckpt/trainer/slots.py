@@ -10,7 +10,6 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -224,11 +223,10 @@ class Slots:
         self.by_number.clear()
 
     def abandon_in_child(self) -> None:
-        """In a forked child: closes what would keep the arenas alive."""
+        """In a forked child: lets go of what would keep the arenas' memory."""
         for slot in self.by_number.values():
             with contextlib.suppress(OSError):
-                os.close(slot.arena.fd)
-            slot.arena.fd = -1
+                slot.arena.abandon_in_child()
         self.by_number.clear()
 
 

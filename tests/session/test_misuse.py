@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import signal
@@ -487,6 +488,34 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
                     os._exit(0)
                 assert os.waitpid(pid, 0)[1] == 0
     assert os.read(read, 100) == b"enter step left"
+    os.close(read)
+    os.close(write)
+    assert ck.receipt["committed_step"] == 6
+
+
+def test_a_forked_child_keeps_none_of_the_memory_that_its_parent_saves_to(tmp_path: Path) -> None:
+    """A loader's worker lives as long as training does, and slots that the state has outgrown long before that go."""
+
+    def held() -> list[str]:
+        open_now = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        return [each for each in (*map(os.path.realpath, open_now), *mapped) if "ckpt-arena" in each]
+
+    job = make()
+    read, write = os.pipe()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY) as ck:
+        for step in ck.steps(6):
+            job.train(step)
+            if step == 3:
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+                assert held()
+                pid = os.fork()
+                if pid == 0:
+                    os.write(write, json.dumps(held()).encode())
+                    os._exit(0)
+                assert os.waitpid(pid, 0)[1] == 0
+    assert json.loads(os.read(read, 1 << 16)) == []
     os.close(read)
     os.close(write)
     assert ck.receipt["committed_step"] == 6
