@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,6 +122,7 @@ class Slots:
         self.calm = Flag()
         self._plan: Plan | None = None
         self._lock = threading.RLock()
+        self._binding: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def offer(self, offer: Offer) -> None:
         """Another structure, or other replicas: nothing is warm for it until the agent has divided it."""
@@ -207,7 +209,10 @@ class Slots:
         slot.arena.warm(lambda: self.calm.wait(GIVE_WAY_S))
         slot.arena.begin_fill()
         slot.declared = slot.arena.write_declaration(plan.staging.data_bytes, plan.encoded)
-        self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
+        with self._binding[number]:  # another thread may still bind one that has gone: not after this
+            if not self._is_present(number, slot, plan):
+                return False
+            self._bind(number, plan, slot.arena.data(0, plan.staging.data_bytes))
         with self._lock:
             if not self._is_present(number, slot, plan):
                 return False

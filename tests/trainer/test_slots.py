@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -220,3 +221,35 @@ def test_what_is_being_made_ready_for_a_slot_that_is_let_go_of_ends(made: Made) 
     assert made.told == [("warm", "a")]
     slot.let_go("a snapshot")
     assert slot.arena.fd == -1
+
+
+def test_an_arena_that_takes_the_place_of_one_that_is_still_being_bound_is_bound_after_that(made: Made) -> None:
+    """Else what was bound last would be what has gone, and the next snapshot be written there."""
+    made.tasks.close()
+    made.tasks = made.slots._tasks = Tasks("slots", pool_size=2)
+    made.slots.offer(ONE)
+    made.slots.on_plan(planned(ONE, "a"), *HERE)
+    binding, go_on, told, views = threading.Event(), threading.Event(), threading.Event(), list[object]()
+
+    def bind(number: int, plan: Plan, view: memoryview) -> None:
+        if not binding.is_set():
+            binding.set()
+            assert go_on.wait(60)
+        views.append(view.obj)
+
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        made.tell(kind, fields)
+        told.set()
+
+    made.slots._bind, made.slots._tell = bind, tell
+    made.slots.on_arena(granted("a", made.arena))
+    assert binding.wait(60)
+    former = made.slots.by_number[0].arena.view.obj
+    made.slots.on_close_arena(closed())
+    made.slots.on_arena(granted("a", made.arena))
+    latter = made.slots.by_number[0].arena.view.obj
+    is_early = told.wait(0.2)
+    go_on.set()
+    assert not is_early
+    assert told.wait(60)
+    assert (views, made.told, made.unbound) == ([former, latter], [("warm", "a")], [former])
