@@ -20,7 +20,6 @@ list of actions. The agent carries the actions out and feeds their outcomes back
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +55,7 @@ from ckpt.types import Tick
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
+SLACK_PARTS = 16  # an arena that is too large by one part in so many is not made anew
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
@@ -585,7 +585,10 @@ class Group(Verdicts):
         return next((slot for slot in self.slots if slot.round is not None and self._may_be_all(slot.round)), None)
 
     def _fits(self, slot: Slot) -> bool:
-        return len(slot.bytes) == len(self._need) == self.world and all(map(operator.ge, slot.bytes, self._need))
+        """Whether its arenas are large enough, and not too large: what they have more would count as free for ever."""
+        if not len(slot.bytes) == len(self._need) == self.world:
+            return False
+        return all(need <= has <= need + need // SLACK_PARTS for has, need in zip(slot.bytes, self._need, strict=True))
 
     def _grantable(self, slots: Sequence[Slot] | None = None) -> Slot | None:
         """A slot (of these) that is free and warm on all ranks; with one slot in all, a committed round gives way."""

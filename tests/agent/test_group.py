@@ -1136,6 +1136,23 @@ def test_what_lies_in_a_slot_that_is_not_in_use_stays_where_there_is_memory_for_
     assert (driver.group.newest.number, closed(driver.said)) == (0, [2, 1])
 
 
+def test_arenas_that_are_too_large_since_the_state_has_shrunk_are_made_anew_once_nothing_needed_lies_in_them() -> None:
+    """What they have more than was planned for would count as free memory for ever."""
+    driver = Driver()
+    driver.complete()
+    assert driver.group.newest.number == 0
+    for need, again in ((95, set()), (90, {1, 2})):
+        driver.group.layout(0)
+        driver.decide()
+        driver.group.planned(driver.group.layouts_version, f"of {need}", (need, 100), 3)
+        driver.said.clear()
+        driver.make_ready()
+        assert {action.slot for action in driver.said if isinstance(action, do.MakeArenas)} == again
+    driver.commit()
+    driver.complete()
+    assert {action.slot for action in driver.said if isinstance(action, do.MakeArenas)} == {0, 1, 2}
+
+
 def test_slots_that_memory_was_not_there_for_come_once_it_is() -> None:
     driver = Driver(slots=0)
     assert driver.group.refusal

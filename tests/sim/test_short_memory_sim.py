@@ -387,3 +387,38 @@ def test_a_state_that_grows_leaves_no_memory_in_slots_that_it_has_no_more(dies: 
 
             life.live(run)
         del memory._STORES[life.url]
+
+
+def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_it() -> None:
+    """They were used as they were, and what they had more counted as free: for ever no copy could be made there."""
+    with living(0) as world:
+        life = Short(world, 0, replace(read(), notices="off"))
+        life.nodes, life.lender, life.refuses = [0, 1], None, False
+        life.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+        life.step_s, life.fabric.frame_s = 0.5, 0.01
+
+        def train(rank: SimRank, step: int) -> None:
+            if step == 40:
+                rank.relayout(0)
+            fake.FakeRank.train(rank, step)
+
+        def run() -> Counter[str]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Short, "_room", lambda life, node: 7.2 * SLOT)
+                patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+                patch.setattr(SimRank, "train", train)
+                job = SimJob(life.fabric, (0, 1), life.key, life.options)
+                for rank in job.ranks:
+                    rank.extra = 2 * SLOT // 4
+                job.start(1000, lambda rank: life.step_s)
+                world.run(lambda: life.told(job, "local") > 20, LONG_S)
+                large = job.ranks[0].slots[0].bytes
+                assert life.told(job, "peer") == 0, "there is room for slots only"
+                world.run(lambda: life.told(job, "local") > 120, LONG_S)
+                assert life.told(job, "peer") > 100, "each has copies"
+                assert all(arena.bytes < large / 2 for rank in job.ranks for arena in rank.slots.values())
+                job.die(0.1)
+            return Counter()
+
+        life.live(run)
+    del memory._STORES[life.url]
