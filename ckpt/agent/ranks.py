@@ -169,7 +169,7 @@ class Ranks:
         until_s = time.monotonic() + LET_GO_S
         while (short := count - memory.free_bytes()) > 0:
             if self.dropped or time.monotonic() >= until_s:
-                raise AgentError(f"{short >> 20} MiB of memory are missing for it")
+                raise AgentError(f"{-(-short >> 20)} MiB of memory are missing for it")
             time.sleep(LET_GO_S / 100)
 
     def _give_way(self) -> None:

@@ -74,7 +74,7 @@ def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pyte
         assert (heard, list(ranks.arenas)) == ([""], [0])
         assert told == [{"t": "close-arena", "slot": 2}, {"t": "close-arena", "slot": 0}]
         monkeypatch.setattr(ranks_module, "LET_GO_S", 0.01)
-        free[:] = [0]
+        free[:] = [1]
         ranks.make(1, {0: WARM_BYTES}, lambda sizes, error: heard.append(error))
         turned.until(lambda: len(heard) == 2)
         assert heard[1] == "16 MiB of memory are missing for it"
