@@ -93,7 +93,7 @@ class Slot:
     leases: int = 0
     bytes: tuple[int, ...] = ()
     making: bool = False
-    handed: bool = False  # some rank may have an arena of it
+    handed: bool = False  # some rank, or its agent, may have an arena of it
     offered: bool = False  # to all ranks, since the last division
     warm: dict[int, str] = field(default_factory=dict)  # rank -> division
 
@@ -181,10 +181,11 @@ class Facts:
             self.retry_commit()  # of what began without that
             return
         self.lost(rank, None)
-        member.joined = True
-        member.lost_s = None
         for slot in self.slots:
             slot.offered = False
+            slot.handed |= member.joined  # what went meanwhile, or was asked for, may be there
+        member.joined = True
+        member.lost_s = None
 
     def may_join(self, rank: int) -> bool:
         """Whether it is still one of the job. One that was away for long is, as long as the epoch is not being closed:
@@ -250,11 +251,6 @@ class Facts:
         self.slots[slot].offered = False
         self.slots[slot].bytes = arena_bytes
         self.slots[slot].handed |= bool(arena_bytes)
-
-    def has(self, slot: int) -> None:
-        """A rank that came back has an arena of it, which the others need not have."""
-        if 0 <= slot < len(self.slots):
-            self.slots[slot].handed = True
 
     def lacks(self, slot: int) -> None:
         """The arenas of a node are gone: they are made anew, once nothing that is needed lies in the others."""

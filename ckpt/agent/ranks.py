@@ -48,6 +48,7 @@ class Ranks:
         self.limited: memory.MemoryPlan | None = None  # the newest plan, where it is the user's limit that bounds it
         self.is_cramped = False  # whether earlier starts' checkpoints were in the way when that was made
         self._handed: set[tuple[int, int]] = set()  # (slot, rank) whose arena the rank has
+        self._making: dict[int, object] = {}  # by slot: who makes its arenas
 
     @property
     def count(self) -> int:
@@ -145,15 +146,19 @@ class Ranks:
 
     def make(self, slot: int, sizes: Mapping[int, int], then: Callable[[dict[int, int], str], None]) -> None:
         """New arenas with warm pages, of so many bytes by rank, for a slot whose former ones nobody uses: the bytes
-        that they have. Where that fails the slot has none."""
+        that they have. Where that fails the slot has none; so where it is closed meanwhile, or made anew, by a
+        coordinator that was cut off and does not know of this."""
         self.close_arenas(slot)
+        mine = self._making[slot] = object()
 
         def made(done: Future[dict[int, Arena]]) -> None:
             if error := failure(done):
                 if not self.dropped:
                     then({}, error)
-            elif self.dropped:
+            elif self.dropped or self._making.get(slot) is not mine:
                 _close(done.result().values())
+                if not self.dropped:
+                    then({}, "the slot was closed meanwhile")
             else:
                 self.arenas[slot] = done.result()
                 then({rank: arena.bytes for rank, arena in done.result().items()}, "")
@@ -235,6 +240,7 @@ class Ranks:
 
     def _close_here(self, slot: int) -> None:
         """What the ranks have they may bring to another agent."""
+        self._making.pop(slot, None)
         _close(self.arenas.pop(slot, {}).values())
         self._handed = {each for each in self._handed if each[0] != slot}
 

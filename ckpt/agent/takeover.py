@@ -38,13 +38,13 @@ class TakenOver(Carrier):
         """This agent takes over a running job: the trainers bring the arenas."""
         self.taken_over = self.group.recovering = True
         self._recovery = Recovery(self.world, len(self.group.slots))
+        for slot in self.group.slots:
+            slot.handed = True
         self._later(RECOVERY_S, lambda: self._give_up_recovery("a rank did not come back"))
 
     def _take_arenas(self, rank: int, slots: list[int], message: Message) -> None:
         if self._recovery is None:  # the connection broke, not the agent: what was on its way then is sent again
             self.ranks.has(rank, slots, message.fds)
-            for slot in slots:
-                self.group.has(slot)
             return
         if self.ranks.node_of(rank):
             self._recovery.take_elsewhere(rank, slots)
@@ -59,7 +59,6 @@ class TakenOver(Carrier):
         whole, lost = recovery.end(keep=True)
         for slot in lost:
             self.group.made(slot, ())
-            self.group.has(slot)
         if isinstance(self.ranks, Nodes):
             self._recover_nodes(whole, self.ranks)
             return

@@ -1082,12 +1082,17 @@ def test_a_slot_that_is_being_made_goes_once_it_is_made() -> None:
     assert closed(driver.decide()) == [2]
 
 
-def test_a_rank_that_comes_back_with_an_arena_of_a_slot_that_went_meanwhile_is_told_again() -> None:
+def test_when_a_rank_comes_back_slots_that_it_or_its_agent_may_have_kept_are_closed_again() -> None:
+    """The word was lost with the connection; or what its agent was asked to make then is there, and nobody knows."""
     driver = Driver()
     grown(driver, 2)
-    for slot in (-1, 1, 2, 3, 99):
-        driver.group.has(slot)
-    assert closed(driver.decide()) == [2, 3]
+    driver.group.lost(1, driver.now_s)
+    assert closed(driver.decide()) == []
+    driver.group.joined(1)
+    driver.group.layout(1)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 2)
+    assert closed(driver.decide()) == [2, 3, 4]
     assert closed(driver.decide()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -83,6 +84,32 @@ def test_who_makes_an_arena_waits_for_what_the_ranks_let_go_of(monkeypatch: pyte
         ranks.drop()
         assert told == [], "what they have they may bring to another agent"
         turned.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_arena_that_is_made_for_a_slot_that_is_closed_or_made_anew_meanwhile_goes(again: bool) -> None:
+    """As by a coordinator that was cut off, and does not know what has come of what it had asked for."""
+    turned = Turned()
+    ranks = Ranks(1, turned.bulk, Taken)
+    heard: list[str] = []
+
+    def opened() -> int:
+        names = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum("memfd:ckpt-arena" in os.path.realpath(name) for name in names)
+
+    before = opened()
+    try:
+        ranks.page.copy(0, True)  # training stands still, and it waits
+        ranks.make(2, {0: 2 * WARM_BYTES}, lambda sizes, error: heard.append(error))
+        ranks.make(2, {0: WARM_BYTES}, lambda sizes, error: heard.append(error)) if again else ranks.close_arenas(2)
+        ranks.page.copy(0, False)
+        turned.until(lambda: len(heard) == 1 + again)
+        assert sorted(heard) == ["", "the slot was closed meanwhile"][not again :]
+        assert [arena.bytes for arena in ranks.all_arenas()] == [WARM_BYTES] * again
+    finally:
+        ranks.drop()
+        turned.close()
+    assert opened() == before
 
 
 def test_a_slot_that_ranks_have_not_brought_to_a_new_agent_yet_is_not_read_and_that_is_an_answer() -> None:
