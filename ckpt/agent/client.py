@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from ckpt.tasks import Flag, Outcome, Tasks
 VERSION = 1  # of the messages; an agent of another version makes way once nobody needs it (see replacing)
 START_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 120.0
+ACCEPT_S = 10.0  # one that is at work takes connections at once, however many come
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +78,34 @@ def places(url: str, settings: Settings) -> Places:
 
 
 def connect_nowait(place: Places) -> socket.socket | None:
-    """A connection, or None where no agent listens."""
+    """A connection, or None where no agent listens. Errors: AgentError; from a TimeoutError where as many connections
+    as it lets wait do so already, and none is taken within ACCEPT_S."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        _limit_send(sock, ACCEPT_S)  # which connecting heeds, too: otherwise it waits for ever
         sock.connect(os.fspath(place.socket))
+        _limit_send(sock, 0.0)
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         return None
+    except BlockingIOError as exc:
+        sock.close()
+        text = f"the agent at {place.socket} takes no connection within {ACCEPT_S:g} s"
+        raise AgentError(text) from TimeoutError(str(exc))
     except OSError as exc:
         sock.close()
         raise AgentError(f"cannot connect to the agent at {place.socket}: {exc}") from exc
     return sock
 
 
+def _limit_send(sock: socket.socket, seconds: float) -> None:
+    """0: none."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
 def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:
-    """A connection to the agent of `url`, started if there is none. Errors: AgentError with the end of its log."""
+    """A connection to the agent of `url`, started if there is none. Errors: AgentError with the end of its log; as
+    `connect_nowait`."""
     place = places(url, settings)
     deadline = time.monotonic() + timeout_s
     sock = connect_nowait(place)

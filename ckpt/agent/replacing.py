@@ -6,7 +6,8 @@
 - One that hangs is ended, since it holds the run's lock and no other could be started. That takes more than silence:
   its main thread, whose one task is to answer, has not run at all for as long as a word lay there for it. One that was
   stopped by a signal is told to go on first, since its memory may be all that there is. The arenas of trainers that
-  live are theirs as well, and they hand them to the next agent; what only the hung one had is lost with it.
+  live are theirs as well, and they hand them to the next agent; what only the hung one had is lost with it. So is one
+  that takes no connection any more, since as many wait for it as it lets.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ def meet(
     """A connection to an agent that has answered; see above. Errors: AgentError."""
     busy_until_s = time.monotonic() + busy_s
     while True:
-        sock = client.connect(url, settings)
+        try:
+            sock = client.connect(url, settings)
+        except AgentError as exc:
+            if not isinstance(exc.__cause__, TimeoutError) or time.monotonic() > busy_until_s:
+                raise
+            _end_deaf(url, settings, events, hello_s, exc)
+            continue
         with contextlib.ExitStack() as stack:
             agent = _Agent.of(sock)
             if agent is not None:
@@ -71,6 +78,19 @@ def meet(
                     raise
                 if before_ns is not None and agent.ran_ns() == before_ns:
                     _revive_or_end(agent, url, events, hello_s)
+
+
+def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why: AgentError) -> None:
+    """One that takes no connection. Errors: `why` where it cannot be seen; as `_revive_or_end`."""
+    agent = _Agent.at(client.places(url, settings).socket)
+    if agent is None:
+        raise why
+    try:
+        before_ns = agent.ran_ns()
+        if not agent.is_gone(hello_s) and before_ns is not None and agent.ran_ns() == before_ns:
+            _revive_or_end(agent, url, events, hello_s)
+    finally:
+        os.close(agent.pidfd)
 
 
 def pid_of(sock: socket.socket) -> int:
@@ -95,6 +115,17 @@ class _Agent:
         except (OSError, ValueError):
             return None
 
+    @staticmethod
+    def at(path: Path) -> _Agent | None:
+        """The one that a trainer has started to listen at that socket; None where none is seen. The caller closes
+        `pidfd`."""
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            words = _words(pid)
+            if _PROGRAM in words and os.fsencode(path) in words:
+                with contextlib.suppress(OSError):
+                    return _Agent(pid, os.pidfd_open(pid))
+        return None
+
     def is_gone(self, timeout_s: float) -> bool:
         return bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
@@ -115,13 +146,19 @@ class _Agent:
     def is_ours(self) -> bool:
         """Whether it is one that a trainer of this user has started."""
         with contextlib.suppress(OSError):
-            path = Path(f"/proc/{self.pid}")
-            return path.stat().st_uid == os.getuid() and _PROGRAM in (path / "cmdline").read_bytes().split(b"\0")
+            return Path(f"/proc/{self.pid}").stat().st_uid == os.getuid() and _PROGRAM in _words(self.pid)
         return False
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+
+def _words(pid: int) -> list[bytes]:
+    """The command line of a process; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return []
 
 
 def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -104,6 +106,35 @@ def test_one_that_is_only_slow_is_not_ended(
         meet(hello_s=2.0, busy_s=3.0)
     assert slow.poll() is None
     assert told == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["hangs", "is-busy"])
+def test_of_one_that_takes_no_more_connections_it_is_seen_whether_it_hangs(
+    mode: str,
+    url: str,
+    stub: Callable[..., subprocess.Popen[str]],
+    meet: Callable[..., client.Connection],
+    told: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many wait for it as it lets, such as looks of `ckpt watch` through a night: to connect would take for ever."""
+    monkeypatch.setattr(client, "ACCEPT_S", 0.2)
+    it = stub(mode, "ckpt.agent.main")
+    path = os.fspath(client.places(url, read()).socket)
+    with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+        while True:
+            waits = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            waits.connect(path)
+    if mode == "is-busy":
+        with pytest.raises(AgentError, match="takes no connection"):
+            meet(hello_s=2.0, busy_s=3.0)
+        assert it.poll() is None
+        assert told == []
+        return
+    assert meet().agent_pid != it.pid
+    assert it.wait(30) == -signal.SIGKILL
+    assert [event.name for event in told] == ["agent.hung"]
 
 
 def test_nor_is_a_process_that_no_trainer_has_started(
