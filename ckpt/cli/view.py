@@ -113,7 +113,10 @@ def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str,
 
 def _of_store(status: Facts) -> Iterator[Row]:
     yield "run", str(status["url"]), ""
-    yield "agent", "none runs for you on this host", "yellow"
+    if (silent := status.get("silent")) is not None:
+        yield "agent", f"process {silent or 'of another pid namespace'} does not answer", "red"
+    else:
+        yield "agent", "none runs for you on this host", "yellow"
     if status.get("error"):
         yield "", str(status["error"]), "red"
     found = status.get("store")

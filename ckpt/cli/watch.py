@@ -63,6 +63,7 @@ class Looker:
         self._talking = contextlib.ExitStack()
         self._agent: Connection | None = None
         self._store: tuple[float, dict[str, Any]] | None = None
+        self._pid = 0  # of the agent that was connected to last
 
     def close(self) -> None:
         self._agent = None
@@ -74,22 +75,29 @@ class Looker:
             status = self._ask()
         except AgentError as exc:
             self.close()
+            is_silent = isinstance(exc.__cause__, TimeoutError)
+            said = AgentError(f"{exc}. {_what_then(self._pid)}") if is_silent else exc
             if not patient:
-                raise
-            return {"url": shown(self.url), "pid": None, "job": None, "error": str(exc)}
+                raise said from exc
+            silent = {"silent": self._pid} if is_silent else {}
+            return {"url": shown(self.url), "pid": None, "job": None, **silent, "error": str(said)}
         if status is not None:
             self._store = None
             return status
         return {"url": shown(self.url), "pid": None, "job": None, **self._look_at_store(patient)}
 
     def _ask(self) -> dict[str, Any] | None:
-        """None: no agent runs. Errors: AgentError; UsageError for a URL that is none."""
+        """None: no agent runs. Errors: AgentError, from a TimeoutError where one does not answer; UsageError for a URL
+        that is none."""
+        from ckpt.agent.replacing import pid_of
+
         for _ in range(2):  # one that has ended since is asked again: another may be there
             known = self._agent is not None
             if self._agent is None:
                 sock = find_agent(self.url)
                 if sock is None:
                     return None
+                self._pid = pid_of(sock)
                 self._agent = self._talking.enter_context(talk(sock, ANSWER_S))
             try:
                 status = self._agent.status(ANSWER_S)
@@ -143,12 +151,26 @@ def _url_of(launch: str | None) -> str:
         others = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in running)
         none = f"no agent of yours {'on this host answers' if silent else 'runs on this host'}{named}"
         none += f"; there is {others}" if others else ""
-        none += f"; silent: process {', '.join(map(str, silent))}" if silent else ""
-        raise AgentError(f"{none}. Name the URL")
-    if len(found) > 1:
+        raise AgentError(f"{none}{_silent(silent)}. Name the URL")
+    if len(found) > 1 or (silent and launch is None):
         names = "; ".join(f"{shown(url)} (launch {', '.join(its) or 'none'})" for url, its in found)
-        raise UsageError(f"several agents run on this host, name a URL, or a launch with --job: {names}")
+        several = f"several agents run on this host, name a URL, or a launch with --job: {names}"
+        raise UsageError(f"{several}{_silent(silent)}")
     return found[0][0]
+
+
+def _what_then(pid: int) -> str:
+    """What a person can do about an agent that does not answer. `pid`: 0 where it is not seen from here."""
+    it = str(pid) if pid else "PID"
+    return (
+        f"Its process{f' {pid}' if pid else ''} was stopped, hangs or has too much to do: a job trains on beside it, "
+        f"and saves nothing. `kill -CONT {it}` wakes one that was stopped; where that does not help, `kill -KILL {it}` "
+        "ends it, with what only its memory has, and the ranks of a job start another"
+    )
+
+
+def _silent(pids: list[int]) -> str:
+    return f"; silent: process {', '.join(str(pid or 'of another pid namespace') for pid in pids)}" if pids else ""
 
 
 def _launches(status: dict[str, Any]) -> list[str]:

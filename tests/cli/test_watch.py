@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ url, ranks = test_agent.url, test_agent.ranks  # the fixtures
 ROOT = Path(__file__).parents[2]
 Ranks = Callable[..., list[FakeRank]]
 Monkey = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, runtime_dir: Path, monkeypatch: Monkey) -> Iterator[int]:
+    """The process of an agent that is connected to, and never answers."""
+    monkeypatch.setattr(watching, "ANSWER_S", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(places(str(tmp_path), read()).socket))
+        listener.listen()
+        yield os.getpid()
 
 
 def rows(said: Said) -> dict[str, str]:
@@ -314,15 +325,35 @@ def test_what_is_foreseen_and_by_which_sources_is_shown(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("named", [True, False])
 def test_an_agent_that_was_stopped_is_not_waited_for_longer_than_one_at_work_takes(
-    named: bool, tmp_path: Path, monkeypatch: Monkey
+    named: bool, tmp_path: Path, stopped: int, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(watching, "ANSWER_S", 0.2)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped:  # it is connected to, and never answers
-        stopped.bind(str(places(str(tmp_path), read()).socket))
-        stopped.listen()
-        began_s = time.monotonic()
-        said = ckpt(monkeypatch, "watch", *([tmp_path] if named else []), "--once")
+    began_s = time.monotonic()
+    said = ckpt(monkeypatch, "watch", *([tmp_path] if named else []), "--once")
     assert time.monotonic() < began_s + 30
     assert said.code == 6
     assert ("did not answer 'hello' within 0.2 s" in said.err) == named
-    assert (f"no agent of yours on this host answers; silent: process {os.getpid()}" in said.err) == (not named)
+    assert (f"`kill -KILL {stopped}`" in said.err) == named
+    assert (f"no agent of yours on this host answers; silent: process {stopped}" in said.err) == (not named)
+
+
+def test_who_watches_on_reads_that_an_agent_does_not_answer_and_not_that_none_runs(
+    tmp_path: Path, stopped: int
+) -> None:
+    with contextlib.closing(watching.Looker(str(tmp_path))) as looker:
+        status = looker.look(patient=True)
+    assert (status["pid"], status["silent"]) == (None, stopped)
+    found = view.text(status, 300).splitlines()
+    assert found[1].split(maxsplit=1) == ["agent", f"process {stopped} does not answer"]
+    assert f"`kill -KILL {stopped}`" in found[2]
+    assert "none runs" not in str(found)
+
+
+def test_beside_an_agent_that_does_not_answer_another_ones_job_is_not_shown_as_the_only_one(
+    tmp_path: Path, stopped: int, monkeypatch: Monkey
+) -> None:
+    job = {"launch": "1234", "epoch": "e"}
+    with an_agent(tmp_path / "a", {"status": {"url": "a", "pid": 1, "job": job}}):
+        said = ckpt(monkeypatch, "watch", "--once")
+        assert (said.code, f"a (launch 1234); silent: process {stopped}" in said.err) == (2, True)
+        monkeypatch.chdir(tmp_path)
+        assert ckpt(monkeypatch, "watch", "--once", "--json", "--job", "1234").json["pid"] == 1
