@@ -108,17 +108,17 @@ class Fence:
 
 
 class Frozen:
-    """How long the job that is under way has been refused everything. `due_s`: when that is to be told; None: not as
+    """How long no snapshot could be taken of the job that is under way. `due_s`: when that is to be told; None: not as
     things are."""
 
     def __init__(self) -> None:
         self.due_s: float | None = None
-        self._epoch: Epoch | None = None
+        self._what: tuple[Epoch, str] | None = None
 
-    def is_late(self, epoch: Epoch | None, now_s: float) -> bool:
-        """Whether it is to be told now: BOUND_S have passed. `epoch`: of the job that is refused; None: none is."""
-        if epoch != self._epoch:
-            self._epoch, self.due_s = epoch, now_s + BOUND_S if epoch is not None else None
+    def is_late(self, what: tuple[Epoch, str] | None, now_s: float) -> bool:
+        """Whether it is to be told now: BOUND_S have passed. `what`: of which job, and of what kind; None: of none."""
+        if what != self._what:
+            self._what, self.due_s = what, now_s + BOUND_S if what is not None else None
         if self.due_s is None or now_s < self.due_s:
             return False
         self.due_s = None

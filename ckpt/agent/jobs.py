@@ -182,7 +182,7 @@ class Job(TakenOver):
             "world": self.world,
             "ranks": [m.presence.value for m in group.members],
             "steps": self.ranks.steps(),
-            "cut_off": self._cut_off(),
+            "cut_off": self.cut_off(),
             "division": group.division,
             "slots": [
                 {
@@ -207,7 +207,7 @@ class Job(TakenOver):
             "policy": self.learning.decision.explain().splitlines() if self.learning and self.is_adaptive else None,
         }
 
-    def _cut_off(self) -> list[dict[str, Any]]:
+    def cut_off(self) -> list[dict[str, Any]]:
         """By node, None for this one: the ranks that are not connected, and that are not known to be gone."""
         now_s = time.monotonic()
         found: dict[str, dict[str, Any]] = {}

@@ -99,16 +99,25 @@ class Leading(Starts):
     def _tell_if_frozen(self, now_s: float) -> float | None:
         """Who trains and has no snapshot taken hears it. When to look again."""
         job = self.current
-        if job is None or not job.group.frozen or job.group.all_gone or job.group.superseded_by:
+        if job is None or job.group.all_gone or job.group.superseded_by:
             self._frozen.is_late(None, now_s)
-        elif self._frozen.is_late(job.epoch, now_s):
+            return None
+        cut_off = [f"node {each['node']}" for each in job.cut_off() if each["node"]]
+        kind = "frozen" if job.group.frozen else "cut off" if cut_off else ""
+        if not self._frozen.is_late((job.epoch, kind) if kind else None, now_s):
+            return self._frozen.due_s
+        text = f"no snapshot of this job has been taken for {BOUND_S:.0f} s"
+        if kind == "frozen":
+            text += ", and what it keeps in memory stays"
             why = self.fence.refusal(HERE, job.epoch, now_s)
             then = f"it goes on once that start has restored or failed, or its agent was gone for {BOUND_S:.0f} s"
             if job.epoch < self.fence.floor:
                 then = "start it again, and it takes a larger number"
-            text = f"no snapshot of this job has been taken for {BOUND_S:.0f} s, and what it keeps in memory stays"
-            job.emit("job.frozen", f"{text}: {why}; {then}", True, {"reason": why})
-        return self._frozen.due_s
+        else:
+            why = f"cut off from the agent of rank 0's node: {', '.join(cut_off)}"
+            then = "training goes on, and saving once that is connected again; ckpt watch there says if its agent hangs"
+        job.emit("job.frozen", f"{text}: {why}; {then}", True, {"reason": why})
+        return None
 
     def _tell_outcome(self, start: Start, epoch: Epoch | None) -> None:
         if epoch is not None:

@@ -155,7 +155,10 @@ class Node:
     def begin(self, epoch: Epoch) -> None:
         group = SimpleNamespace(frozen=False, all_gone=False, superseded_by="")
         emit = lambda *event: self.told.append(event)  # noqa: E731
-        self.current = SimpleNamespace(nodes=("here", "there"), epoch=epoch, group=group, emit=emit)
+        self.cut_off: list[dict[str, Any]] = []
+        self.current = SimpleNamespace(
+            nodes=("here", "there"), epoch=epoch, group=group, emit=emit, cut_off=lambda: self.cut_off
+        )
 
     def _jobs(self) -> list[Any]:
         return [self.current]
@@ -202,9 +205,31 @@ def test_what_froze_it_only_for_a_while_and_again_is_not_told() -> None:
     assert node.tend(2 * BOUND_S) == (3 * BOUND_S, True, 0)
 
 
+def test_a_job_that_takes_no_snapshots_since_a_node_is_cut_off_from_it_is_told_so_loudly_and_once() -> None:
+    node = Node()
+    node.fence.over("y")
+    node.cut_off = [{"node": None, "ranks": [0]}]  # this node's own rank says itself that it has no agent
+    assert node.tend(5.0) == (None, False, 0)
+    node.cut_off += [{"node": "b", "ranks": [1]}, {"node": "c", "ranks": [2]}]
+    assert node.tend(5.0) == (5.0 + BOUND_S, False, 0)
+    assert node.tend(5.0 + BOUND_S) == (None, False, 1)
+    name, message, loud, facts = node.told[0]
+    assert (name, loud) == ("job.frozen", True)
+    assert "node b, node c" in message
+    assert "ckpt watch" in message
+    assert facts["reason"] in message
+    assert node.tend(1e9) == (None, False, 1)
+    node.cut_off = []
+    node.tend(2e9)
+    node.cut_off = [{"node": "b", "ranks": [1]}]
+    node.tend(3e9)
+    assert node.tend(3e9 + BOUND_S) == (None, False, 2)
+
+
 @pytest.mark.parametrize("gone", [{"all_gone": True}, {"superseded_by": "another"}])
 def test_a_job_that_nobody_trains_or_that_hears_to_leave_is_told_nothing_more(gone: dict[str, Any]) -> None:
     node = Node()
     vars(node.current.group).update(gone)
+    node.cut_off = [{"node": "b", "ranks": [1]}]
     node.tend(0.0)
     assert node.tend(1e9) == (None, True, 0)
