@@ -239,36 +239,37 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "host": f"{boot}-{network}",
             "agent": saver.link.agent,
             "coordinate": coordinate.text,
-            "options": _texts(asked.options),
+            "options": _options(asked),
             "state": sorted(asked.state),
             "peers": list(settings.peers),
             "secret": settings.secret_file is not None,
             "known": saver.link.secret,
-            "switches": [asked.strict, asked.generators, asked.take_over, asked.init or ""],
         }
     )
     return packed
 
 
-def _texts(value: Any, name: str = "") -> dict[str, str]:
-    """Each of the options by its name, as `limits.memory`."""
-    if not isinstance(value, dict):
-        return {name: repr(value)}
-    inner = [_texts(each, f"{name}.{key}" if name else key) for key, each in value.items()]
-    return {key: text for each in inner for key, text in each.items()}
+def _options(asked: Asked) -> dict[str, Any]:
+    switches = {name: getattr(asked, name) for name in ("strict", "generators", "take_over", "init")}
+    return {**asked.options, **switches}
+
+
+def _differing(one: Any, other: Any, name: str = "options") -> tuple[str, Any, Any] | None:
+    """The first that differs of two ranks' options, as `limits.memory`: as a whole where it is of another kind."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        inside = f"{name}." if name != "options" else ""
+        return next(filter(None, (_differing(one[key], other[key], inside + key) for key in one)), None)
+    return None if one == other else (name, one, other)
 
 
 def _check_facts(facts: list[dict[str, Any]]) -> None:
     """All ranks hold the same facts and come to the same end. Errors: UsageError."""
     first = facts[0]
     for rank, said in enumerate(facts):
-        for name in {**first["options"], **said["options"]}:
-            one, other = (each["options"].get(name, "not given") for each in (first, said))
-            if one != other:
-                raise UsageError(f"{ALIKE}: {name} is {one} on rank 0 and {other} on rank {rank}")
-        for name in ("url", "state", "switches"):
-            if said[name] != first[name]:
-                raise UsageError(f"{ALIKE}: {name} is {first[name]!r} on rank 0 and {said[name]!r} on rank {rank}")
+        whole = ((name, first[name], said[name]) for name in ("url", "state") if first[name] != said[name])
+        found = _differing(first["options"], said["options"]) or next(whole, None)
+        if found is not None:
+            raise UsageError(f"{ALIKE}: {found[0]} is {found[1]!r} on rank 0 and {found[2]!r} on rank {rank}")
     seen: dict[str, int] = {}
     for rank, said in enumerate(facts):
         other = seen.setdefault(said["coordinate"], rank)

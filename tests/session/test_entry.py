@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ckpt import Every, Keep, Limits, Replicas
+from ckpt import Adaptive, Every, Keep, Limits, Parity, Replicas
 from ckpt.errors import UsageError
-from ckpt.trainer.asked import make_options
-from ckpt.trainer.entry import _check_facts, _texts
+from ckpt.trainer.asked import Asked, make_options
+from ckpt.trainer.entry import _check_facts, _options
 
 FACTS: dict[str, Any] = {
     "url": "/run",
@@ -18,7 +19,6 @@ FACTS: dict[str, Any] = {
     "coordinate": "rank=0",
     "options": {},
     "state": ["model"],
-    "switches": [True],
 }
 
 
@@ -36,8 +36,6 @@ def test_equal_facts_pass() -> None:
         ({"url": "/other"}, UsageError, "url"),
         ({"state": ["model", "optim"]}, UsageError, "optim"),
         ({"coordinate": "rank=0"}, UsageError, "same mesh coordinate"),
-        ({"options": {"codec": "'raw'"}}, UsageError, "codec is not given on rank 0 and 'raw' on rank 1"),
-        ({"switches": [False]}, UsageError, r"switches is \[True\] on rank 0 and \[False\] on rank 1"),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], named: str) -> None:
@@ -45,11 +43,32 @@ def test_what_differs_is_named(changes: dict[str, Any], error: type[Exception], 
         _check_facts(second(**changes))
 
 
-def test_of_the_options_only_what_differs_is_named() -> None:
-    one, other = (
-        _texts(make_options(Every(seconds=600), Keep(last=3), Limits(memory=memory), "auto", Replicas(1)))
-        for memory in (None, 1 << 30)
-    )
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"limits": Limits(memory=1 << 30)}, "limits.memory is None on rank 0 and 1073741824 on rank 1"),
+        (
+            {"policy": Adaptive()},
+            "policy is {'kind': 'every', 'steps': None, 'seconds': 600} on rank 0 and {'kind': 'ad",
+        ),
+        ({"policy": Every(steps=5)}, "policy.steps is None on rank 0 and 5 on rank 1"),
+        ({"peers": None}, "peers is {'replicas': 1} on rank 0 and None on rank 1"),
+        ({"peers": Parity(2, 1)}, "peers is {'replicas': 1} on rank 0 and {'data': 2, 'parity': 1} on rank 1"),
+        ({"peers": Replicas(2)}, "peers.replicas is 1 on rank 0 and 2 on rank 1"),
+        ({"strict": False}, "strict is True on rank 0 and False on rank 1"),
+        ({"init": "weights"}, "init is None on rank 0 and 'weights' on rank 1"),
+    ],
+)
+def test_of_the_options_only_what_differs_is_named_with_what_it_is(changes: dict[str, Any], named: str) -> None:
+    one, other = (_options(asked(**given)) for given in ({}, changes))
     with pytest.raises(UsageError) as raised:
         _check_facts([{**FACTS, "options": one}, {**FACTS, "coordinate": "rank=1", "options": other}])
-    assert str(raised.value).endswith("alike: limits.memory is None on rank 0 and 1073741824 on rank 1")
+    assert f"alike: {named}" in str(raised.value)
+
+
+def asked(**changes: Any) -> Asked:
+    given: dict[str, Any] = {"policy": Every(seconds=600), "keep": Keep(last=3), "limits": Limits()}
+    given |= {"codec": "auto", "peers": Replicas(1)}
+    given |= {name: changes[name] for name in given.keys() & changes}
+    rest = {"strict": True, "generators": True, "take_over": False, "init": None, **changes}
+    return cast(Asked, SimpleNamespace(**{**rest, "options": make_options(**given)}))
