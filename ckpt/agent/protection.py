@@ -252,9 +252,8 @@ class Protection:
         if self.placement is None or not self.protects:
             return []
         found = [
-            f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine ({host}), and it is lost "
-            "with that"
-            for host, names in sorted(self.with_hosts.items())
+            f"{', '.join(names[:HOLDERS_SHOWN])} and who keeps their state are on one machine, and it is lost with that"
+            for _, names in sorted(self.with_hosts.items())
         ]
         domains = [each for each in self.placement.exposed if each.rpartition("/")[2] not in self.with_hosts]
         found += [f"where {each} is lost as a whole, so is state that lies nowhere else" for each in domains]

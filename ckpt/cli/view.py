@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.agent.called import said
+from ckpt.agent.hosts import named
 from ckpt.cli import out
 from ckpt.policy.adaptive import span
 from ckpt.types import counted
@@ -331,7 +332,8 @@ def _lenders(lenders: list[Facts]) -> Iterator[Row]:
     """Memory-only nodes that the job names."""
     for number, each in enumerate(lenders[:NODES]):
         if "lends_bytes" in each:
-            domain = f", in {'/'.join(each['domains'])}" if each["domains"] else ""
+            domains = named(each["domains"])
+            domain = f", in {'/'.join(domains)}" if domains else ""
             text, style = f"{each['address']} lends {out.size(each['lends_bytes'])}{domain}", ""
         else:
             text, style = f"{each['address']} is not there: {each['error'] or 'it has not answered yet'}", "yellow"

@@ -369,6 +369,7 @@ def test_copies_that_would_go_with_one_machine_are_made_and_that_is_said(hosts: 
     made.place(sizes(count, 100), plans(count, 100, 5000))
     assert made.protects
     assert bool(made.with_hosts) == ("on one machine" in made.describe()) == said
+    assert HOST not in made.describe(), "a machine's hash says nothing to a person"
 
 
 @pytest.mark.parametrize(
