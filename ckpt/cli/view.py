@@ -253,8 +253,8 @@ def _body(status: Facts, job: Facts | None, account: Facts | None, events: int) 
         if job.get("rates"):
             rates = (f"{name} {_rate(found)}" for name, found in job["rates"].items())
             yield "failures", f"expected: {', '.join(rates)}", ""
-    if account is not None:
-        yield from _costs(account)
+    if account is not None and (job is not None or account["goodput"] is not None or account["commits"]["number"]):
+        yield from _costs(account)  # else another node's agent keeps it
     if job is not None:
         yield from _memory(job["memory"])
         yield from _lenders(status.get("lenders") or [])

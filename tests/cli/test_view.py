@@ -213,3 +213,17 @@ def test_a_notice_to_another_node_is_not_said_to_be_one_to_this_machine() -> Non
     nodes = {f"{2:016x}": "node gpu-2 (ranks 4-7)"}
     text = view.text({**STATUS, "nodes": nodes, "job": {**JOB, "notices": notices}}, 200)
     assert "node gpu-2 (ranks 4-7) goes away in 25 s (aws spot); course" in text
+
+
+FOLLOWS = {"epoch": "e", "ranks": [1], "coordinator": "a", "connected": True}
+
+
+@pytest.mark.parametrize("more", [{"following": [FOLLOWS]}, {}])
+def test_of_a_node_that_leads_no_job_nothing_is_counted_as_if_it_saved_nothing(more: dict[str, Any]) -> None:
+    none = {**ACCOUNT, "goodput": None, "failures": 0, "restored_bytes": {}, "given_up": 0, "commits_failed": 0}
+    none |= {name: {"number": 0, "seconds": 0.0, "last_s": 0.0} for name in ("snapshots", "commits", "recoveries")}
+    text = view.text({**STATUS, "job": None, "account": none, **more}, 200)
+    assert "0 complete" not in text
+    assert "0 done" not in text
+    once = {**none, "commits": {"number": 1, "seconds": 2.0, "last_s": 2.0}}  # of what others left
+    assert "1 done" in view.text({**STATUS, "job": None, "account": once, **more}, 200)
