@@ -55,6 +55,11 @@ class Terms:
     nodes: list[dict[str, Any]]
     peers: list[str]
 
+    @property
+    def is_led(self) -> bool:
+        """Whether the agent of another node, rank 0's, coordinates the job."""
+        return bool(self.nodes) and self.rank not in self.nodes[0]["ranks"]
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -408,7 +413,7 @@ class Link:
             self.levels.fail_all(f"the agent is gone ({why})")
         if restart:
             text = f"the agent is gone ({why}); starting it again"
-            if self._listening is not None:  # it closes the connection, too, where it has lost that one
+            if self.terms is not None and self.terms.is_led:  # it closes the connection where it has lost that, too
                 text = f"the agent is gone, or cut off from that of rank 0's node ({why}); connecting again"
             self.events.emit("agent.lost", f"ckpt: {text}. Training goes on", loud=True)
             self.tasks.start("reconnect", self._reconnect)

@@ -98,7 +98,7 @@ def test_a_connection_that_is_lost_now_and_then_comes_back_however_rarely_anythi
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(), tasks, nothing, nothing, nothing)
-        made.says, made.told, made.terms = [], [], cast(Terms, SimpleNamespace(epoch="1-a"))
+        made.says, made.told, made.terms = [], [], cast(Terms, SimpleNamespace(epoch="1-a", is_led=False))
         for _ in range(4):
             now.s += apart_s
             made._on_lost("a link was cut")
@@ -123,23 +123,28 @@ def test_an_agent_that_is_started_again_hears_what_a_rank_waits_for_and_whether_
         made.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("flaps", [False, True])
 @pytest.mark.parametrize(("after", "said"), [("a", "is the same as before"), ("b", "was started again")])
 def test_of_an_agent_that_was_only_cut_off_from_rank_0s_it_is_not_said_that_it_died(
-    after: str, said: str, flaps: bool
+    after: str, said: str, flaps: bool, rank: int
 ) -> None:
+    """Of that of rank 0's node it is: it has nobody to be cut off from."""
     seen: list[Event] = []
     with Tasks("away") as tasks:
         nothing: Any = lambda *given: None  # noqa: E731
         made = Away("url", Settings(Path("/nowhere"), "launch"), Events(seen.append), tasks, nothing, nothing, nothing)
         made._connection, made._listening = cast(Connection, made.it()), {"at": "10.0.0.7:7777"}
-        made.says, made.told, made.terms = [NotLed("not now")], [], cast(Terms, SimpleNamespace(epoch="1-a"))
+        nodes = [{"ranks": [0]}, {"ranks": [1]}]
+        made.says, made.told = [NotLed("not now")], []
+        made.terms = Terms("1-a", rank, 2, f"rank={rank}", {}, "launch", None, [], nodes, [])
         made.incarnation, made.flaps = after, flaps
         made._on_lost("it closed the connection")
         while not made.is_back:
             tasks.stopping.wait(0.01)
         made.close()
     lost, failed, back = (event.message for event in seen)
-    assert "gone, or cut off from that of rank 0's node (it closed the connection); connecting again" in lost
+    where = "gone, or cut off from that of rank 0's node" if rank else "gone"
+    assert f"the agent is {where} (it closed the connection); " in lost
     assert failed == "ckpt: the agent serves no rank yet: not now"
     assert back == f"ckpt: the agent {said} and has the arenas"
