@@ -159,7 +159,8 @@ class TakenOver(Carrier):
         self.group.recovered()
         self.asks_for_former = len(self.nodes) > 1
         steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
-        self.emit("agent.recovered", f"the arenas were taken over; they hold steps {steps}", data={"steps": steps})
+        hold = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "no whole checkpoint"
+        self.emit("agent.recovered", f"the arenas were taken over; they hold {hold}", data={"steps": steps})
 
     def _give_up_recovery(self, why: str) -> None:
         recovery, self._recovery = self._recovery, None
