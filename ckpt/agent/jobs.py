@@ -392,9 +392,10 @@ class Job(TakenOver):
         if lost:
             self.group.copies_lost(name, lost)
         if tick in lost and tick is not None and self._services.account.unprotected() is not None:
-            text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone"
             facts = {"identity": str(Identity(self.epoch, tick)), "agent": name}
-            self.emit("peers.lost", f"{text}, and its copies may be; they are made again when that can be", True, facts)
+            text = f"step {tick.step} is not as safe in other nodes' memory as was asked for: agent {name} is gone or "
+            text += "cut off, and its copies may be gone; they are made again when that can be"
+            self.emit("peers.lost", text, True, facts)
 
     def parent_is_safe(self, is_safe: bool) -> None:
         """Whether what it goes on from is as safe in other nodes' memory as was asked for, is shown."""
