@@ -7,6 +7,7 @@ import heapq
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.overdue import SLOWER, overdue_s
+from ckpt.agent.peers.channel import BEAT_S
+from ckpt.agent.peers.sockets import SILENT_S
 from ckpt.agent.remote import Wanted
 from ckpt.agent.storeside import Options
 from ckpt.agent.writing import Parts, Then, _by_node
@@ -446,16 +449,22 @@ def test_what_a_node_that_hangs_was_to_upload_is_made_again_from_parity_and_writ
 
 
 def check_written_for_one_that_hangs(cluster: Cluster, url: str, monkeypatch: pytest.MonkeyPatch, *spread: int) -> None:
-    """Uploads are slowed down, so that the agent hangs in the middle of its own."""
+    """Uploads are slowed down, so that the agent hangs in the middle of its own. All of it has to come to its end while
+    an agent that says nothing is not yet taken to be gone: on a machine that is far too busy that is left to chance."""
     monkeypatch.setenv("CKPT_HEARTBEAT_S", "1")
     cluster.options = {**cluster.options, "limits": {"memory": None, "bandwidth": 1_000_000.0}}
     cluster.start(*spread)
     tick = cluster.save("peer")
     os.kill(cluster.pids[1], signal.SIGSTOP)
+    stopped_s = time.monotonic()
     assert cluster.job[0].wait_level(tick, "store"), cluster.job[0].levels
+    took_s = time.monotonic() - stopped_s
     assert [each.tick for each in line(url)] == [tick]
     first = files_of(url)
     os.kill(cluster.pids[1], signal.SIGCONT)
+    if not MARGIN_S / 2 < took_s < SILENT_S - BEAT_S and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        assert len(writers_named(url)) == len(spread)
+        pytest.skip("this machine has so much else to do that its part was written before, or it is taken to be gone")
     cluster.finish()
     last, named = files_of(url), writers_named(url)
     assert len(named) == len(spread), "the record says who wrote which part"
