@@ -11,7 +11,7 @@ import typer
 from ckpt.cli import live, out, target
 from ckpt.errors import DamagedData, RunInUse, UsageError
 from ckpt.storage.names import naming, shown
-from ckpt.types import counted
+from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -161,6 +161,11 @@ def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
     return Keep(last, every, Best(metric, "min" if mode == "min" else "max"))
 
 
+def _named(identity: str) -> str:
+    """By its step, as `ckpt ls` calls it, and by what finds it on a branch, too."""
+    return f"step {Identity.parse(identity).tick.label}, {identity}"
+
+
 def _say_plan(body: dict[str, Any], yes: bool) -> None:
     from ckpt.store.prune import GRACE_S
 
@@ -171,12 +176,12 @@ def _say_plan(body: dict[str, Any], yes: bool) -> None:
         ("waiting", "waiting for their grace to end"),
     ):
         for identity in body.get(name, ()):
-            out.say(f"{'' if name == 'waiting' else done}{text}: {identity}")
+            out.say(f"{'' if name == 'waiting' else done}{text}: {_named(identity)}")
     deleted = [*body.get("records", ()), *body.get("packs", ()), *body.get("leases", ())]
     for key in deleted:
         out.say(f"{done}deleted: {key}")
     for identity in body.get("damaged", ()):
-        out.say(f"not counted as kept, not being whole: {identity} (see ckpt verify)")
+        out.say(f"not counted as kept, not being whole: {_named(identity)} (see ckpt verify)")
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):

@@ -46,7 +46,7 @@ COLUMN_GAP = 3
 LEVELS = ("local", "peer", "store")
 WHERE = {"local": "this host's memory", "peer": "other hosts' memory", "store": "the store", "none": "nothing"}
 STATES = {
-    "appointed": "step {step} is being taken ({staged} of {ranks}), for {for_}",
+    "appointed": "step {step} is appointed (taken by {staged} of {ranks}), for {for_}",
     "hashed": "step {step} is hashed, for {for_}",
     "copied": "step {step} is put into other nodes' memory",
     "committed": "step {step} is written, for {for_}",

@@ -102,7 +102,8 @@ def test_of_one_of_a_kind_it_speaks_as_of_one() -> None:
     job = {**JOB, "ranks": ["here"], "under_way": [way], "intervals": {"local": every}}
     job["memory"] = {**JOB["memory"], "slots": 1}
     text = view.text({**STATUS, "account": {**ACCOUNT, "lost_steps": 1}, "job": job}, 200)
-    for part in (", 1 rank\n", "(0 of 1 rank)", "every 1 step ", "1 slot of", "1: 1 step lost (10 s)"):
+    assert "step 2 is appointed (taken by 0 of 1 rank), for 1 s" in text
+    for part in (", 1 rank\n", "every 1 step ", "1 slot of", "1: 1 step lost (10 s)"):
         assert part in text, text
 
 
