@@ -151,7 +151,10 @@ def _spawn(url: str, place: Places, deadline: float) -> bool:
         *(sys.executable, "-P", "-m", "ckpt.agent.main", "--url", url, "--socket", os.fspath(place.socket)),
         *("--lock", os.fspath(place.run_lock), "--log", os.fspath(place.log), "--ready-fd"),
     ]
-    ready_read, ready_write = os.pipe()
+    ready_read, low = os.pipe()
+    # Above those of the standard streams, which the agent has others under: a trainer without any has them to give.
+    ready_write = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(low)
     try:
         try:
             with open(place.log, "ab") as log:

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.servers import Server
 from tests.session.proxy import HELD, Proxy
 from tests.session.runs import URL, agent_status, kill_agent
-from tests.session.scripts import ROOT, Line, Script, torchrun, train
+from tests.session.scripts import ALWAYS, ROOT, Line, Script, torchrun, train
 from tests.session.test_notices import (
     CODE,
     ENDLESS,
@@ -437,3 +437,11 @@ def _end_agent(tmp_path: Path) -> None:
         return
     agent.kill()
     agent.wait(30)
+
+
+def test_a_job_without_standard_streams_starts_its_agent(tmp_path: Path) -> None:
+    """As daemons are started that close all three: whatever is opened then has their numbers."""
+    code = "import sys, ckpt, torch\nwith ckpt.Checkpointer(sys.argv[1], {'x': torch.ones(2)}) as ck: list(ck.steps(1))"
+    command = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-P", "-c", code, str(tmp_path / "run")]
+    assert subprocess.run(command, env={**os.environ, **ALWAYS}, check=False, timeout=60).returncode == 0
+    assert list((tmp_path / "run" / "commits").iterdir())
