@@ -6,10 +6,11 @@ values and tensors. A path is the tuple of keys and indices that leads to a tens
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ckpt.errors import DamagedData, UsageError
@@ -121,9 +122,9 @@ def has(tree: Any, path: Path) -> bool:
 
 
 def settle(live: Any, new: Any) -> Any:
-    """`new`, in the containers that `live` consists of where they are of the same type, so that whoever holds them
-    sees the new content."""
-    if type(live) is not type(new) or live is new or not isinstance(new, (dict, list)):
+    """`new`, in the dicts, lists, sets, deques and arrays that `live` consists of where those can become it, so that
+    whoever holds them sees the new content, and what they change there later is part of the state."""
+    if type(live) is not type(new) or live is new:
         return new
     if isinstance(new, dict):
         items = {key: settle(live.get(key), value) for key, value in new.items()}
@@ -131,9 +132,29 @@ def settle(live: Any, new: Any) -> Any:
         for key, value in items.items():
             live[key] = value
         return live
-    was = list(live) + [None] * (len(new) - len(live))
-    live[:] = [settle(old, value) for old, value in zip(was, new, strict=False)]
-    return live
+    if isinstance(new, list):
+        live[:] = _settled(live, new)
+        return live
+    if type(new) is tuple:
+        return tuple(_settled(live, new))
+    if isinstance(new, deque) and live.maxlen == new.maxlen:
+        each = _settled(live, new)
+        live.clear()
+        live.extend(each)
+        return live
+    if isinstance(new, set):
+        live.clear()
+        live.update(new)
+        return live
+    if isinstance(new, np.ndarray) and live.flags.writeable and (live.dtype, live.shape) == (new.dtype, new.shape):
+        live[...] = new
+        return live
+    return new
+
+
+def _settled(live: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    was = [*live, *[None] * (len(new) - len(live))]
+    return [settle(old, value) for old, value in zip(was, new, strict=False)]
 
 
 def named(prefix: str, found: Sequence[tuple[Path, Tensor]]) -> list[tuple[Path, str, Tensor]]:

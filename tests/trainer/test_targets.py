@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -199,6 +200,48 @@ def test_plain_values_are_live_in_the_state_and_keep_their_types() -> None:
     assert [t.shape for t in other["grown"]] == [(2,), (3,)]
     assert other["lists"]["new"] == []
     assert torch.equal(other["lists"]["a"][0], torch.ones(1))
+
+
+def test_who_holds_what_can_be_changed_in_the_state_sees_what_was_restored() -> None:
+    """A loop goes on with the names that it made before: what it changes through them later is saved again."""
+    saved = {
+        "array": np.arange(6.0).reshape(2, 3),
+        "window": deque([1.5, 2.5], maxlen=3),
+        "seen": {1, 2},
+        "pair": ([1], {"a": 2}),
+    }
+    array, window, seen, inner = np.zeros((3, 2)).T, deque([9.0], maxlen=3), {7}, list[int]()
+    state: dict[str, Any] = {"array": array, "window": window, "seen": seen, "pair": (inner, {})}
+    rt.restore(state, rt.save(saved))
+    assert state["array"] is array
+    assert np.array_equal(array, saved["array"])
+    assert state["window"] is window
+    assert window == saved["window"]
+    assert state["seen"] is seen
+    assert seen == {1, 2}
+    assert state["pair"][0] is inner
+    assert state["pair"] == ([1], {"a": 2})
+
+
+def test_what_cannot_be_changed_into_what_was_saved_is_replaced() -> None:
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    state: dict[str, Any] = {
+        "grown": np.zeros(2),
+        "int": np.zeros(3, int),
+        "frozen": frozen,
+        "short": deque([7], maxlen=1),
+    }
+    saved = {
+        "grown": np.ones(3),
+        "int": np.full(3, 0.5),
+        "frozen": np.ones(3),
+        "short": deque([1, 2], maxlen=2),
+    }
+    rt.restore(state, rt.save(saved))
+    assert {key: list(value) for key, value in state.items()} == {key: list(value) for key, value in saved.items()}
+    assert state["short"].maxlen == 2
+    assert state["int"].dtype == np.float64
 
 
 def test_tied_parameters_are_saved_once_and_restored_to_all() -> None:
