@@ -165,7 +165,7 @@ class Checkpointer:
         self._notices = notices
         self._limits = limits or Limits()
         self.url = find_url(url, read())
-        self._state = dict(state)
+        self._state = state  # theirs, so that what is assigned under either name is what is saved
         self.restored = Restored()
         self.events = Events(*sinks)
         self._policy = Adaptive() if policy is None else policy
@@ -197,7 +197,7 @@ class Checkpointer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved. Assign to its keys to change it."""
+        """What is saved: the dict that was given. Assign to its keys to change it."""
         return self._state
 
     # -- the loop

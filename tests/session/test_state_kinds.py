@@ -146,3 +146,16 @@ def test_without_strict_what_fits_is_restored_and_the_rest_is_said(saved: Path) 
         assert ck.restored.step == 3
     wait_agent_gone(saved)
     assert torch.all(again["model"].same == 1.0)
+
+
+def test_the_dict_that_was_given_is_the_state(tmp_path: Path) -> None:
+    """Who goes on with a name of their own, in the same run or after a restart, loses nothing by that."""
+    state: dict[str, Any] = {"model": nn.Linear(2, 2), "best": 0}
+    with ckpt.Checkpointer(tmp_path / "run", state) as ck:
+        assert ck.state is state
+        for step in ck.steps(2):
+            state["best"] = step
+    wait_agent_gone(tmp_path / "run")
+    again: dict[str, Any] = {"model": nn.Linear(2, 2), "best": 0}
+    with ckpt.Checkpointer(tmp_path / "run", again):
+        assert again["best"] == 2
