@@ -21,7 +21,7 @@ from ckpt.agent.nodelist import encode_nodes, leader_of
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
-from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, UsageError
+from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, StateMismatch, UsageError
 from ckpt.events import Events
 from ckpt.format.manifest import Manifest
 from ckpt.format.record import decode_manifest
@@ -33,7 +33,7 @@ from ckpt.trainer import collective, restore
 from ckpt.trainer.asked import Asked
 from ckpt.trainer.coords import Coordinate, by_rank
 from ckpt.trainer.coords import coordinate as find_coordinate
-from ckpt.trainer.initial import load_weights
+from ckpt.trainer.initial import in_words, load_weights
 from ckpt.trainer.link import Terms
 from ckpt.trainer.names import some
 from ckpt.trainer.pinned import make_copier
@@ -381,20 +381,34 @@ def _restore(
             f"{shown(asked.url)} has checkpoints, but none can be restored: {'; '.join(failures)}. "
             + none_restorable(asked.url)
         )
-    source = "nothing"
+    source = "nothing" if asked.init is None else f"weights of {asked.init}"
     if asked.init is not None:
-        init = asked.init
-        loaded = collective.together(group, lambda: load_weights(init, saver.walker))
-        if loaded.cast and group.rank == 0:
-            events.emit("init.cast", f"ckpt: init={asked.init!r} has other dtypes: {loaded.cast}", loud=True)
-        if loaded.firsts and group.rank == 0:
-            text = (
-                f"ckpt: init={asked.init!r}: the values of {some(loaded.firsts)} were not the same on the ranks "
-                "that saved them: the first rank's are taken"
-            )
-            events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
-        source = f"weights of {asked.init}"
+        _fill_from(asked.init, group, asked.strict, events, saver)
     return Found(Tick(0), "none", None, source, {}, decision.fields["steps_lost"]), decision
+
+
+def _fill_from(init: str, group: collective.Group, strict: bool, events: Events, saver: Saver) -> None:
+    """The weights of `init=`; each rank's modules may be other ones. Errors: those of `load_weights`; StateMismatch
+    where no rank has a place for any of them."""
+    loaded = collective.together(group, lambda: load_weights(init, saver.walker, strict))
+    mine = msgpack.packb([loaded.filled, list(loaded.unfit.values())])
+    every = [msgpack.unpackb(data) for data in group.gather(mine)]
+    unfit = sorted({line for _, lines in every for line in lines})
+    if not any(filled for filled, _ in every):
+        raise StateMismatch(f"nothing of init={init!r} fits the modules: {in_words(unfit)}")
+    if group.rank != 0:
+        return
+    if unfit:
+        text = f"ckpt: strict=False: init={init!r} left as they were: {in_words(unfit)}"
+        events.emit("init.partial", text, loud=True, lines=unfit)
+    if loaded.cast:
+        events.emit("init.cast", f"ckpt: init={init!r} has other dtypes: {loaded.cast}", loud=True)
+    if loaded.firsts:
+        text = (
+            f"ckpt: init={init!r}: the values of {some(loaded.firsts)} were not the same on the ranks that saved them: "
+            "the first rank's are taken"
+        )
+        events.emit("restore.differed", text, loud=True, names=list(loaded.firsts))
 
 
 def _try(

@@ -5,7 +5,7 @@ tied weight is found under any of its names; a module that says itself how it is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,20 +29,24 @@ from ckpt.trainer.shard import Cutter, changing
 from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.trainer.wants import empty_like
 
+LINES_MAX = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`cast`: in words, what was converted to another dtype; "" where nothing was. `firsts`: buffers that differed
-    between the ranks that saved them: the first rank's were taken. `versions`: by module, those of its format
-    that it had when it was saved."""
+    """`unfit`: by name, why what is wanted was left as it was; `filled`: whether anything was. `cast`: in words, what
+    was converted to another dtype; "" where nothing was. `firsts`: buffers that differed between the ranks that saved
+    them: the first rank's were taken. `versions`: by module, those of its format that it had when it was saved."""
 
+    unfit: Mapping[str, str]
+    filled: bool
     cast: str = ""
     firsts: tuple[str, ...] = ()
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def load_weights(where: str, walker: StateWalker) -> Loaded:
-    """Fills every tensor of every module in the state from `where`.
+def load_weights(where: str, walker: StateWalker, strict: bool) -> Loaded:
+    """Fills every tensor of every module in the state from `where`; where it is not `strict`, those that fit.
 
     Errors: StateMismatch names what is missing there or has another shape; UsageError, DamagedData, StorageError."""
     walk = walker.walk()
@@ -52,10 +56,11 @@ def load_weights(where: str, walker: StateWalker) -> Loaded:
     wanted = list(_wanted(modules, walker, walk))
     path = Path(where)
     files = _files(path) if path.exists() else []
-    loaded = _from_files(where, files, wanted) if files else _from_run(where, wanted)
+    loaded = _from_files(where, files, wanted, strict) if files else _from_run(where, wanted, strict)
     for node in modules:
         if names.is_custom(node.value):
-            held = {each.key: each.tensor for each in wanted if each.module == node.path}
+            its = [each for each in wanted if each.module == node.path and each.entry.name not in loaded.unfit]
+            held = {each.key: each.tensor for each in its}
             with torch.no_grad():
                 node.load(held, loaded.versions.get(node.path, {}))
     return loaded
@@ -117,28 +122,34 @@ def _files(path: Path) -> list[Path]:
 
 
 def _places(
-    wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str
-) -> list[tuple[_Wanted, str]]:
-    """What to fill and from which name. `there`: the shape of what the source has under a name; None where it has
-    none."""
+    wanted: list[_Wanted], there: Callable[[_Wanted, str], tuple[int, ...] | None], where: str, strict: bool
+) -> tuple[list[tuple[_Wanted, str]], dict[str, str]]:
+    """What to fill and from which name; and, where it is not `strict`, why the rest is not. `there`: the shape of what
+    the source has under a name; None where it has none."""
     found: list[tuple[_Wanted, str]] = []
-    wrong: list[str] = []
+    unfit: dict[str, str] = {}
     for each in wanted:
         entry = each.entry
         name = next((name for name in each.names if there(each, name) is not None), None)
         if name is None:
-            wrong.append(f"{entry.name} is not there")
+            unfit[entry.name] = f"{entry.name} is not there"
         elif (shape := there(each, name)) != entry.shape:
-            wrong.append(f"{entry.name} has shape {list(shape or ())} there and {list(entry.shape)} here")
+            unfit[entry.name] = f"{entry.name} has shape {list(shape or ())} there and {list(entry.shape)} here"
         else:
             found.append((each, name))
-    if wrong:
-        more = f" (and {len(wrong) - 20} more)" if len(wrong) > 20 else ""
-        raise StateMismatch(f"init={where!r} does not fit the modules: {'; '.join(wrong[:20])}{more}")
-    return found
+    if unfit and strict:
+        lines = in_words(unfit.values())
+        raise StateMismatch(f"init={where!r} does not fit the modules: {lines}. strict=False begins with what fits")
+    return found, unfit
 
 
-def _from_files(where: str, files: list[Path], wanted: list[_Wanted]) -> Loaded:
+def in_words(unfit: Iterable[str]) -> str:
+    lines = list(unfit)
+    more = f" (and {len(lines) - LINES_MAX} more)" if len(lines) > LINES_MAX else ""
+    return f"{'; '.join(lines[:LINES_MAX])}{more}"
+
+
+def _from_files(where: str, files: list[Path], wanted: list[_Wanted], strict: bool) -> Loaded:
     cast: list[str] = []
     with ExitStack() as stack:
         homes: dict[str, tuple[SafetensorsReader, TensorHead]] = {}
@@ -146,7 +157,8 @@ def _from_files(where: str, files: list[Path], wanted: list[_Wanted]) -> Loaded:
             reader = stack.enter_context(_opened(where, file))
             homes.update((name, (reader, head)) for name, head in reader.tensors.items())
         shapes = {name: head.shape for name, (_, head) in homes.items()}
-        for each, name in _places(wanted, lambda _, name: shapes.get(name), where):
+        found, unfit = _places(wanted, lambda _, name: shapes.get(name), where, strict)
+        for each, name in found:
             entry, (reader, head) = each.entry, homes[name]
             if not head.bytes:
                 continue
@@ -162,7 +174,7 @@ def _from_files(where: str, files: list[Path], wanted: list[_Wanted]) -> Loaded:
                 with torch.no_grad(), changing(tensor):
                     tensor.copy_(whole[cut])
     more = f" and {len(cast) - 5} more" if len(cast) > 5 else ""
-    return Loaded(cast=f"{', '.join(cast[:5])}{more}")
+    return Loaded(unfit, bool(found), cast=f"{', '.join(cast[:5])}{more}")
 
 
 def _opened(where: str, file: Path) -> SafetensorsReader:
@@ -177,7 +189,7 @@ def _opened(where: str, file: Path) -> SafetensorsReader:
         ) from exc
 
 
-def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
+def _from_run(where: str, wanted: list[_Wanted], strict: bool) -> Loaded:
     store = open_store(where)
 
     def use(record: Record) -> Loaded:
@@ -196,7 +208,8 @@ def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
         wants: list[Want] = []
         tensors: list[torch.Tensor] = []
         firsts: list[str] = []
-        for each, name in _places(wanted, there, where):
+        found, unfit = _places(wanted, there, where, strict)
+        for each, name in found:
             entry, spec = each.entry, spec_of(each, name)
             assert spec is not None
             if spec.dtype != entry.dtype:
@@ -223,7 +236,7 @@ def _from_run(where: str, wanted: list[_Wanted]) -> Loaded:
         reader.read(filler.frames, deliver, out)
         filler.check()
         versions = _versions(reader) if any(each.module for each in wanted) else {}
-        return Loaded(firsts=tuple(firsts), versions=versions)
+        return Loaded(unfit, bool(found), firsts=tuple(firsts), versions=versions)
 
     try:
         return newest_readable(Run(store), use)

@@ -84,9 +84,45 @@ def test_weights_that_do_not_fit_are_named_and_change_nothing(tmp_path: Path, so
     assert torch.equal(model[0].weight, before)
 
 
+class SaysItself(nn.Linear):
+    """A module with a state_dict() of its own."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, SaysItself])
+def test_without_strict_a_new_head_keeps_its_weights_and_the_rest_is_filled(tmp_path: Path, kind) -> None:
+    """From a file and from a run; what is left as it was is said."""
+    body = nn.Linear(4, 3)
+    with ckpt.Checkpointer(tmp_path / "source", {"model": nn.ModuleDict({"body": body, "head": kind(3, 1)})}) as ck:
+        list(ck.steps(1))
+    wait_agent_gone(tmp_path / "source")
+    save_file({f"body.{name}": value for name, value in body.state_dict().items()}, tmp_path / "w.safetensors")
+    for source, why in (("source", "has shape"), ("w.safetensors", "is not there")):
+        seen, head = Seen(), kind(3, 5)
+        model = nn.ModuleDict({"body": nn.Linear(4, 3), "head": head, "tail": kind(2, 2)})
+        before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("body")}
+        run = tmp_path / f"from-{source}"
+        with ckpt.Checkpointer(run, {"model": model}, init=tmp_path / source, strict=False, sinks=(seen,)):
+            now = model.state_dict()
+        assert torch.equal(now["body.weight"], body.weight)
+        assert all(torch.equal(now[name], value) for name, value in before.items())
+        (event,) = seen.named("init.partial")
+        assert f"model.head.weight {why}" in event.message
+        assert "model.tail.bias is not there" in event.message
+
+
+def test_what_fits_nothing_is_refused_without_strict_too(tmp_path: Path) -> None:
+    state, path = {"model": nn.Linear(9, 9)}, one_file(tmp_path)
+    with pytest.raises(ckpt.StateMismatch, match=r"nothing of init=.* fits the modules: model\.bias has shape"):
+        ckpt.Checkpointer(tmp_path / "run", state, init=path, strict=False).__enter__()
+    wait_agent_gone(tmp_path / "run")
+
+
 def test_a_file_that_does_not_fit_is_named_and_not_its_folder(tmp_path: Path) -> None:
     path = one_file(tmp_path)
-    with pytest.raises(ckpt.StateMismatch, match=re.escape(f"init={str(path)!r} does not fit")):
+    with pytest.raises(ckpt.StateMismatch, match=re.escape(f"init={str(path)!r} does not fit") + ".*strict=False"):
         ckpt.Checkpointer(tmp_path / "run", {"model": nn.Linear(4, 5)}, init=path).__enter__()
     wait_agent_gone(tmp_path / "run")
 
