@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from numbers import Real
 from typing import Literal
 
 from ckpt.errors import NotStaged, SaveFailed, UsageError
@@ -12,6 +14,12 @@ from ckpt.types import Tick
 Level = Literal["none", "local", "peer", "store"]
 ORDER: dict[str, int] = {"none": 0, "local": 1, "peer": 2, "store": 3}
 ABOVE = {"local": ("local", "peer", "store"), "peer": ("peer",), "store": ("store",)}  # what fails with a level
+
+
+def check_time(timeout_s: object) -> None:
+    """Errors: UsageError where that is no time to wait."""
+    if not isinstance(timeout_s, Real | None):
+        raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds, or None to wait for as long as it takes")
 
 
 class Levels:
@@ -88,11 +96,12 @@ class Levels:
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
         """Returns when `tick` has reached `level`. Errors: SaveFailed when it will not, or not within timeout_s;
-        UsageError for a level that there is not."""
+        UsageError for a level that there is not, or a time that is none."""
         if level not in ORDER:
             known = '"local" (this host\'s memory), "peer" (other nodes\') or "store"'
             raise UsageError(f"there is no level {level!r}: {known}")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        check_time(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         with self._changed:
             while ORDER[self._reached.get(tick, "none")] < ORDER[level]:
                 failure = self._failed.get((tick, level)) or self._end

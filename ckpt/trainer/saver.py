@@ -29,7 +29,7 @@ from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Condition, Tasks
 from ckpt.trainer import names, nodes
-from ckpt.trainer.levels import Level
+from ckpt.trainer.levels import Level, check_time
 from ckpt.trainer.link import Link, Terms
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.replicas import ReplicaTally
@@ -169,6 +169,7 @@ class Saver:
     def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
         """On any thread. Returns when that tick has reached `level`. `why`: as for `save`. Errors: SaveFailed;
         UsageError."""
+        check_time(timeout_s)
         began_s = time.monotonic()
         if threading.current_thread() is self.thread:  # nobody else could end copies that run under the step
             self.quiet(timeout_s)

@@ -582,6 +582,17 @@ def test_a_handle_says_what_was_last_known_of_it_after_the_block(tmp_path: Path)
     assert repr(handle) == "<ckpt.Handle step 1 level store>"
 
 
+def test_a_time_to_wait_is_a_number_be_it_endless(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, {"x": torch.ones(2)}) as ck:
+        ck.step()
+        handle = ck.save()
+        handle.wait(timeout_s=float("inf"))
+        for wait in (handle.wait, ck.wait):
+            with pytest.raises(ckpt.UsageError, match=r"timeout_s='1': a number of seconds, or None"):
+                wait(timeout_s="1")
+            wait(timeout_s=np.float32(60))
+
+
 def test_who_waits_on_another_thread_for_what_is_not_known_at_the_end_of_the_block_is_told(tmp_path: Path) -> None:
     errors: list[Exception] = []
 
