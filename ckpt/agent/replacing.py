@@ -81,16 +81,32 @@ def meet(
 
 
 def _end_deaf(url: str, settings: Settings, events: Events, hello_s: float, why: AgentError) -> None:
-    """One that takes no connection. Errors: `why` where it cannot be seen; as `_revive_or_end`."""
-    agent = _Agent.at(client.places(url, settings).socket)
+    """One that takes no connection in all that time. Errors: `why` where it cannot be seen; as `_revive_or_end`."""
+    place = client.places(url, settings)
+    agent = _Agent.that_holds(place.run_lock)
     if agent is None:
         raise why
     try:
-        before_ns = agent.ran_ns()
-        if not agent.is_gone(hello_s) and before_ns is not None and agent.ran_ns() == before_ns:
+        before_ns, until_s = agent.ran_ns(), time.monotonic() + hello_s
+        while time.monotonic() < until_s:
+            if not _is_deaf(place):
+                return
+        if before_ns is not None and agent.ran_ns() == before_ns:
             _revive_or_end(agent, url, events, hello_s)
     finally:
         os.close(agent.pidfd)
+
+
+def _is_deaf(place: client.Places) -> bool:
+    """Whether as many wait for it as it lets, still. One that has taken them, and has nothing else to do, does not run
+    either."""
+    try:
+        sock = client.connect_nowait(place)
+    except AgentError as exc:
+        return isinstance(exc.__cause__, TimeoutError)
+    if sock is not None:
+        sock.close()
+    return False
 
 
 def pid_of(sock: socket.socket) -> int:
@@ -116,12 +132,11 @@ class _Agent:
             return None
 
     @staticmethod
-    def at(path: Path) -> _Agent | None:
-        """The one that a trainer has started to listen at that socket; None where none is seen. The caller closes
-        `pidfd`."""
+    def that_holds(lock: Path) -> _Agent | None:
+        """The one that a trainer has started, and that has this run's lock; None where none is seen. Its command line
+        does not say so: in another container the same path is another file. The caller closes `pidfd`."""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            words = _words(pid)
-            if _PROGRAM in words and os.fsencode(path) in words:
+            if _PROGRAM in _words(pid) and _has_open(pid, lock):
                 with contextlib.suppress(OSError):
                     return _Agent(pid, os.pidfd_open(pid))
         return None
@@ -159,6 +174,16 @@ def _words(pid: int) -> list[bytes]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return []
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether that process has that file open; not where that cannot be seen."""
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if fd.samefile(path):
+                    return True
+    return False
 
 
 def _await_way(agent: _Agent, url: str, events: Events, why: OtherVersion) -> None:
