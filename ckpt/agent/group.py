@@ -300,9 +300,10 @@ class Group(Verdicts):
 
     def _close_unused(self) -> None:
         """Memory of slots that are not in use any more, since the state has grown, would count as free for ever. Where
-        only one is in use there may be none for it beside what they hold."""
+        only one is in use, and holds nothing, there may be none for it beside what they hold."""
+        is_missing = self.slots[0].state is State.FREE and not self._fits(self.slots[0])
         for slot in self.slots[self.slots_in_use :] if self.division else ():
-            if self._gives_way(slot) and not (slot.leases or self._fits(self.slots[0])):
+            if is_missing and self._gives_way(slot) and not slot.leases:
                 self._free(slot)
             if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
                 slot.handed, slot.bytes = False, ()

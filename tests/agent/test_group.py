@@ -1129,6 +1129,28 @@ def test_what_lies_in_a_slot_that_is_not_in_use_gives_way_to_the_only_one_that_i
     assert kinds == [(do.CloseArenas, 1), (do.MakeArenas, 0)]
 
 
+def test_the_newest_in_a_slot_that_is_not_in_use_stays_while_the_only_one_that_is_has_an_older_one() -> None:
+    """Which would then be the newest, of which nobody tries again to put it into the store: nothing was saved any
+    more."""
+    driver = Driver()
+    driver.group.replicates = True
+    older = driver.complete()
+    driver.commit("the store is down")
+    newer = driver.complete()
+    driver.group.layout(0)
+    driver.decide()
+    driver.group.planned(driver.group.layouts_version, "e", (300, 300), 1)
+    driver.decide()
+    driver.commit()
+    assert (driver.group.replicating, driver.group.newest.number, driver.group.committed_tick) == (0, 1, newer)
+    driver.copy()
+    driver.make_ready()
+    assert not any(slot.round is not None and slot.round.tick == older for slot in driver.group.slots)
+    driver.complete()
+    driver.commit()
+    assert driver.group.committed_tick > newer
+
+
 def test_what_lies_in_a_slot_that_is_not_in_use_stays_where_there_is_memory_for_the_one_that_is_beside_it() -> None:
     driver = Driver()
     driver.complete()
