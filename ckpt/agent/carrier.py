@@ -22,6 +22,7 @@ from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
 from ckpt.agent.elsewhere import OUTDONE, ROOMLESS, UNKEPT
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError
 from ckpt.events import Event
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 AWAIT_S = 0.2  # until it is looked again whether all memory-only nodes have said that they are there
 FULL_S = 60.0  # from memory that was not to be had until it is looked whether it is now
+SHORT_S = 60.0  # that there is no room for copies before a slot in use gives way to them: it may be there again soon
+AGAIN_S = 600.0  # until a slot that gave way may come again
 PARTS = 8  # of a slot: less is no reason to plan anew
 MIXED_S = 1.0  # ranks change their layouts at the same step, but their words for it arrive one after the other
 
@@ -48,6 +51,8 @@ class Carrier(Committing):
         self._planned_parts: dict[str, int] = {}  # see `_parts_free`
         self._not_before_s = -math.inf  # it is planned again
         self._patience_s = PERIOD_S  # from a look that finds no more to be had until the next one
+        self._short_since_s = math.inf  # others do not keep each node's part
+        self._fewer_until_s = -math.inf  # a slot gave way to copies
         self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
         self._told_placed = False  # whether it was told at all who keeps what
@@ -174,12 +179,14 @@ class Carrier(Committing):
 
     def plan_again(self) -> None:
         """There may be other memory than when it was planned, since earlier starts' checkpoints have gone, or what else
-        was there: the same division may have more of it now, and never less. Where copies fail there may be less, and
-        who keeps them is decided anew for that, too. As long as there is no news, other nodes are asked less and less
-        often."""
+        was there: the same division may have more of it now. Where copies fail there may be less, and who keeps them is
+        decided anew for that, too; where there has been no room for them for a while a third slot gives way. As long as
+        there is no news, other nodes are asked less and less often."""
         division, version, now_s = self._division, self.group.layouts_version, time.monotonic()
         if now_s < self._not_before_s:
             return
+        if self._fewer_until_s <= now_s and self._fewer_until_s > -math.inf:
+            self._fewer_until_s, self._planned_parts = -math.inf, {}
         if len(self.nodes) > 1:
             self._not_before_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, FULL_S)
 
@@ -190,34 +197,40 @@ class Carrier(Committing):
                 return  # it is planned anew, by that
             parts = self._parts_free(plan)
             is_more = any(count > self._planned_parts.get(name, -1) for name, count in parts.items())
-            if not is_more and (parts == self._planned_parts or not self.group.copies_fail):
+            gives_way = now_s >= self._short_since_s + SHORT_S and not self.group.store_fails
+            if not (is_more or gives_way) and (parts == self._planned_parts or not self.group.copies_fail):
                 return
             self._planned_parts = parts
             used = self.group.slots_in_use
-            slots = self._place(division, max(plan.slots, used), used)
+            slots = self._place(division, max(plan.slots, used), used, gives_way)
+            if slots < used:
+                self._fewer_until_s = now_s + AGAIN_S
             self.plan = replace(plan, slots=slots)
-            self.group.more_slots(slots)
-            self._tell_memory(slots > used)
+            self.group.use_slots(slots)
+            self._tell_memory(slots != used)
 
         if division is not None:
-            sizes, slots = dict(enumerate(division.arena_bytes)), memory.slots_for(self.group.policy)
-            self.ranks.measure(sizes, slots, self.options.limits.memory, self._guarded(measured))
+            most = SLOTS_MIN if now_s < self._fewer_until_s else memory.slots_for(self.group.policy)
+            sizes = dict(enumerate(division.arena_bytes))
+            self.ranks.measure(sizes, most, self.options.limits.memory, self._guarded(measured))
 
     def plan_soon(self) -> None:
         """There may be more memory than a moment ago."""
         self._not_before_s, self._patience_s = -math.inf, PERIOD_S
 
-    def _place(self, division: Division, slots: int, used: int = 0) -> int:
+    def _place(self, division: Division, slots: int, used: int = 0, gives_way: bool = False) -> int:
         """Decides which nodes keep copies of whose snapshots; how many of so many slots that leaves. `used`: as many
-        are in use already, and what they hold is not given away for copies."""
+        are in use already; `gives_way`: whether one of them may go for copies, once it holds nothing that is needed."""
         nodes, protection = self.ranks, self.protection
         if protection is None or not isinstance(nodes, Nodes):
             return slots
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
-        slots = protection.place(sizes, nodes.plans_by_name(), used)
+        slots = protection.place(sizes, nodes.plans_by_name(), used, gives_way)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.wants_copies = protection.is_wanted
         is_whole = self.group.is_kept_whole
+        is_short = protection.is_wanted and not is_whole
+        self._short_since_s = min(self._short_since_s, time.monotonic()) if is_short else math.inf
         if self.learning is not None and self.learning.peers != is_whole:
             self.learning.peers = is_whole
             self.follow_learning()
@@ -346,11 +359,12 @@ class Carrier(Committing):
         self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
 
     def _fewer(self, slot: int, why: str) -> None:
-        message = f"slot {slot} cannot be had ({why}): in use: {counted(slot, 'slot')}"
-        self.emit("memory.short", message, slot < self._least_slots)
-        self._least_slots = min(slot, self._least_slots)
+        had = self.group.slots_had
+        message = f"slot {slot} cannot be had ({why}): in use: {counted(had, 'slot')}"
+        self.emit("memory.short", message, had < self._least_slots)
+        self._least_slots = min(had, self._least_slots)
         self._not_before_s, self._planned_parts = time.monotonic() + FULL_S, {}  # it was less than was planned with
-        self.group.fewer_slots(slot, f"not one arena fits into memory: {why}; free some, or save less")
+        self.group.fewer_slots(had, f"not one arena fits into memory: {why}; free some, or save less")
         self.group.made(slot, ())
 
     def _assemble(self, slot: int, number: int, tick: Tick) -> None:

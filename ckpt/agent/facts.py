@@ -23,6 +23,7 @@ from ckpt.types import Tick
 LATENCY_S = 0.01  # of one announcement, doubled at each late rank up to LATENCY_S_MAX
 LATENCY_S_MAX = 2.5
 RETRY_S_MAX = 60.0
+SLACK_PARTS = 16  # an arena that is too large by one part in so many is not made anew
 LOST_S = 5.0  # how long what nobody answers is waited for, once the ranks are seen to be past it
 TOLD_MAX = 64  # words on levels that are said again to a rank that was away: far more than slots hold ticks
 REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back: a new agent starts, and connects
@@ -264,10 +265,9 @@ class Facts:
         if not self.slots_in_use:
             self.refusal = message
 
-    def more_slots(self, slots: int) -> None:
-        """Memory that was not to be had when they were planned is free now. It is no answer to what could not be
-        planned at all."""
-        if slots > self.slots_in_use and self.is_planned:
+    def use_slots(self, slots: int) -> None:
+        """There is other memory than when they were planned. It is no answer to what could not be planned at all."""
+        if slots and self.is_planned:
             self.slots_in_use, self.refusal = slots, ""
 
     def warm(self, rank: int, slot: int, division: str) -> None:
@@ -434,6 +434,16 @@ class Facts:
     # -- what others ask
 
     @property
+    def store_fails(self) -> bool:
+        """Whether the last commit has."""
+        return self._commit_failures > 0
+
+    @property
+    def slots_had(self) -> int:
+        """How many of those in use have arenas that will do, or hold something."""
+        return sum(slot.state is not State.FREE or self._fits(slot) for slot in self._in_use)
+
+    @property
     def newest(self) -> Slot | None:
         """The slot of the newest complete round."""
         complete = [(s.round.tick, s.number) for s in self.slots if s.state is State.COMPLETE and s.round is not None]
@@ -484,6 +494,28 @@ class Facts:
         return min(times, default=None)
 
     # -- small steps
+
+    @property
+    def _by_use(self) -> list[Slot]:
+        """Those that hold something, then those that have arenas. Where fewer are in use it is the others that go."""
+        return sorted(
+            self.slots,
+            key=lambda slot: (
+                slot.state is State.FREE and not slot.leases,
+                not (slot.bytes or slot.making),
+                slot.number,
+            ),
+        )
+
+    @property
+    def _in_use(self) -> list[Slot]:
+        return self._by_use[: self.slots_in_use]
+
+    def _fits(self, slot: Slot) -> bool:
+        """Whether its arenas are large enough, and not too large: what they have more would count as free for ever."""
+        if not len(slot.bytes) == len(self._need) == self.world:
+            return False
+        return all(need <= has <= need + need // SLACK_PARTS for has, need in zip(slot.bytes, self._need, strict=True))
 
     def _commit_due_s(self) -> float:
         """Rounds appointed from then on are committed: half a local interval early, since neither is exact."""

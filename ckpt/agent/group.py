@@ -55,7 +55,6 @@ from ckpt.types import Tick
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
-SLACK_PARTS = 16  # an arena that is too large by one part in so many is not made anew
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
 
@@ -282,7 +281,7 @@ class Group(Verdicts):
         self._close_unused()
         making = any(slot.making for slot in self.slots)  # one after the other, so that the first can be used soon
         if self.division:
-            for slot in self.slots[: self.slots_in_use]:
+            for slot in self._in_use:
                 if slot.leases or slot.making:
                     continue
                 fits = self._fits(slot)
@@ -299,12 +298,8 @@ class Group(Verdicts):
                     self._out.append(Offer(slot.number))
 
     def _close_unused(self) -> None:
-        """Memory of slots that are not in use any more, since the state has grown, would count as free for ever. Where
-        only one is in use, and holds nothing, there may be none for it beside what they hold."""
-        is_missing = self.slots[0].state is State.FREE and not self._fits(self.slots[0])
-        for slot in self.slots[self.slots_in_use :] if self.division else ():
-            if is_missing and self._gives_way(slot) and not slot.leases:
-                self._free(slot)
+        """Memory of slots that are not in use any more would count as free for ever."""
+        for slot in self._by_use[self.slots_in_use :] if self.division else ():
             if slot.handed and slot.state is State.FREE and not slot.leases and not slot.making:
                 slot.handed, slot.bytes = False, ()
                 self._out.append(CloseArenas(slot.number))
@@ -585,15 +580,9 @@ class Group(Verdicts):
             return None
         return next((slot for slot in self.slots if slot.round is not None and self._may_be_all(slot.round)), None)
 
-    def _fits(self, slot: Slot) -> bool:
-        """Whether its arenas are large enough, and not too large: what they have more would count as free for ever."""
-        if not len(slot.bytes) == len(self._need) == self.world:
-            return False
-        return all(need <= has <= need + need // SLACK_PARTS for has, need in zip(slot.bytes, self._need, strict=True))
-
     def _grantable(self, slots: Sequence[Slot] | None = None) -> Slot | None:
         """A slot (of these) that is free and warm on all ranks; with one slot in all, a committed round gives way."""
-        for slot in self.slots[: self.slots_in_use] if slots is None else slots:
+        for slot in self._in_use if slots is None else slots:
             if slot.making or slot.leases or not self._fits(slot):
                 continue
             if len(slot.warm) < self.world or set(slot.warm.values()) != {self.division}:
@@ -608,7 +597,7 @@ class Group(Verdicts):
     def _can_spare(self, slot: Slot) -> bool:
         """Whether a snapshot to leave at would find a slot, were this one taken. While others are still being made,
         which beside training may take as long as a commit, it might have to wait for one that is being committed."""
-        others = [each for each in self.slots[: self.slots_in_use] if each is not slot]
+        others = [each for each in self._in_use if each is not slot]
         if not any(each.state is State.FREE for each in others) or self._grantable(others) is not None:
             return True
         rest = [s.round for s in others if s.state in (State.STAGED, State.COMPLETE) and not s.leases and s.round]

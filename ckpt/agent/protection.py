@@ -107,10 +107,13 @@ class Protection:
         every = self.placement.kept if self.placement is not None else ()
         return tuple(Kept(name(each.node), each.losses, tuple(map(name, each.holders))) for each in every)
 
-    def place(self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0) -> int:
-        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies, unless it
-        is one of those that are `used` already. As long as the same nodes have the memory for it they keep the same
-        ones' parts, unless others' can be kept beside these: of what is safe no part may go for another one.
+    def place(
+        self, sizes: Mapping[str, int], plans: Mapping[str, MemoryPlan], used: int = 0, gives_way: bool = False
+    ) -> int:
+        """Decides who keeps whose, and for how many slots that leaves room. A third slot gives way to copies; one of
+        those that are `used` already only where it `gives_way`, and others keep more nodes' parts for it. As long as
+        the same nodes have the memory for it they keep the same ones' parts, unless others' can be kept beside these:
+        of what is safe no part may go for another one.
 
         `sizes`: bytes of one slot's arenas, by node; `plans`: what each node has room for, of which the least slots
         are used by all."""
@@ -136,8 +139,8 @@ class Protection:
             )
             for each in lent
         ]
-        least = max(SLOTS_MIN, used)
-        for wanted in range(slots, least - 1, -1):
+        chosen, left = None, slots
+        for wanted in range(slots, (SLOTS_MIN if gives_way else max(SLOTS_MIN, used)) - 1, -1):
             nodes = [
                 Node(
                     node.name,
@@ -151,14 +154,18 @@ class Protection:
                 for node in self._nodes
             ]
             nodes += lenders
-            self.placement = place_sparing(nodes, self.option, self._failing, before)
-            if former is not None and not outlived(former.kept) <= outlived(self.placement.kept):
-                self.placement = former if _fits(former, nodes) else self.placement
-            self.with_hosts = lost_with_hosts(told, self.placement)
+            found = place_sparing(nodes, self.option, self._failing, before)
+            if former is not None and not outlived(former.kept) <= outlived(found.kept):
+                found = former if _fits(former, nodes) else found
+            if wanted < used and chosen is not None and not outlived(chosen.kept) < outlived(found.kept):
+                continue
+            chosen, left = found, wanted
             possible = min(self.losses, len(nodes) - 1)
-            if all(each.got >= possible for each in self.placement.shortfalls):
-                return wanted  # no more memory would make it any safer
-        return slots if not self.protects else least
+            if all(each.got >= possible for each in found.shortfalls):
+                break  # no more memory would make it any safer
+        assert chosen is not None  # there is one for the most slots
+        self.placement, self.with_hosts = chosen, lost_with_hosts(told, chosen)
+        return left if self.protects else slots
 
     def involves(self, name: str, identity: Identity) -> bool:
         """Whether that checkpoint is less safe without that agent's memory, as far as is known."""

@@ -269,7 +269,7 @@ class FakeRank:
 
     # -- training
 
-    def await_word(self, kind: Kind = Kind.TAKE, timeout_s: float = 60) -> int:
+    def await_word(self, kind: Kind = Kind.TAKE, timeout_s: float = 100) -> int:
         """The step beyond this one that is appointed, once one is. It comes through shared memory, which wakes nobody.
         Which one it is depends on how fast the ranks were so far."""
         assert self.page is not None

@@ -604,7 +604,7 @@ class Sim:
         if slots < self.group.slots_in_use:
             self.group.fewer_slots(slots, "the machine has no more memory")
         else:
-            self.group.more_slots(slots)
+            self.group.use_slots(slots)
 
     def restart(self) -> None:
         """The coordinator's agent: the ranks there, and what they staged, live on."""
@@ -645,7 +645,7 @@ class Sim:
         for _ in range(EVENTS):
             self.happen()
         self.gone = set()
-        self.group.more_slots(3)
+        self.group.use_slots(3)
         self.calm(self.goes_on)
         self.roomy, self.store_fails = True, 0.0
         self.place()

@@ -199,7 +199,7 @@ class Sim:
 
     def granted(self, slot: int, number: int, tick: Tick) -> None:
         assert slot not in self.readers, "a slot was granted while it was read"
-        assert slot < self.group.slots_in_use
+        assert sum(each.state is not State.FREE for each in self.group.slots) <= self.group.slots_in_use
         entry = self.group.slots[slot]
         assert entry.state is State.GRANTED
         assert entry.leases == 0
@@ -241,6 +241,7 @@ class Sim:
         if self.slots > 1:
             self.group.replicates = not self.group.replicates
             self.group.kept = Kept("", self.random.choice((0, 1, 1))), Kept("b", 1)
+            self.group.use_slots(self.random.randint(2, self.slots))  # a slot gives way to copies, or is back
             self.decide()
 
     def got_plan(self, rank: Rank, division: str, layout: int) -> None:
@@ -267,7 +268,7 @@ class Sim:
             self.in_agent(0.01 + self.way_s(rank.number, 0.01), self.warmed, rank, action.slot)
 
     def do_CloseArenas(self, action: do.CloseArenas) -> None:
-        assert action.slot >= self.group.slots_in_use
+        assert action.slot not in {slot.number for slot in self.group._in_use}
         assert action.slot not in self.readers, "a slot was closed while it was read"
         assert self.group.slots[action.slot].state is State.FREE, "closed although it holds something"
         self.shrunk += 1

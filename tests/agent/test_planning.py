@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from ckpt.agent import carrier, memory
-from ckpt.agent.carrier import FULL_S, Carrier
+from ckpt.agent.carrier import AGAIN_S, FULL_S, SHORT_S, Carrier
 from ckpt.agent.group import Group
+from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.relief import PERIOD_S
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
@@ -41,6 +44,8 @@ class Planned:
             _planned_parts={},
             _not_before_s=0.0,
             _patience_s=PERIOD_S,
+            _short_since_s=math.inf,
+            _fewer_until_s=-math.inf,
             nodes=("",) * nodes,
             _least_slots=9,
         )
@@ -58,11 +63,11 @@ class Planned:
 
     def measure(self, sizes: Any, slots: int, limit: int | None, then: Callable[..., None]) -> None:
         self.measured += 1
-        then(self.plan(), "")
+        then(replace(self.plan(), slots=min(slots, self.plan().slots)), "")
 
-    def place(self, division: Any, slots: int, used: int) -> int:
+    def place(self, division: Any, slots: int, used: int, gives_way: bool = False) -> int:
         self.placed += 1
-        return slots
+        return SLOTS_MIN if gives_way else slots
 
     def look(self) -> int:
         if Carrier.is_cramped.fget(self.me):  # type: ignore[attr-defined]
@@ -70,7 +75,7 @@ class Planned:
         return self.group.slots_in_use
 
 
-def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_never_go_again() -> None:
+def test_slots_for_which_others_left_no_memory_come_once_there_is_some_and_stay_where_others_take_it() -> None:
     job = Planned(free=2.5)
     assert (job.look(), job.group.refusal != "") == (0, True)
     job.free = 4.5
@@ -102,6 +107,8 @@ def test_a_slot_that_could_not_be_had_is_tried_again_after_a_while_and_told_once
     now = [100.0]
     monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
     job = Planned(free=9.0)
+    for slot in range(2):
+        job.group.made(slot, (MIB,))
     for tries in range(1, 4):
         Carrier._fewer(job.me, 2, "it is full")
         assert job.look() == 2
@@ -182,3 +189,41 @@ def test_where_copies_fail_and_a_node_has_less_memory_than_was_planned_with_it_i
     job.free = 5.0
     job.look()
     assert job.measured == measured
+
+
+def test_a_slot_gives_way_once_there_has_been_no_room_for_copies_for_a_while_and_comes_again_much_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A memory-only node may be away for less, and other processes' memory come and go."""
+    now = [100.0]
+    monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.carrier._short_since_s = now[0]
+
+    def look(after_s: float) -> int:
+        now[0] += after_s
+        return job.look()
+
+    assert [look(PERIOD_S), look(SHORT_S - 2 * PERIOD_S)] == [3, 3]
+    assert look(PERIOD_S) == 2
+    job.carrier._short_since_s = math.inf
+    assert {look(PERIOD_S) for _ in range(round(AGAIN_S / PERIOD_S) - 1)} == {2}
+    assert look(PERIOD_S) == 3, "though there is no more memory than all the time"
+
+
+def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    job.carrier.protection = SimpleNamespace(is_wanted=True)
+    job.carrier._short_since_s = now[0] - SHORT_S
+    assert job.look() == 2
+    job.carrier._short_since_s = math.inf
+    job.group.made(0, (MIB,))
+    Carrier._fewer(job.me, 1, "it is full")
+    assert job.group.slots_in_use == 1
+    now[0] += FULL_S
+    assert job.look() == 2

@@ -5,7 +5,8 @@ other processes come and go and earlier starts have left something or not.
 After whatever happens: what the coordinator was told to be safe in the memory of nodes can be had from what is left
 after the loss of any more of them, as many as the placement had promised in all; until something newer was told to be
 safe, or is in the store. It is what the next start goes on from, or something newer. And where there comes to be room
-a job has its copies, and nothing of earlier starts stays for ever.
+a job has its copies, and nothing of earlier starts stays for ever. It has them, too, where in the end there is room for
+two slots and copies, and it had three, and the store takes what it is given.
 
 A schedule is one seed. CKPT_SIM_SCHEDULES: a thousand times how many, with CKPT_SIM_DEEP two hundred times;
 CKPT_TEST_SEED: the first.
@@ -28,9 +29,13 @@ from ckpt.agent.account import Account
 from ckpt.agent.arena import Arena
 from ckpt.agent.chunks import Chunks
 from ckpt.agent.holdings import Inventory
+from ckpt.agent.lending import Lend
+from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend
+from ckpt.plan.groups import Node
+from ckpt.plan.placement import place
 from ckpt.settings import Settings, read
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent import fake
@@ -44,6 +49,8 @@ SCHEDULES = max(10, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // EACH)
 SLOT = 1_090_000  # bytes of one rank's snapshot, about
 SHORT_S = 60.0  # that a job waits for room for a slot, until there is plenty
 PLENTY = 1000.0  # slots
+RESERVE = 1.1 * SLOT  # what a node leaves to others
+TWO_SLOTS = 2.4
 LEAST = 4.2  # one for each rank, and what is reserved for commits
 ROOMS = (5.6, 6.6, 7.6, 8.6, 10.0, 13.0)  # in slots of the ranks of one node: for none, for some, for all
 
@@ -70,11 +77,11 @@ class Short(Life):
             self.options["peers"] = {"replicas": 2} if rng.random() < 0.5 else {"data": 2, "parity": 2}
         self.rooms: dict[int, float] = {}
         self.promise: Promise | None = None
-        self.begun: dict[Identity, Promise] = {}
+        self.begun: dict[Identity, tuple[Promise, object]] = {}  # and who began it
         self.committed: Identity | None = None
         self.changed = True
         self.changes_s = rng.choice((3.0, 10.0, 30.0))
-        self.plenty = False
+        self.plenty = self.squeezed = False
         world.at(rng.expovariate(1 / self.changes_s), self._change_room)
 
     # -- memory
@@ -86,7 +93,7 @@ class Short(Life):
         return self.rooms.setdefault(node, self._draw()) if not self.plenty else PLENTY * SLOT
 
     def _change_room(self) -> None:
-        if self.rooms:
+        if self.rooms and not self.squeezed:
             self.rooms[self.rng.choice(sorted(self.rooms))] = self._draw()
         self.world.at(self.rng.expovariate(1 / self.changes_s), self._change_room)
 
@@ -108,10 +115,13 @@ class Short(Life):
         names |= {name for group in placement.groups for name in group.members}
         agents = self.fabric.agents.items()
         part = {node: each for node, each in agents if each.network is not None and each.network.me in names}
-        self.begun[identity] = Promise(identity, min(kept.losses for kept in placement.kept), part)
+        promise = Promise(identity, min(kept.losses for kept in placement.kept), part)
+        self.begun[identity] = promise, self.world.owner
 
     def promised(self, epoch: Epoch, tick: Tick) -> None:
-        made = self.begun[Identity(epoch, tick)]
+        made, by = self.begun[Identity(epoch, tick)]
+        if by is not self.world.owner:  # it was found, with as much as is asked for now, which may be less
+            made = replace(made, losses=min(made.losses, 1))
         assert made.losses, f"some node's part of {made.identity} is kept by nobody, and it was said to be safe"
         if self.promise is None or made.identity >= self.promise.identity or self._left(self.promise) < 0:
             self.promise = made
@@ -164,12 +174,45 @@ class Short(Life):
         self.world.run(lambda: self._is_settled(job) or job.is_over, LONG_S)
         seen["settled s"] = round(self.world.now_s - began_s)
         assert not job.is_over, f"it has not come to have all its copies, or kept what is older: {self._why(job)}"
+        self._squeeze(job, seen)
         job.die(0.1)
         if LENDER in self.fabric.agents:
             self.fabric.agents[LENDER].server.end_asked = True
             self.fabric.agents[LENDER].happens(lambda: None)
         self.world.run(lambda: all(a.closed or a in self.world.dead for a in self.fabric.ever), LONG_S)
         return seen
+
+    def _squeeze(self, job: SimJob, seen: Counter[str]) -> None:
+        """There comes to be room for two slots and the copies, and not for a third slot, and maybe no memory-only node
+        is there any more."""
+        led, began_s = self.fabric.agents[job.ranks[0].node].node.current, self.world.now_s
+        assert led is not None
+        assert led.protection is not None
+        assert led.protection.option is not None
+        assert led._division is not None
+        assert isinstance(led.ranks, Nodes)
+        numbers = {agent.network.me: number for number, agent in self.fabric.agents.items() if agent.network}
+        sizes = led.ranks.by_name(dict(enumerate(led._division.arena_bytes)))
+        each_lends = [Node(name, bytes=size, lend_bytes=1 << 40) for name, size in sizes.items()]
+        for load in place(each_lends, led.protection.option).loads:
+            self.rooms[numbers[load.node]] = TWO_SLOTS * load.own_bytes + load.keeps_all_bytes + RESERVE
+        self.squeezed, self.plenty = True, False
+        self.refuses = False
+        if LENDER in self.fabric.agents and self.rng.random() < 0.7:
+            self.take_away(job, LENDER)
+            seen["lost the lender for good"] += 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)  # it is little beside a large state
+            self.until_copies_are_made(job)
+        seen["squeezed s"] = round(self.world.now_s - began_s)
+        seen[f"{led.group.slots_in_use} slots in the end"] += 1
+
+    def until_copies_are_made(self, job: SimJob) -> None:
+        """Of what is taken from now on."""
+        now, until_s = self.told(job, "local"), self.world.now_s + LONG_S
+        are_made = lambda: self.told(job, "peer") > now and not self._why(job)  # noqa: E731
+        self.world.run(lambda: are_made() or self.world.now_s > until_s, 2 * LONG_S)
+        assert are_made(), f"no copies of what is newer than {now}: {self._why(job)}"
 
     def begin(self, seen: Counter[str], everywhere: bool = False) -> SimJob:
         rng = self.rng
@@ -183,7 +226,7 @@ class Short(Life):
         owed = self.promise.identity if self.promise is not None and self._left(self.promise) >= 0 else None
         owed = max(filter(None, (owed, self.committed)), default=None)
         job.start(
-            round((200.0 if everywhere else 80.0) / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s
+            round((2000.0 if everywhere else 80.0) / self.step_s), lambda rank: rng.uniform(0.8, 1.2) * self.step_s
         )
         until_s = self.world.now_s + SHORT_S
         self.world.run(lambda: job.trains or job.is_over or self.world.now_s > until_s, LONG_S)
@@ -281,7 +324,7 @@ class Short(Life):
             patch.setattr(Arena, "close", closes)
             patch.setattr(Chunks, "_forget", forgets)
             patch.setattr(SimRank, "wait_warm", lambda rank: fake.FakeRank.wait_warm(rank, LONG_S))
-            patch.setattr("ckpt.agent.memory.total_bytes", lambda: 50 * SLOT)
+            patch.setattr("ckpt.agent.memory.total_bytes", lambda: relief.RESERVE_PARTS * SLOT)
             patch.setattr("ckpt.agent.protection.WORK_BYTES", 1 << 16)
             patch.setattr("ckpt.agent.protection.SCRATCH_BYTES", 1 << 16)
             patch.setattr("ckpt.agent.making.SCRATCH_BYTES", 1 << 16)
@@ -422,3 +465,108 @@ def test_a_state_that_shrinks_leaves_no_memory_in_arenas_that_are_too_large_for_
 
         life.live(run)
     del memory._STORES[life.url]
+
+
+class Little(Short):
+    """Two nodes of one rank each, and room is what the test says."""
+
+    def __init__(self, world: World, seed: int, settings: Settings) -> None:
+        super().__init__(world, seed, settings)
+        self.nodes, self.refuses, self.squeezed = [0, 1], False, True
+        self.options |= {"peers": {"replicas": 1}, "policy": {"steps": 10, "seconds": None}}
+        self.step_s, self.fabric.frame_s = 0.5, 0.01
+
+    def has_room(self, slots: float) -> None:
+        """Where it is for three slots of a node's own it is 4.1, and a SLOT more for each generation of copies: with
+        what the node leaves to others, and what commits take, which here is little."""
+        self.rooms |= dict.fromkeys(self.nodes, slots * SLOT)
+
+    def lend(self, at: str) -> str:
+        """Where the agent of a memory-only node listens that is started there."""
+        agent = self.fabric.lend(LENDER, Lend(self.key, at, 1 << 30, commit_after_s=20.0))
+        return str(agent.node.addresses[0])
+
+    def begin_here(self) -> SimJob:
+        job = SimJob(self.fabric, (0, 1), self.key, self.options)
+        for rank in job.ranks:
+            rank.peers = [self.lender] if self.lender is not None else []
+        job.start(100_000, lambda rank: self.step_s)
+        self.world.run(lambda: self.told(job, "peer") > 50, LONG_S)
+        assert self.slots(job) == [3, 3]
+        return job
+
+    def given(self, job: SimJob) -> int:
+        """How often there came to be two."""
+        told = (each for rank in job.ranks for each in rank.events if each["name"] == "memory.plan")
+        return sum(each["data"]["slots"] == 2 for each in told)
+
+    def slots(self, job: SimJob) -> list[int]:
+        """How many each rank has."""
+        return [len(rank.slots) for rank in job.ranks]
+
+    def live(self, run: Callable[[], Counter[str]] | None = None) -> Counter[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckpt.agent.memory.COMMIT_BYTES", SLOT // 16)
+            return super().live(run)
+
+
+def test_a_slot_gives_way_to_copies_where_a_memory_only_node_is_lost_for_good_and_not_where_it_is_briefly_away() -> (
+    None
+):
+    for seed in range(3):
+        with living(seed) as world:
+            life = Little(world, seed, replace(read(), notices="off"))
+            life.has_room(5.5)
+            life.lender = life.lender or life.lend("10.0.0.1:0")
+
+            def run(life: Little = life) -> Counter[str]:
+                job = life.begin_here()
+                life.fabric.lose(LENDER)
+                life.wait(40.0)
+                assert life.slots(job) == [3, 3]
+                life.lend(str(life.lender))
+                life.until_copies_are_made(job)
+                life.refuses = True
+                life.fabric.lose(LENDER)
+                life.wait(150.0)
+                assert life.slots(job) == [3, 3], "with two a step that cannot be copied would wait for the store"
+                life.refuses = False
+                life.until_copies_are_made(job)
+                life.world.run(lambda: life.slots(job) == [2, 2], 60.0)
+                life.until_copies_are_made(job)
+                job.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]
+
+
+def test_a_slot_gives_way_to_copies_where_other_processes_take_its_memory_and_is_back_once_there_is_more() -> None:
+    """At most now and then: each time one is made it is written all over, beside training."""
+    for seed in range(2):
+        with living(seed) as world:
+            life = Little(world, seed, replace(read(), notices="off"))
+            life.has_room(8.0)
+            life.lender = None
+
+            def run(life: Little = life) -> Counter[str]:
+                job = life.begin_here()
+                for short_s, given in ((20.0, 0), (150.0, 2)):
+                    for _ in range(4):
+                        life.has_room(5.3)
+                        life.wait(short_s)
+                        life.has_room(8.0)
+                        life.wait(150.0)
+                    assert (given > 0) <= life.given(job) <= given, short_s
+                    life.until_copies_are_made(job)
+                life.has_room(5.3)
+                life.until_copies_are_made(job)
+                assert life.slots(job) == [2, 2]
+                life.has_room(8.0)
+                life.world.run(lambda: life.slots(job) == [3, 3], 1000.0)
+                life.until_copies_are_made(job)
+                job.die(0.1)
+                return Counter()
+
+            life.live(run)
+        del memory._STORES[life.url]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +31,7 @@ from ckpt.agent.lenders import Lent
 from ckpt.agent.memory import MemoryPlan
 from ckpt.agent.network import Network, NodeAt
 from ckpt.agent.nodes import _Answers
+from ckpt.agent.outdoing import outlived
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.protection import SLOTS_MIN, Protection
@@ -293,6 +294,54 @@ def test_copies_never_take_more_than_is_left_beside_the_slots_and_a_third_slot_g
         assert slots == plan.slots, "what copies cannot use is not taken from the slots"
     assert made.table()["nodes"] or not made.protects
     assert made.describe()
+
+
+@pytest.mark.parametrize("count", range(2, 6))
+@pytest.mark.parametrize("used", [3, 4])
+def test_a_slot_in_use_gives_way_only_where_others_keep_more_for_it_and_never_the_last_two(
+    count: int, used: int
+) -> None:
+    for allowed in range(100, 1000, 50):
+        stays, goes, told = protection(count), protection(count), plans(count, 100, allowed)
+        assert stays.place(sizes(count, 100), told, used) == used
+        slots = goes.place(sizes(count, 100), told, used, gives_way=True)
+        assert SLOTS_MIN <= slots <= used
+        kept, with_less = kept_by_others(stays), kept_by_others(goes)
+        assert (kept < with_less) if slots < used else (kept == with_less)
+        for more in range(slots + 1, used):
+            between = protection(count)
+            between.place(sizes(count, 100), told, more)
+            assert kept_by_others(between) < with_less, "it would have done to give way with fewer"
+        assert (slots < used) == (plans_left(told, SLOTS_MIN) > plans_left(told, used)), allowed
+
+
+def kept_by_others(made: Protection) -> frozenset[str]:
+    """Whose parts are."""
+    return outlived(made.placement.kept) if made.placement is not None else frozenset()
+
+
+def plans_left(told: Mapping[str, MemoryPlan], slots: int) -> int:
+    """Whole states that each of these nodes has room for, of all generations, up to one."""
+    return min(1, min(plan.left_bytes(slots) // (GENERATIONS * plan.slot_bytes) for plan in told.values()))
+
+
+def test_a_slot_in_use_gives_way_to_a_part_of_the_nodes_copies_too_and_to_nobody_elses() -> None:
+    made, state = protection(3), dict.fromkeys(("n0", "n1", "n2"), 100 * MIB)
+
+    def kept(*allowed_mib: int) -> tuple[int, set[str]]:
+        told = {
+            name: memory.MemoryPlan(3, 100 * MIB, 0, 0, mib * MIB, "")
+            for name, mib in zip(state, allowed_mib, strict=True)
+        }
+        slots = made.place(state, told, 3, gives_way=True)
+        return slots, set(kept_by_others(made))
+
+    slots, first = kept(300, 300, 500)
+    assert (slots, len(first)) == (3, 1), "and n2 has room for no more with two"
+    slots, second = kept(300, 400, 500)
+    assert (slots, len(second)) == (2, 2)
+    assert first < second
+    assert kept(300, 300, 300) == (3, set())
 
 
 def test_without_other_nodes_or_where_they_are_not_asked_for_nothing_is_kept() -> None:
