@@ -605,9 +605,11 @@ class Group(Verdicts):
         return len(rest) > next_one  # a newer one frees them
 
     def _gives_way(self, slot: Slot) -> bool:
-        """Whether it is the only one, and what it holds is in the store."""
+        """Whether it is the only one, and what it holds is in the store. While another holds something still that is
+        not so: what is older there would be the newest again."""
         done = slot.round is not None and slot.round.store is Store.DONE and not slot.round.unjudged
-        return self.slots_in_use == 1 and slot.state is State.COMPLETE and done
+        alone = self.slots_in_use == 1 and all(each.state is State.FREE for each in self.slots if each is not slot)
+        return alone and slot.state is State.COMPLETE and done
 
     def _open_round(self, slot: Slot, why: Why, tick: Tick, now_s: float) -> Round:
         number = self._next_round
