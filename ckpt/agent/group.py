@@ -234,7 +234,8 @@ class Group(Verdicts):
             no_more = self._broken() and not any(s.state in (State.GRANTED, State.STAGED) for s in self.slots)
             last = no_more and not round_.last_try and not self._given_up and not self._waits_for_agent(now_s)
             soon = self._is_stuck or not (self._broken() or self._would_delay_the_last(now_s))
-            again = round_.store is Store.FAILED and (last or (soon and now_s >= self._retry_commit_s))
+            due = now_s >= self._retry_commit_s or not self.store_fails  # an older one may be in the store since
+            again = round_.store is Store.FAILED and (last or (soon and due))
             if again or (round_.store is Store.NEW and (no_more or self._is_its_turn(round_, now_s))):
                 chosen = newest
         if chosen is newest and self._copies_first(now_s):

@@ -2000,6 +2000,28 @@ def test_nothing_waits_for_its_turn_that_somebody_needs(why: str) -> None:
     assert driver.group.committing == newest.number
 
 
+def test_where_an_older_one_that_somebody_waits_for_is_in_the_store_the_newest_is_tried_again() -> None:
+    """With two slots nothing else could be taken for ever: the other one holds what is safe."""
+    driver = paced(slots=2, store_s=1000.0)
+    driver.group.replicates = True
+    for error in ("", "", "a node has no room"):
+        rounds(driver, 1)
+        driver.copy(error)
+    driver.decide()
+    driver.commit("the store is down")
+    older, newest = driver.group.safe, driver.group.newest
+    assert older is not None
+    assert older.round is not None
+    assert newest is not None
+    driver.group.wanted(older.round.tick)
+    driver.decide()
+    assert driver.group.committing == older.number
+    driver.commit()
+    assert driver.group.committing == newest.number
+    driver.commit()
+    assert driver.group.safe is None, "its slot is there for the next one"
+
+
 def test_what_could_not_be_planned_since_a_node_went_away_is_planned_once_it_is_back() -> None:
     """A save that is asked for meanwhile waits."""
     job = Driver(2)
