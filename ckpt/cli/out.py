@@ -142,6 +142,11 @@ def progress(label: str, *, json: bool = False, of: Literal["bytes", "rounds"] =
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def process_id(pid: int) -> str:
+    """Of an agent, for people. 0: it cannot be seen from here."""
+    return str(pid) if pid else "of another pid namespace"
+
+
 def size(count: int | float) -> str:
     """Bytes for people: "3.2 MiB"."""
     value = float(count)

@@ -115,7 +115,7 @@ def _rows(rows: Iterator[Row], hidden: Collection[str] = (), nodes: Mapping[str,
 def _of_store(status: Facts) -> Iterator[Row]:
     yield "run", str(status["url"]), ""
     if (silent := status.get("silent")) is not None:
-        yield "agent", f"process {silent or 'of another pid namespace'} does not answer", "red"
+        yield "agent", f"process {out.process_id(silent)} does not answer", "red"
     else:
         yield "agent", "none runs for you on this host", "yellow"
     if status.get("error"):

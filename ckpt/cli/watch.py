@@ -170,7 +170,7 @@ def _what_then(pid: int) -> str:
 
 
 def _silent(pids: list[int]) -> str:
-    return f"; silent: process {', '.join(str(pid or 'of another pid namespace') for pid in pids)}" if pids else ""
+    return f"; silent: process {', '.join(map(out.process_id, pids))}" if pids else ""
 
 
 def _launches(status: dict[str, Any]) -> list[str]:
