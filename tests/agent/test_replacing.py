@@ -108,29 +108,34 @@ def test_one_that_is_only_slow_is_not_ended(
     assert told == []
 
 
-def crowd(url: str) -> None:
-    """As many wait for the agent as it lets. They stay in its queue though they have given up."""
+@pytest.fixture
+def crowd(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As many wait for the agent as it lets. They stay in its queue though they have given up; who comes then does so
+    soon."""
+    monkeypatch.setattr(client, "ACCEPT_S", 0.2)
     path = os.fspath(client.places(url, read()).socket)
-    with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
-        while True:
-            waits = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
-            waits.connect(path)
+
+    def come() -> None:
+        with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError):
+            while True:
+                waits = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+                waits.connect(path)
+
+    return come
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["hangs", "is-busy"])
 def test_of_one_that_takes_no_more_connections_it_is_seen_whether_it_hangs(
     mode: str,
-    url: str,
+    crowd: Callable[[], None],
     stub: Callable[..., subprocess.Popen[str]],
     meet: Callable[..., client.Connection],
     told: list[Event],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many wait for it as it lets, such as looks of `ckpt watch` through a night: to connect would take for ever."""
-    monkeypatch.setattr(client, "ACCEPT_S", 0.2)
     it = stub(mode, "ckpt.agent.main")
-    crowd(url)
+    crowd()
     if mode == "is-busy":
         with pytest.raises(AgentError, match="takes no connection"):
             meet(hello_s=2.0, busy_s=3.0)
@@ -145,18 +150,17 @@ def test_of_one_that_takes_no_more_connections_it_is_seen_whether_it_hangs(
 @pytest.mark.timeout(120)
 def test_an_agent_of_another_run_is_not_ended_for_one_that_takes_no_more_connections(
     url: str,
+    crowd: Callable[[], None],
     stub: Callable[..., subprocess.Popen[str]],
     meet: Callable[..., client.Connection],
     told: list[Event],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In another container its socket may have the same path, and one that has nothing to do does not run at all."""
-    monkeypatch.setattr(client, "ACCEPT_S", 0.2)
     path = os.fspath(client.places(url, read()).socket)
     idle = [sys.executable, "-c", "import signal; signal.alarm(120); signal.pause()", "ckpt.agent.main", path]
     with subprocess.Popen(idle) as other:
         busy = stub("is-busy", "ckpt.agent.main")
-        crowd(url)
+        crowd()
         try:
             with pytest.raises(AgentError, match="takes no connection"):
                 meet(busy_s=3.0)
@@ -167,16 +171,15 @@ def test_an_agent_of_another_run_is_not_ended_for_one_that_takes_no_more_connect
 
 @pytest.mark.timeout(120)
 def test_one_that_takes_connections_again_and_has_nothing_to_do_then_is_not_ended(
-    url: str,
+    crowd: Callable[[], None],
     stub: Callable[..., subprocess.Popen[str]],
     meet: Callable[..., client.Connection],
     told: list[Event],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not run, but not since it hangs."""
-    monkeypatch.setattr(client, "ACCEPT_S", 0.2)
     it, end = stub("wakes-up", "ckpt.agent.main"), replacing._end_deaf
-    crowd(url)
+    crowd()
 
     def wake_before(*given: Any) -> None:
         it.send_signal(signal.SIGUSR1)

@@ -510,63 +510,65 @@ class Little(Short):
             return super().live(run)
 
 
+def each_little(seeds: int, run: Callable[[Little], None]) -> None:
+    for seed in range(seeds):
+        with living(seed) as world:
+            life = Little(world, seed, replace(read(), notices="off"))
+
+            def ran(life: Little = life) -> Counter[str]:
+                run(life)
+                return Counter()
+
+            life.live(ran)
+        del memory._STORES[life.url]
+
+
 def test_a_slot_gives_way_to_copies_where_a_memory_only_node_is_lost_for_good_and_not_where_it_is_briefly_away() -> (
     None
 ):
-    for seed in range(3):
-        with living(seed) as world:
-            life = Little(world, seed, replace(read(), notices="off"))
-            life.has_room(5.5)
-            life.lender = life.lender or life.lend("10.0.0.1:0")
+    def run(life: Little) -> None:
+        life.has_room(5.5)
+        life.lender = life.lender or life.lend("10.0.0.1:0")
+        job = life.begin_here()
+        life.fabric.lose(LENDER)
+        life.wait(40.0)
+        assert life.slots(job) == [3, 3]
+        life.lend(str(life.lender))
+        life.until_copies_are_made(job)
+        life.refuses = True
+        life.fabric.lose(LENDER)
+        life.wait(150.0)
+        assert life.slots(job) == [3, 3], "with two a step that cannot be copied would wait for the store"
+        life.refuses = False
+        life.until_copies_are_made(job)
+        life.world.run(lambda: life.slots(job) == [2, 2], 60.0)
+        life.until_copies_are_made(job)
+        job.die(0.1)
 
-            def run(life: Little = life) -> Counter[str]:
-                job = life.begin_here()
-                life.fabric.lose(LENDER)
-                life.wait(40.0)
-                assert life.slots(job) == [3, 3]
-                life.lend(str(life.lender))
-                life.until_copies_are_made(job)
-                life.refuses = True
-                life.fabric.lose(LENDER)
-                life.wait(150.0)
-                assert life.slots(job) == [3, 3], "with two a step that cannot be copied would wait for the store"
-                life.refuses = False
-                life.until_copies_are_made(job)
-                life.world.run(lambda: life.slots(job) == [2, 2], 60.0)
-                life.until_copies_are_made(job)
-                job.die(0.1)
-                return Counter()
-
-            life.live(run)
-        del memory._STORES[life.url]
+    each_little(3, run)
 
 
 def test_a_slot_gives_way_to_copies_where_other_processes_take_its_memory_and_is_back_once_there_is_more() -> None:
     """At most now and then: each time one is made it is written all over, beside training."""
-    for seed in range(2):
-        with living(seed) as world:
-            life = Little(world, seed, replace(read(), notices="off"))
-            life.has_room(8.0)
-            life.lender = None
 
-            def run(life: Little = life) -> Counter[str]:
-                job = life.begin_here()
-                for short_s, given in ((20.0, 0), (150.0, 2)):
-                    for _ in range(4):
-                        life.has_room(5.3)
-                        life.wait(short_s)
-                        life.has_room(8.0)
-                        life.wait(150.0)
-                    assert (given > 0) <= life.given(job) <= given, short_s
-                    life.until_copies_are_made(job)
+    def run(life: Little) -> None:
+        life.has_room(8.0)
+        life.lender = None
+        job = life.begin_here()
+        for short_s, given in ((20.0, 0), (150.0, 2)):
+            for _ in range(4):
                 life.has_room(5.3)
-                life.until_copies_are_made(job)
-                assert life.slots(job) == [2, 2]
+                life.wait(short_s)
                 life.has_room(8.0)
-                life.world.run(lambda: life.slots(job) == [3, 3], 1000.0)
-                life.until_copies_are_made(job)
-                job.die(0.1)
-                return Counter()
+                life.wait(150.0)
+            assert (given > 0) <= life.given(job) <= given, short_s
+            life.until_copies_are_made(job)
+        life.has_room(5.3)
+        life.until_copies_are_made(job)
+        assert life.slots(job) == [2, 2]
+        life.has_room(8.0)
+        life.world.run(lambda: life.slots(job) == [3, 3], 1000.0)
+        life.until_copies_are_made(job)
+        job.die(0.1)
 
-            life.live(run)
-        del memory._STORES[life.url]
+    each_little(2, run)
