@@ -196,6 +196,10 @@ class Snapshotter:
         assert pending.late is not None
         with suppress(Exception):
             pending.late.wait()
+            with plain():
+                torn = self._torn(pending)
+            if pending.looker is None:  # else the training thread helped, and may not have been done
+                pending.torn = torn  # so that it need not look while it stands still
             before, delay_s = self._trainer_is_at(), LOOK_S
             while before is not None and self._trainer_is_at() == before:
                 with suppress(TimeoutError):
@@ -203,7 +207,7 @@ class Snapshotter:
                     return
                 delay_s = min(2 * delay_s, LOOK_S_MAX)
             with self._settling, plain():
-                if before is not None and self._pending is pending and not self._damage(pending):
+                if before is not None and self._pending is pending and not self._damage(pending, torn):
                     self._finish(pending)
                     if not pending.plan.unproven_pieces:
                         self._pending = None  # no step has to wait for anything
@@ -214,10 +218,9 @@ class Snapshotter:
         frame = sys._current_frames().get(self._trainer) if self._trainer is not None else None
         return (id(frame), frame.f_lasti) if frame is not None else None
 
-    def _damage(self, pending: _Pending) -> set[Key]:
+    def _damage(self, pending: _Pending, torn: set[Key]) -> set[Key]:
         """What has changed in the tensors or is torn in the arena, now that all is copied."""
-        answers = self._ask(pending)
-        return set().union(*(answer() for answer in answers), self._torn(pending))
+        return torn.union(*(answer() for answer in self._ask(pending)))
 
     def _is_waiting(self) -> bool:
         return self._pending is not None or self._reading is not None
@@ -297,7 +300,7 @@ class Snapshotter:
             if pending.late is not None and not pending.snapshot.done.done():
                 pending.eager.wait()
                 pending.late.wait()
-                torn = self._torn(pending)
+                torn = self._torn(pending) if pending.torn is None else pending.torn
             if self._copier.blocking:  # else training does not stand still for this
                 pending.snapshot.stall_s += time.perf_counter() - began_s
             self._judge(pending, cause, changed, torn)
@@ -416,6 +419,7 @@ class _Pending:
     late: Ticket | None
     spot: tuple[Piece, Piece] | None
     looker: int | None = None  # the thread that looks at it
+    torn: set[Key] | None = None  # see `Snapshotter._torn`, once that was looked at
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,23 @@ from ckpt.events import Event, Events
 from ckpt.plan.division import undivided
 from ckpt.plan.staging import stage
 from ckpt.trainer.copier import UNIT_BYTES, CpuCopier, is_same
-from ckpt.trainer.lazy import PROOFS, Spot, Trust, owns_any
+from ckpt.trainer.lazy import LATE_BYTES_MIN, PROOFS, Key, Spot, Trust, Watch, owns_any
 from ckpt.trainer.pieces import cut
 from ckpt.trainer.shard import storages
 from ckpt.trainer.snapshot import Snapshot
 from tests.trainer.kinds import WITHOUT_STORAGE
-from tests.trainer.snapshots import FRAME_BYTES, LARGE, Rig, Stamper, TearingCopier, one_thread, raw, rig, walk_of
+from tests.trainer.snapshots import (
+    FRAME_BYTES,
+    LARGE,
+    Rig,
+    Stamper,
+    TearingCopier,
+    TearingTicket,
+    one_thread,
+    raw,
+    rig,
+    walk_of,
+)
 
 
 class Loop:
@@ -499,6 +510,28 @@ def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
             assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
 
 
+@pytest.mark.parametrize("at", [0, 2, 6, 8])
+def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
+    memory = bytearray(8 + 3 * LATE_BYTES_MIN)
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=LATE_BYTES_MIN + 1)
+    param = torch.nn.Parameter(tensor)
+    optimizer = Stamper([param])
+    copier = TearingCopier()
+    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
+        for _ in range(PROOFS):
+            it.take()
+            optimizer.step()
+            it.snapshotter.boundary()
+        for edit in (0.0, 7.0):
+            snapshot = it.take()
+            param.data.add_(edit)
+            copier.copy_some()
+            param.data.sub_(edit)
+            optimizer.step()
+            assert snapshot.lazy
+            assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
+
+
 def proven(it: Rig, loop: Loop) -> None:
     """As `prove`, where the copier copies by itself."""
     for _ in range(PROOFS + 1):
@@ -634,6 +667,30 @@ def test_a_late_snapshot_whose_copy_met_an_edit_is_not_done_by_itself(edit: str)
             await_done(snapshot, 0.3)
         it.snapshotter.fence()
         assert snapshot.abandoned == "layer0 changed while the copy was under way"
+
+
+def test_what_is_not_copied_yet_since_the_training_thread_helps_is_not_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, helps, looked = Loop(), threading.Event(), threading.Event()
+    torn = Watch.torn
+
+    def looking(self: Watch) -> set[Key]:
+        found = torn(self)
+        looked.set()
+        return found
+
+    def fence() -> None:
+        helps.set()
+        assert looked.wait(60)
+        time.sleep(0.1)  # for what the other thread does with it
+
+    with rig(loop.state, copier=loop.copier) as it:
+        prove(it, loop)
+        loop.copier.on_fence = fence
+        monkeypatch.setattr(Watch, "torn", looking)
+        monkeypatch.setattr(TearingTicket, "wait", lambda _: helps.wait(60))  # the other threads have done their part
+        (snapshot,) = loop.run(it)
+        assert whole(it, snapshot, loop)
+        assert not it.events
 
 
 def test_an_edit_and_back_of_what_the_spot_looks_at_is_seen_in_the_arena() -> None:
