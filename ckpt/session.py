@@ -28,7 +28,7 @@ from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks, end_all
 from ckpt.trainer import entry, loaders
-from ckpt.trainer.asked import Asked, advise_interval, check_state, find_url, make_options
+from ckpt.trainer.asked import Asked, advise_interval, check_state, find_init, find_url, make_options
 from ckpt.trainer.levels import Level
 from ckpt.trainer.parting import Parting
 from ckpt.trainer.receipt import Receipt
@@ -163,7 +163,7 @@ class Checkpointer:
         if not isinstance(sinks, tuple | list) or not all(map(callable, sinks)):
             raise UsageError(f"sinks={sinks!r}: a tuple of functions, such as (print,)")
         self._notices = notices
-        self._limits = limits or Limits()
+        self._limits = Limits() if limits is None else limits
         self.url = find_url(url, read())
         self._state = state  # theirs, so that what is assigned under either name is what is saved
         self.restored = Restored()
@@ -172,10 +172,10 @@ class Checkpointer:
         self._asked = Asked(
             url=self.url,
             state=self._state,
-            options=make_options(self._policy, keep or Keep(), self._limits, codec, peers),
+            options=make_options(self._policy, Keep() if keep is None else keep, self._limits, codec, peers),
             mesh=mesh,
             process_group=process_group,
-            init=None if init is None else os.fspath(init),
+            init=find_init(init),
             lazy=lazy,
             strict=strict,
             generators=generators,

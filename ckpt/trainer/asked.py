@@ -19,7 +19,7 @@ CODECS = ("auto", "raw", "zstd", "planes")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`options`: what the agent needs of policy, keep, limits and codec."""
+    """`options`: what the agent needs of policy, keep, limits and codec. Errors: UsageError."""
 
     url: str
     state: dict[str, Any]
@@ -32,6 +32,11 @@ class Asked:
     generators: bool
     take_over: bool
 
+    def __post_init__(self) -> None:
+        for name in ("lazy", "strict", "generators", "take_over"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name}={value!r}: a bool, True or False")
+
 
 def find_url(url: object, settings: Settings) -> str:
     """The run's URL in its one canonical form. Errors: UsageError."""
@@ -41,6 +46,16 @@ def find_url(url: object, settings: Settings) -> str:
     if found.startswith(("memory:", "fsspec+memory:")):
         raise UsageError("memory:// is forgotten with the process that holds it: give a folder, or another store")
     return found
+
+
+def find_init(init: object) -> str | None:
+    """Errors: UsageError."""
+    where = os.fspath(init) if isinstance(init, os.PathLike) else init
+    if where is None or isinstance(where, str):
+        return where
+    raise UsageError(
+        f"init= takes a .safetensors file, a folder of them, or the URL of another run, not {type(init).__name__}"
+    )
 
 
 def check_state(state: object) -> None:
