@@ -24,7 +24,7 @@ from ckpt.trainer import generators, names, trees
 from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizer_targets import OptimizerTargets
 from ckpt.trainer.saved import Own, Shared, is_other
-from ckpt.trainer.shard import Shard
+from ckpt.trainer.shard import DTYPES, Pieces, Shard, changing
 from ckpt.trainer.walk import Scan, StateWalker
 from ckpt.trainer.wants import Wants, empty_like
 
@@ -195,7 +195,10 @@ class _NodeTargets:
                 made.append((path, tensor))
         elsewhere = []  # in the tree of another rank: each has other names here
         for name, (path, tensor) in live.items():
-            if self.wants.fill(name, self.scan.pieces(name)):
+            pieces = self.scan.pieces(name)
+            if trees.has(saved.value, path) and name not in self.wants.names:
+                self.value_into(name, pieces, trees.at(saved.value, path))
+            elif self.wants.fill(name, pieces):
                 elsewhere.append((path, tensor))
             made.append((path, tensor))
 
@@ -209,6 +212,24 @@ class _NodeTargets:
             node.put(trees.settle(node.value, value))
 
         self.wants.installs.append(install)
+
+    def value_into(self, name: str, pieces: Pieces, saved: Any) -> None:
+        """A tensor in whose place the checkpoint has a value: a number goes into one of no dimensions that can hold it,
+        as where the loop has assigned one to its key; else, or where the tensor has other names, too, that is a
+        difference."""
+        tied = name in self.scan.aliases or name in self.wants.also
+        if not (tied or pieces.shape) and isinstance(saved, int | float) and _can_hold(pieces.dtype, saved):
+
+            def install() -> None:
+                for local in pieces.locals:
+                    with changing(local):
+                        local.fill_(saved)
+
+            self.wants.installs.append(install)
+            return
+        there = repr(saved) if saved is None or isinstance(saved, int | float) else f"a {type(saved).__name__}"
+        line = f"{name} is a tensor ({pieces.dtype}, of the shape {pieces.shape}), in the checkpoint {there}"
+        self.wants.differ("retyped", name, line)
 
     def is_others(self, node: DataNode, others: Sequence[Own]) -> bool:
         """Whether this rank has nothing where others have an object: a scheduler of the last stage, a loader of the
@@ -300,6 +321,15 @@ class _NodeTargets:
             found |= {path for path in own.loaders if path not in places}
             found |= {key[6:] for key in own.generators if key.startswith("state:") and key[6:] not in places}
         return tuple(sorted(found))
+
+
+def _can_hold(dtype: str, number: float) -> bool:
+    """Whether a tensor of that dtype is equal to the number once it is filled with it."""
+    try:
+        now = torch.tensor(number, dtype=DTYPES[dtype]).item()
+    except (RuntimeError, OverflowError):
+        return False
+    return now == number or (now != now and number != number)
 
 
 def _keys(value: Any) -> set[str]:

@@ -104,8 +104,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
 def plant(tree: Any, path: Path, value: Any) -> None:
     """Puts it under a new key of a dict that is there; elsewhere nothing is put."""
     if path and has(tree, path[:-1]) and not has(tree, path):
-        for key in path[:-1]:
-            tree = tree[key]
+        tree = at(tree, path[:-1])
         if isinstance(tree, dict):
             tree[path[-1]] = value
 
@@ -119,6 +118,13 @@ def has(tree: Any, path: Path) -> bool:
             return False
         tree = tree[key]
     return True
+
+
+def at(tree: Any, path: Path) -> Any:
+    """What is in that place, which the tree has."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def settle(live: Any, new: Any) -> Any:

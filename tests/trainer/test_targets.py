@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -769,6 +770,46 @@ def test_an_object_of_the_users_that_was_renamed_gets_what_its_former_class_had(
     saved.shadow[0].fill_(5.0)
     rt.restore({"ema": other}, rt.save({"ema": saved}))
     assert other.shadow[0].tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("live", "held", "said"),
+    [
+        (torch.zeros(3), 5, "x.0 is a tensor (float32, of the shape (3,)), in the checkpoint 5"),
+        (torch.zeros(()), None, "x.0 is a tensor (float32, of the shape ()), in the checkpoint None"),
+        (torch.zeros((), dtype=torch.int64), 0.5, "x.0 is a tensor (int64, of the shape ()), in the checkpoint 0.5"),
+        (torch.zeros((), dtype=torch.int8), 300, "x.0 is a tensor (int8, of the shape ()), in the checkpoint 300"),
+        (torch.zeros(()), {"a": torch.ones(2)}, "x.0 is a tensor (float32, of the shape ()), in the checkpoint a dict"),
+    ],
+)
+def test_a_tensor_that_is_none_in_the_checkpoint_is_named(live: torch.Tensor, held: Any, said: str) -> None:
+    state = {"x": [live, 1]}
+    targets = rt.restore(state, rt.save({"x": [held, 2]}), strict=False)
+    assert targets.mismatch.retyped == ("x.0",)
+    assert said in targets.mismatch.lines
+    assert state["x"][0] is live
+    assert not live.any()
+    assert state["x"][1] == 2
+
+
+@pytest.mark.parametrize(
+    ("live", "held"),
+    [(torch.zeros(()), 5), (torch.zeros((), dtype=torch.int64), 2**40), (torch.zeros(()), math.nan)],
+)
+def test_a_number_of_the_checkpoint_goes_into_a_0_d_tensor_that_can_hold_it(live: torch.Tensor, held: float) -> None:
+    """The loop has assigned it to the tensor's key; or a counter has become a tensor since."""
+    state = {"x": live}
+    rt.restore(state, rt.save({"x": held}))
+    assert state["x"] is live
+    assert live.item() == held or math.isnan(live.item()) == math.isnan(held)
+
+
+def test_a_number_does_not_go_into_a_tensor_that_has_another_name() -> None:
+    held = torch.zeros(())
+    state = {"a": held, "b": held}
+    targets = rt.restore(state, rt.save({"a": torch.tensor(5.0), "b": 3}), strict=False)
+    assert targets.mismatch.lines == ("b is a tensor (float32, of the shape ()), in the checkpoint 3",)
+    assert held.item() == 5.0
 
 
 def test_an_object_of_another_kind_is_named() -> None:
