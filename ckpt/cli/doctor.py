@@ -16,9 +16,10 @@ import typer
 
 from ckpt.cli import out
 from ckpt.cli.exits import Exit
-from ckpt.errors import CkptError, UsageError
+from ckpt.errors import AccessDenied, CkptError, UsageError
 
 if TYPE_CHECKING:
+    from ckpt.storage import Backend
     from ckpt.storage.probe import Probe
 
 PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "s3fs", "zstandard", "xxhash", "msgpack")
@@ -174,11 +175,15 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
     try:
         new = _new_folders(url)
         with target.store(url) as store:
-            found = probe(store)
-            facts = {name.replace("_", " "): value for name, value in asdict(found).items()}
             key = f"doctor/{secrets.token_hex(8)}"
             body = secrets.token_bytes(CEILING_BYTES)
             try:
+                store.put(key, [b"ckpt doctor"])
+            except AccessDenied as error:
+                return only_read(store, error)
+            try:
+                found = probe(store)
+                facts = {name.replace("_", " "): value for name, value in asdict(found).items()}
                 facts["put, one object"] = _rate(lambda: store.put(key, [body]), count=3)
                 facts["get, one object"] = _rate(lambda: store.get_range(key, 0, len(body)), count=3)
             finally:
@@ -192,6 +197,22 @@ def try_store(url: str) -> tuple[dict[str, Any], list[str]]:
             with suppress(OSError):  # it was never made, or somebody uses it by now
                 folder.rmdir()
     return facts, store_problems(found)
+
+
+def only_read(store: Backend, refused: AccessDenied) -> tuple[dict[str, Any], list[str]]:
+    """As `try_store`, of one that took no object. Errors: what was refused, where it cannot be listed either."""
+    from dataclasses import fields
+
+    from ckpt.storage.probe import Probe
+    from ckpt.store.keys import COMMITS
+
+    try:
+        next(iter(store.list(COMMITS)), None)
+    except CkptError:
+        raise refused from None
+    left = ", ".join(each.name.removesuffix("_s").replace("_", " ") for each in fields(Probe))
+    text = f"the store can be listed, but every save would fail: {refused}. Not tried for that: {left}"
+    return {"error": str(refused), "can be listed": True}, [text]
 
 
 def _new_folders(url: str) -> list[Path]:

@@ -11,6 +11,8 @@ from ckpt.cli.doctor import store_problems
 from ckpt.cli.exits import Exit
 from ckpt.storage.probe import Probe
 from tests.cli.stores import ckpt
+from tests.servers import rclone
+from tests.session.proxy import answer, proxy
 
 
 def test_doctor_tries_the_store_and_leaves_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +41,25 @@ def test_a_store_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: p
     said = ckpt(monkeypatch, "doctor", tmp_path / "file" / "run", "--json")
     assert said.code == Exit.STORAGE
     assert "file" in said.json["problems"][0]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_of_a_store_that_takes_no_object_it_is_said_whether_it_can_be_read_and_what_was_not_tried(
+    is_listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rclone() as server, proxy(server) as store:
+        for name, value in store.at.environment().items():
+            monkeypatch.setenv(name, value)
+        for method in ("PUT", "POST", "DELETE", *(() if is_listed else ("GET",))):
+            store.fail(answer(403, "AccessDenied"), method)
+        said = ckpt(monkeypatch, "doctor", f"s3://{server.bucket}/run", "--json")
+    assert said.code == Exit.STORAGE
+    (problem,) = said.json["problems"]
+    assert "put" in problem
+    assert "AccessDenied" in problem
+    for part in ("can be listed", "every save would fail", "Not tried", "put if absent", "list after delete"):
+        assert (part in problem) == is_listed
+    assert said.json["store"].get("can be listed", False) == is_listed
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/run", "file"])
