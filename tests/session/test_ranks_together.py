@@ -69,6 +69,19 @@ def test_a_sharded_model_begins_with_the_weights_of_a_folder(saw: Saw) -> None:
     assert saw(together.weights_to_begin_with) == [{"same": True, "from": True}] * RANKS
 
 
+def test_without_a_head_in_the_weights_no_rank_begins_and_without_strict_all_begin_with_the_rest(saw: Saw) -> None:
+    body, head = (["body.weight", "body.bias"], ["head.weight", "head.bias"])
+    for rank, each in enumerate(saw(together.weights_without_a_head)):
+        kind, message = each["strict"]["error"]
+        assert kind == "StateMismatch"
+        assert all(f"model.{name} is not there" in message for name in head)
+        assert (each["strict"]["changed"], each["strict"]["said"]) == ([], [])
+        assert each["partly"]["error"] is None
+        assert (each["partly"]["changed"], each["partly"]["wrong"]) == (body, [])
+        assert len(each["partly"]["said"]) == (1 if rank == 0 else 0)
+        assert all(f"model.{name} is not there" in said for said in each["partly"]["said"] for name in head)
+
+
 def test_what_is_damaged_for_one_rank_is_passed_over_by_all_loudly(saw: Saw) -> None:
     for rank, each in enumerate(saw(together.damage)):
         assert each["older"] == [[2, [200.0 + rank]], [True]]

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -94,6 +95,39 @@ def weights_to_begin_with(job: Job) -> dict[str, Any]:
         same = all(torch.equal(p.full_tensor(), wanted[name]) for name, p in model.named_parameters())
     job.ended(job.folder / "init")
     return {"same": same, "from": ck.restored.source == f"weights of {folder}"}
+
+
+def weights_without_a_head(job: Job) -> dict[str, Any]:
+    """init= under FSDP2, from a file that does not have all of the model: refused first, and then with strict=False."""
+    torch.manual_seed(5)
+    wanted = {f"body.{name}": value for name, value in nn.Linear(6, 7).state_dict().items()}
+    file, url = job.folder / "body.safetensors", job.folder / "head"
+    if job.rank == 0:
+        save_file(wanted, file)
+    dist.barrier()
+
+    def start(strict: bool) -> dict[str, Any]:
+        whole = nn.Sequential(OrderedDict(body=nn.Linear(6, 7), head=nn.Linear(7, 3)))
+        model = fully_shard(whole, mesh=init_device_mesh("cpu", (4,)))
+        before, seen, error = weights_of(model), Seen(), None
+        try:
+            with ckpt.Checkpointer(url, {"model": model}, init=file, strict=strict, policy=LATER, sinks=(seen,)):
+                pass
+        except ckpt.CkptError as exc:
+            error = [type(exc).__name__, str(exc)]
+        now = weights_of(model)
+        job.ended(url)
+        return {
+            "error": error,
+            "changed": [name for name in now if not torch.equal(now[name], before[name])],
+            "wrong": [name for name in wanted if not torch.equal(now[name], wanted[name])],
+            "said": [event.message for event in seen.named("init.partial")],
+        }
+
+    def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+    return {"strict": start(True), "partly": start(False)}
 
 
 def damage(job: Job) -> dict[str, Any]:
@@ -387,6 +421,7 @@ def _refused(ck: ckpt.Checkpointer) -> str:
 CHECKS = (
     groups_of_their_own,
     weights_to_begin_with,
+    weights_without_a_head,
     damage,
     change_on_one_rank,
     another_world,
