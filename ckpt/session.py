@@ -230,6 +230,8 @@ class Checkpointer:
         parts.appointments.look()
         if parts.updates.is_torn:
             parts.updates.find_torn()
+        if parts.updates.elsewhere:
+            parts.updates.find_elsewhere()
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:

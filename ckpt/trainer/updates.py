@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt.events import Events
 from ckpt.trainer.lazy import owns_any
+from ckpt.trainer.nodes import OptimizerNode
 from ckpt.trainer.shard import storages
 from ckpt.trainer.walk import Walk
 
@@ -27,7 +28,7 @@ class Updates:
 
     Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
     `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
-    that updates are such changes.
+    that updates are such changes. `elsewhere`: one that owns nothing of the state has, and none that does.
     Its hooks are to come after those that wait for a copy, and after those of the user: an exception there has changed
     nothing."""
 
@@ -35,12 +36,13 @@ class Updates:
         self.ended = 0
         self.fenced = False
         self.by_hand = True
+        self.elsewhere = False
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
         self._state = state
         self._walk = walk
         self._events = events
-        self._said_torn = False
+        self._said_torn = self._said_elsewhere = False
         self._followed: Walk | None = None
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
@@ -92,6 +94,18 @@ class Updates:
             self._events.emit("step.torn", f"ckpt: {torn}", loud=True)
         return torn
 
+    def find_elsewhere(self) -> None:
+        """At a boundary: an event says, once, that the loop trains something else than what is saved. Not where
+        the state has no optimizer of torch's: an object of the user's in it may have one, with weights of its own."""
+        self.elsewhere, self._said_elsewhere = False, True
+        if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
+            text = (
+                "ckpt: the loop trains what is not in the state: a step has ended, and only an optimizer has stepped "
+                "that is not in it and has nothing of it. What that trains is not saved: give the Checkpointer the "
+                "model and optimizer that the loop uses; where they were made anew since, assign them in ck.state"
+            )
+            self._events.emit("step.elsewhere", text, loud=True)
+
     def _announce(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The first hook of a step has the last one begin it."""
         if not self._is_ours(optimizer):
@@ -109,9 +123,10 @@ class Updates:
         for at, begun in enumerate(self._begun):
             if begun is optimizer:
                 self.ended += 1
-                self.by_hand = False
+                self.by_hand = self.elsewhere = False
                 del self._begun[at]
                 return
+        self.elsewhere = self.by_hand and not self._said_elsewhere
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         self._follow()

@@ -88,7 +88,7 @@ class Extra(torch.nn.Module):
         self.held = state
 
 
-def group_of(note: object) -> dict[str, object]:
+def group_of(note: object) -> dict[str, Any]:
     """A model and an optimizer, in a group of which is a note."""
     model = torch.nn.Linear(1, 1)
     return {"model": model, "optim": torch.optim.SGD([{"params": model.parameters(), "note": note}])}
@@ -182,6 +182,21 @@ def test_shards_that_leave_a_hole_are_named_at_once_and_when_they_are_saved(tmp_
             while not any("no rank holds some part of table" in text for text in said):
                 assert time.monotonic() < deadline, said
                 time.sleep(0.01)
+
+
+@pytest.mark.parametrize("trained", ["its own", "another", "another first"])
+def test_a_loop_that_trains_another_model_than_the_one_that_is_saved_is_told_so_once(
+    tmp_path: Path, trained: str
+) -> None:
+    """As where the loop's own name is given to a new one. An optimizer beside those of the state is none of its."""
+    seen, other = Seen(), group_of("another")
+    with ckpt.Checkpointer(tmp_path, group_of("saved"), sinks=(seen,)) as ck:
+        for _ in ck.steps(3):
+            if trained != "its own":
+                other["optim"].step()
+            if trained != "another":
+                ck.state["optim"].step()
+    assert len(seen.named("step.elsewhere")) == (1 if trained == "another" else 0)
 
 
 def test_a_metric_that_is_not_finite_is_left_out_and_training_goes_on(tmp_path: Path) -> None:
