@@ -214,7 +214,7 @@ def _as_before(live: Any, value: Any) -> Any:
             else:
                 live.fill_(value)
         return live
-    if isinstance(value, torch.Tensor) and isinstance(live, (int, float)):
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(live, (int, float)):
         return value.item()
     return value
 

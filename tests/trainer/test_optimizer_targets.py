@@ -87,6 +87,17 @@ def test_hyperparameters_come_from_the_checkpoint_and_keep_their_tensors() -> No
     assert type(other["optim"].param_groups[0]["lr"]) is float
 
 
+def test_a_hyperparameter_that_has_become_several_numbers_comes_back_as_these() -> None:
+    def make(weights: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [*model.parameters()], "weights": weights}]
+        return {"model": model, "optim": torch.optim.SGD(groups, lr=0.1)}
+
+    other = make(1.0)
+    rt.restore(other, rt.save(make(torch.tensor([0.25, 0.5]))))
+    assert other["optim"].param_groups[0]["weights"].tolist() == [0.25, 0.5]
+
+
 def test_parameters_are_matched_by_name_not_by_their_number() -> None:
     saved, other = job(OPTIMIZERS["adamw"], 1), job(OPTIMIZERS["adamw"], 2)
     train(saved["model"], saved["optim"], 2)
