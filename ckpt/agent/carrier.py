@@ -351,10 +351,12 @@ class Carrier(Committing):
 
     def _make_arenas(self, slot: int, sizes: tuple[int, ...]) -> None:
         def made(sizes_made: dict[int, int], error: str) -> None:
-            if error:
-                self._fewer(slot, error)
-            else:
+            if not error:
                 self.group.made(slot, tuple(sizes_made[rank] for rank in range(self.world)))
+            elif self.group.needs(slot, sizes):
+                self._fewer(slot, error)
+            else:  # it says nothing of what is needed now
+                self.group.made(slot, ())
 
         self.ranks.make(slot, dict(enumerate(sizes)), self._guarded(made))
 

@@ -443,6 +443,10 @@ class Facts:
         """How many of those in use have arenas that will do, or hold something."""
         return sum(slot.state is not State.FREE or self._fits(slot) for slot in self._in_use)
 
+    def needs(self, slot: int, arena_bytes: tuple[int, ...]) -> bool:
+        """Whether that slot is in use, and its arenas are to be as large as that."""
+        return self.slots[slot] in self._in_use and arena_bytes == self._need
+
     @property
     def newest(self) -> Slot | None:
         """The slot of the newest complete round."""

@@ -227,3 +227,27 @@ def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
     assert job.group.slots_in_use == 1
     now[0] += FULL_S
     assert job.look() == 2
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "it is not in use any more", "the state has grown"])
+def test_an_arena_that_is_not_needed_any_more_and_could_not_be_had_says_nothing_of_those_that_are(
+    meanwhile: str,
+) -> None:
+    """Where the state had grown no slot at all was to be had, so it seemed, and saves were refused for a while."""
+    job = Planned(free=9.0)
+    failed: list[Callable[..., None]] = []
+    job.carrier.ranks.make = lambda slot, sizes, then: failed.append(then)
+    job.carrier._fewer = lambda slot, why: Carrier._fewer(job.me, slot, why)
+    for slot in range(2):
+        job.group.made(slot, (MIB,))
+    job.group.slots[2].making = True
+    Carrier._make_arenas(job.me, 2, (MIB,))
+    if meanwhile == "it is not in use any more":
+        job.group.use_slots(2)
+    elif meanwhile == "the state has grown":
+        job.group.layout(0)
+        job.group.planned(job.group.layouts_version, "e", (2 * MIB,), 3)
+    failed[0]({}, "it is full")
+    assert job.said == ([("memory.short", True)] if meanwhile == "nothing" else [])
+    assert job.group.slots_in_use == (3 if meanwhile == "the state has grown" else 2)
+    assert (job.group.refusal, job.group.slots[2].making) == ("", False)
