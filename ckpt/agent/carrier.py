@@ -22,6 +22,7 @@ from ckpt.agent.control import SLOTS_MAX
 from ckpt.agent.divide import Division, make_division
 from ckpt.agent.elsewhere import OUTDONE, ROOMLESS, UNKEPT
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.outdoing import outlived
 from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.relief import PERIOD_S
 from ckpt.errors import AgentError
@@ -51,7 +52,7 @@ class Carrier(Committing):
         self._planned_parts: dict[str, int] = {}  # see `_parts_free`
         self._not_before_s = -math.inf  # it is planned again
         self._patience_s = PERIOD_S  # from a look that finds no more to be had until the next one
-        self._short_since_s = math.inf  # others do not keep each node's part
+        self._short_since_s = math.inf  # others do not keep each node's part, and have kept no more
         self._fewer_until_s = -math.inf  # a slot gave way to copies
         self._least_slots = SLOTS_MAX  # that were told to be all that there can be
         self._told_copies: dict[str, int] = {}  # by node: bytes that are kept for others, as was told
@@ -225,12 +226,14 @@ class Carrier(Committing):
         if protection is None or not isinstance(nodes, Nodes):
             return slots
         before, sizes = protection.table(), nodes.by_name(dict(enumerate(division.arena_bytes)))
+        kept_before = outlived(protection.kept)
         slots = protection.place(sizes, nodes.plans_by_name(), used, gives_way)
         self.group.replicates, self.group.kept = protection.protects, protection.kept
         self.group.wants_copies = protection.is_wanted
         is_whole = self.group.is_kept_whole
         is_short = protection.is_wanted and not is_whole
-        self._short_since_s = min(self._short_since_s, time.monotonic()) if is_short else math.inf
+        since_s = self._short_since_s if kept_before <= outlived(protection.kept) else math.inf  # of others' parts
+        self._short_since_s = min(since_s, time.monotonic()) if is_short else math.inf
         if self.learning is not None and self.learning.peers != is_whole:
             self.learning.peers = is_whole
             self.follow_learning()

@@ -13,6 +13,7 @@ import pytest
 from ckpt.agent import carrier, memory
 from ckpt.agent.carrier import AGAIN_S, FULL_S, SHORT_S, Carrier
 from ckpt.agent.group import Group
+from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import SLOTS_MIN
 from ckpt.agent.relief import PERIOD_S
 from ckpt.plan.placement import Kept
@@ -210,6 +211,51 @@ def test_a_slot_gives_way_once_there_has_been_no_room_for_copies_for_a_while_and
     job.carrier._short_since_s = math.inf
     assert {look(PERIOD_S) for _ in range(round(AGAIN_S / PERIOD_S) - 1)} == {2}
     assert look(PERIOD_S) == 3, "though there is no more memory than all the time"
+
+
+def test_what_others_have_just_ceased_to_keep_counts_as_short_from_then_on_whatever_they_have_never_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A memory-only node that keeps some nodes' parts is away for a moment, and nobody ever had room for another's."""
+    now = [100.0]
+    monkeypatch.setattr(carrier.time, "monotonic", lambda: now[0])
+    job = Planned(free=9.0)
+    protection = SimpleNamespace(kept=(), protects=True, is_wanted=True, warnings=[], is_alone=False, table=dict)
+    keep: set[str] = set()
+
+    def place(sizes: Any, plans: Any, used: int, gives_way: bool) -> int:
+        protection.kept = tuple(Kept(node, int(node in keep)) for node in ("", "b", "c"))
+        return SLOTS_MIN if gives_way else used
+
+    class Two(Nodes):
+        def __init__(self) -> None: ...
+
+        def by_name(self, sizes: Any) -> dict[str, int]:
+            return {}
+
+        def plans_by_name(self) -> dict[str, memory.MemoryPlan]:
+            return {"": job.plan()}
+
+        measure = job.measure
+
+    protection.place = place
+    job.carrier.ranks, job.carrier.protection = Two(), protection
+    job.carrier.learning, job.carrier._told_placed = None, True
+    job.carrier._place = lambda *given: Carrier._place(job.me, *given)
+
+    def look(after_s: float, *kept: str) -> int:
+        now[0] += after_s
+        keep.clear()
+        keep.update(kept)
+        Carrier.place_again(job.me)
+        return job.look()
+
+    job.group.slots_in_use = 2
+    assert look(0.0, "b", "c") == 2, "it is short from the beginning"
+    job.group.slots_in_use = 3
+    assert look(1000.0) == 3, "the memory-only node may be back in a moment"
+    assert look(SHORT_S - PERIOD_S) == 3
+    assert look(PERIOD_S) == 2
 
 
 def test_where_a_slot_gave_way_and_another_one_is_lost_that_comes_again_at_once(
