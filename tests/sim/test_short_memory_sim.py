@@ -108,15 +108,20 @@ class Short(Life):
 
     # -- what is owed
 
-    def begins(self, protection: Protection, identity: Identity) -> None:
+    def begins(self, protection: Protection, identity: Identity, safe: Identity | None) -> None:
         placement = protection.placement
         assert placement is not None
         names = {name for kept in placement.kept for name in (kept.node, *kept.holders)}
         names |= {name for group in placement.groups for name in group.members}
         agents = self.fabric.agents.items()
         part = {node: each for node, each in agents if each.network is not None and each.network.me in names}
-        promise = Promise(identity, min(kept.losses for kept in placement.kept), part)
-        self.begun[identity] = promise, self.world.owner
+        losses = min(kept.losses for kept in placement.kept)
+        if identity == safe and not losses and identity in self.begun:  # copies that there are stay beside these
+            former = self.begun[identity][0]
+            lost = self._lost(former)
+            part = {node: agent for node, agent in former.agents.items() if node not in lost} | part
+            losses = 1
+        self.begun[identity] = Promise(identity, losses, part), self.world.owner
 
     def promised(self, epoch: Epoch, tick: Tick) -> None:
         made, by = self.begun[Identity(epoch, tick)]
@@ -290,9 +295,9 @@ class Short(Life):
 
             until_of(looked, limit_s)
 
-        def begins(protection: Protection, identity: Identity, *given: Any) -> None:
-            life.begins(protection, identity)
-            replicate(protection, identity, *given)
+        def begins(protection: Protection, identity: Identity, safe: Identity | None, *given: Any) -> None:
+            life.begins(protection, identity, safe)
+            replicate(protection, identity, safe, *given)
 
         def promised(account: Account, epoch: Epoch, tick: Tick, count_bytes: int) -> None:
             life.promised(epoch, tick)
