@@ -15,7 +15,6 @@ import os
 import select
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -81,10 +80,19 @@ def connect_nowait(place: Places) -> socket.socket | None:
     """A connection, or None where no agent listens. Errors: AgentError; from a TimeoutError where as many connections
     as it lets wait do so already, and none is taken within ACCEPT_S."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    until_s = time.monotonic() + ACCEPT_S
     try:
-        _limit_send(sock, ACCEPT_S)  # which connecting heeds, too: otherwise it waits for ever
-        sock.connect(os.fspath(place.socket))
-        _limit_send(sock, 0.0)
+        # The kernel would wait as well, but not any more once a signal has come: Python takes that for a connection.
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(os.fspath(place.socket))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(0.01)
+        sock.setblocking(True)
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         return None
@@ -96,11 +104,6 @@ def connect_nowait(place: Places) -> socket.socket | None:
         sock.close()
         raise AgentError(f"cannot connect to the agent at {place.socket}: {exc}") from exc
     return sock
-
-
-def _limit_send(sock: socket.socket, seconds: float) -> None:
-    """0: none."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 def connect(url: str, settings: Settings, timeout_s: float = START_TIMEOUT_S) -> socket.socket:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,45 @@ def test_one_that_takes_connections_again_and_has_nothing_to_do_then_is_not_ende
     assert meet().agent_pid != it.pid
     assert it.wait(30) == 0
     assert [event.name for event in told] == ["agent.makes_way"]
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_signal_that_comes_while_one_waits_to_connect_changes_nothing(
+    is_taken: bool, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as SIGCHLD of a loader's worker."""
+    monkeypatch.setattr(client, "ACCEPT_S", 30.0 if is_taken else 0.5)
+    place, main = client.places(url, read()), threading.main_thread().ident
+    path = os.fspath(place.socket)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, lambda *_: None))
+        listener, first = (stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2))
+        listener.bind(path)
+        listener.listen(0)
+        first.connect(path)
+        over = threading.Event()
+
+        def disturb() -> None:
+            assert main is not None
+            for _ in range(3):
+                over.wait(0.1)
+                signal.pthread_kill(main, signal.SIGUSR2)
+            if is_taken:
+                listener.accept()[0].close()
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        if is_taken:
+            sock = client.connect_nowait(place)
+            assert sock is not None
+            with sock:
+                assert sock.getpeername() == path
+                assert sock.getblocking()
+        else:
+            with pytest.raises(AgentError, match="takes no connection"):
+                client.connect_nowait(place)
 
 
 def test_nor_is_a_process_that_no_trainer_has_started(
