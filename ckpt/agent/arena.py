@@ -20,6 +20,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,10 @@ _AGENT_MAGIC = b"CKPTHASH"
 _TRAINER_HALF = struct.Struct("<8sQ16sQIIIQ8Q")
 _AGENT_HALF = struct.Struct("<8sQQ16s")  # magic, offset, length, xxh3-128 of the hash table
 
+_NAME = "ckpt-arena"
+_SHOWN = f"/memfd:{_NAME} (deleted)"  # by the kernel
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # as on x86 and ARM
-_mmap = ctypes.CDLL(None).mmap
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p
 
@@ -96,7 +99,7 @@ class Arena:
     @classmethod
     def create(cls, size: int) -> Arena:
         """A new one of at least `size` bytes, its pages not yet touched. Errors: OSError."""
-        fd = os.memfd_create("ckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, align(max(size, PAGE), mmap.PAGESIZE))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -255,22 +258,26 @@ class Arena:
             del self._map  # it has a descriptor of its own
             os.close(fd)
 
-    def abandon_in_child(self) -> None:
-        """In a forked child: nothing of its parent's memory stays here. Views that cannot be dropped are of other pages
-        then, which take none until they are written to."""
-        here, nothing = os.fstat(self.fd), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        address = np.frombuffer(self._map, np.uint8).ctypes.data
-        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _mmap(address, self.bytes, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0)
-        for name in os.listdir("/proc/self/fd"):  # the mapping has one of its own, which it closes with its last view
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(int(name)), here):
-                    os.dup2(nothing, int(name), inheritable=False)
-        os.close(nothing)
-        fd, self.fd = self.fd, -1
-        os.close(fd)
-
     def _put(self, at: int, data: bytes) -> None:
         if at + len(data) > self.bytes:
             raise AgentError(f"an arena of {self.bytes} bytes has no room for {len(data)} bytes at {at}")
         self.view[at : at + len(data)] = data
+
+
+def abandon_in_child() -> None:
+    """In a forked child: no memory of its parent's arenas stays here, whoever had them there, or had just received
+    them. Views of it are of other pages then, which take none until they are written to. Errors: OSError."""
+    nothing, failed = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), 0
+    for name in os.listdir("/proc/self/fd"):  # a mapping has one of its own, which it closes with its last view
+        with contextlib.suppress(OSError):  # that of the list itself
+            if os.readlink(f"/proc/self/fd/{name}") == _SHOWN:
+                os.dup2(nothing, int(name), inheritable=False)
+    os.close(nothing)
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    for line in Path("/proc/self/maps").read_text(errors="replace").split("\n"):
+        if line.endswith(f" {_SHOWN}"):
+            at, end = (int(each, 16) for each in line.partition(" ")[0].split("-"))
+            if _mmap(at, end - at, mmap.PROT_READ | mmap.PROT_WRITE, anonymous, -1, 0) != at:
+                failed = ctypes.get_errno()
+    if failed:
+        raise OSError(failed, os.strerror(failed))

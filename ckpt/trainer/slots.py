@@ -9,7 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.agent import wire
-from ckpt.agent.arena import GIVE_WAY_S, Arena
+from ckpt.agent.arena import GIVE_WAY_S, Arena, abandon_in_child
 from ckpt.collector import no_collecting
 from ckpt.errors import CkptError
 from ckpt.events import Events
@@ -28,6 +28,8 @@ from ckpt.plan.layout import Declaration, Layout, Staging
 from ckpt.plan.staging import stage
 from ckpt.tasks import Flag, Tasks
 from ckpt.types import Tick
+
+log = logging.getLogger("ckpt")
 
 HELD_S = 0.01  # until a slot that a snapshot is on its way into is looked at again
 DIFFERS = (1 << 64) - 1  # the first half of a hash that only says so
@@ -229,9 +231,10 @@ class Slots:
 
     def abandon_in_child(self) -> None:
         """In a forked child: lets go of what would keep the arenas' memory."""
-        for slot in self.by_number.values():
-            with contextlib.suppress(OSError):
-                slot.arena.abandon_in_child()
+        try:
+            abandon_in_child()
+        except OSError as exc:
+            log.warning("a forked process keeps memory of checkpoints for as long as it lives: %s", exc)
         self.by_number.clear()
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.agent import wire
+from ckpt.agent.arena import Arena
 from ckpt.trainer.link import Link
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.runs import Seen, kill_agent
@@ -518,7 +521,8 @@ def test_a_forked_child_cannot_touch_what_its_parent_saves(tmp_path: Path) -> No
 
 
 def test_a_forked_child_keeps_none_of_the_memory_that_its_parent_saves_to(tmp_path: Path) -> None:
-    """A loader's worker lives as long as training does, and slots that the state has outgrown long before that go."""
+    """A loader's worker lives as long as training does, and slots that the state has outgrown long before that go. So
+    does what another thread has just received, or is about to close."""
 
     def held() -> list[str]:
         open_now = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
@@ -527,18 +531,27 @@ def test_a_forked_child_keeps_none_of_the_memory_that_its_parent_saves_to(tmp_pa
 
     job = make()
     read, write = os.pipe()
-    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY) as ck:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ckpt.Checkpointer(tmp_path, job.state, policy=EVERY) as ck, here, there:
         for step in ck.steps(6):
             job.train(step)
             if step == 3:
                 ck.step()
                 ck.save().wait("store", timeout_s=60)
                 assert held()
+                made = Arena.create(1 << 20)
+                wire.send(here, {"t": "arena"}, [made.fd])
+                received = wire.receive(there)
+                assert received is not None
                 pid = os.fork()
                 if pid == 0:
                     os.write(write, json.dumps(held()).encode())
+                    made.view[:8] = b"nobody's"
                     os._exit(0)
                 assert os.waitpid(pid, 0)[1] == 0
+                assert bytes(made.view[:8]) == bytes(8)
+                received.close()
+                made.close()
     assert json.loads(os.read(read, 1 << 16)) == []
     os.close(read)
     os.close(write)
