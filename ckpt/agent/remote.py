@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.agent import memory
+from ckpt.agent.called import Called
 from ckpt.agent.checkpoint import Part
 from ckpt.agent.control import STEP_MAX, SUB_MAX, Word
 from ckpt.agent.network import Network
@@ -39,14 +40,17 @@ T = TypeVar("T")
 
 class RemotePeer:
     """The connection of a rank on another node: what `server.Peer` is for one on this. `number`: which of the rank's
-    connections it is, as its agent counts them."""
+    connections it is, as its agent counts them. `called`: what nodes are called, memory-only ones among them, of which
+    only this agent knows."""
 
     role = "trainer"
 
-    def __init__(self, network: Network, node: str, epoch: Epoch, rank: int, number: int, pid: int) -> None:
+    def __init__(
+        self, network: Network, node: str, epoch: Epoch, rank: int, number: int, pid: int, called: Called
+    ) -> None:
         self.node, self.epoch, self.rank, self.number, self.pid = node, epoch, rank, number, pid
         self.open = True
-        self._network = network
+        self._network, self._called = network, called
 
     def send(self, fields: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()) -> None:
         if not self.open:
@@ -54,7 +58,7 @@ class RemotePeer:
         if fields.get("by_s") is not None:  # each host has a clock of its own
             fields = {**fields, "by_s": fields["by_s"] - time.monotonic()}
         head = {"t": "to", "epoch": str(self.epoch), "rank": self.rank, "number": self.number}
-        self._network.tell(self.node, {**head, "m": fields}, blobs)
+        self._network.tell(self.node, {**head, "m": self._called.sent(fields)}, blobs)
 
     def reply(
         self, request_id: int, body: dict[str, Any], fds: Iterable[int] = (), blobs: Sequence[bytes] = ()
@@ -81,14 +85,22 @@ AnyPeer = Peer | RemotePeer
 
 
 class RemoteRanks:
-    """As `Ranks`, for the ranks of another node. `name`: of its agent."""
+    """As `Ranks`, for the ranks of another node. `name`: of its agent. `called`: see RemotePeer; None: it has none."""
 
-    def __init__(self, network: Network, name: str, epoch: Epoch, world: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        epoch: Epoch,
+        world: int,
+        ranks: Sequence[int],
+        called: Called | None = None,
+    ) -> None:
         self.name, self.world, self.ranks = name, world, frozenset(ranks)
         self.peers: dict[int, RemotePeer] = {}  # by rank: the one that has joined
         self.dropped = False
         self._latest: dict[int, RemotePeer] = {}
-        self._network, self._epoch = network, epoch
+        self._network, self._epoch, self._called = network, epoch, called or Called()
         self._entered: dict[int, tuple[int, int]] = {}  # by rank: the step it is in, and its polls since
         self._declared: dict[int, tuple[bytes, Declaration]] = {}
 
@@ -98,7 +110,8 @@ class RemoteRanks:
             raise AgentError(f"rank {rank} is not on node {self.name}")
         found = self._latest.get(rank)
         if found is None or found.number < number:
-            found = self._latest[rank] = RemotePeer(self._network, self.name, self._epoch, rank, number, pid)
+            peer = RemotePeer(self._network, self.name, self._epoch, rank, number, pid, self._called)
+            found = self._latest[rank] = peer
         elif found.number > number:
             raise AgentError(f"that connection of rank {rank} is gone")
         return found

@@ -287,8 +287,10 @@ class Starts(Keeper):
 
     def _remote_ranks(self, epoch: Epoch, world: int, nodes: tuple[NodeAt, ...]) -> list[RemoteRanks]:
         """The shares of all nodes but the first, which is this one."""
-        network = self.network
-        return [RemoteRanks(network, each.name, epoch, world, each.ranks) for each in nodes[1:] if network is not None]
+        network, called = self.network, self._server.called
+        if network is None:
+            return []
+        return [RemoteRanks(network, each.name, epoch, world, each.ranks, called) for each in nodes[1:]]
 
     def _offer_candidate(self, start: Start, chosen: Resolved | None, damaged: dict[Identity, str]) -> None:
         assert start.request_id is not None

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent.bulk import Bulk
+from ckpt.agent.called import Called
 from ckpt.agent.following import Following
 from ckpt.agent.memory import Taken
 from ckpt.agent.network import Network, NodeAt
@@ -85,7 +86,7 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
 ) -> None:
     net = Net()
     monkeypatch.setattr(time, "monotonic", lambda: HERE_S)
-    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1).send(body)
+    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1, Called()).send(body)
     ((name, told),) = net.told
     assert name == "b"
     monkeypatch.setattr(time, "monotonic", lambda: THERE_S)
@@ -95,6 +96,6 @@ def test_until_when_a_rank_of_another_node_may_stay_is_by_the_clock_of_its_host(
 
 def test_a_rank_that_is_to_go_on_is_told_no_time(there: Following, rank: Rank) -> None:
     net = Net()
-    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1).reply(7, {"leave": False, "by_s": None})
+    RemotePeer(cast(Network, net), "b", EPOCH, 1, 1, 1, Called()).reply(7, {"leave": False, "by_s": None})
     there.led(cast(Channel, None), Message(net.told[0][1], [], []))
     assert rank.heard == [{"t": "reply", "id": 7, "leave": False, "by_s": None}]

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt.agent.account import Account
 from ckpt.agent.arena import PAGE
+from ckpt.agent.called import Called
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.elsewhere import OUTDONE, UNKEPT, Elsewhere
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
@@ -409,7 +410,7 @@ def test_a_node_that_was_away_when_all_copies_were_given_up_hears_so_once_it_is_
     services.copies = SimpleNamespace(unkeep=gone.append)
 
     def comes_back(rank: int) -> list[str]:
-        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1))
+        carried.carrier.ranks.welcome(rank, RemotePeer(cast(Any, net), "bc"[rank - 1], EPOCH, rank, 1, 1, Called()))
         said.clear()
         Job._limit_copies(cast(Job, carried.carrier), rank)
         assert {name for name, _ in said} == {"bc"[rank - 1]}

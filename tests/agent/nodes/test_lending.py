@@ -17,7 +17,8 @@ from ckpt.errors import AgentError, CkptError
 from ckpt.storage import open as open_store
 from ckpt.store.run import Run
 from ckpt.types import Tick
-from tests.agent.nodes.cluster import Cluster, line
+from tests.agent.fake import FakeRank
+from tests.agent.nodes.cluster import BOUND_S, Cluster, line
 from tests.agent.nodes.test_former import allow_reading, newer_in_memory
 from tests.agent.nodes.test_kills import await_level, busy
 
@@ -108,6 +109,13 @@ def text_of(cluster: Cluster, name: str) -> str:
     return str(next(event["message"] for event in reversed(cluster.job[0].events) if event["name"] == name))
 
 
+def await_text(rank: FakeRank, name: str) -> str:
+    """What that rank reads of the next such event."""
+    with rank.changed:
+        assert rank.changed.wait_for(lambda: name in [each["name"] for each in rank.events], BOUND_S), rank.events
+        return str(next(event["message"] for event in rank.events if event["name"] == name))
+
+
 def newest_safe(cluster: Cluster) -> int | None:
     """In other nodes' memory, as it is shown."""
     found = cluster.status(0)["account"]["safe"].get("peer")
@@ -129,6 +137,17 @@ def test_what_is_shown_as_safe_falls_back_when_the_one_that_keeps_it_is_lost_and
     lent.lend(at=at)
     lent.await_event("peers.done", 2)  # the same step, without another snapshot
     assert newest_safe(lent) == step
+
+
+def test_a_rank_of_another_node_reads_where_a_memory_only_node_listens(lent: Cluster) -> None:
+    """It is told what happens where rank 0 is not connected, and its own agent has never heard of that node."""
+    lent.options = {**lent.options, "peers": {"replicas": 2}}
+    first, second = lent.connect(0, 1)
+    lent.enter()
+    lent.checkpoint("peer")
+    first.close()
+    lent.end_lending(with_=signal.SIGKILL)
+    assert f"the agent of node {lent.peers[0]} is gone or cut off" in await_text(second, "peers.lost")
 
 
 def test_an_agent_that_is_started_again_empty_makes_what_it_kept_unsafe_until_it_has_it_again(cluster: Cluster) -> None:
