@@ -2,9 +2,10 @@
 
 The agent's main thread drives it and never waits for it. It is let go, and its owner told, when anything arrives that
 is not authentic or not sound, when the peer has been silent for SILENT_S (both sides say that they live every BEAT_S),
-or when it does not take what is sent: nothing for SILENT_S, or OUTBOX_BYTES_MAX are waiting. What was sent may be lost
-with the connection; an end proves nothing, for anybody can cut it. But what has arrived from a peer that is gone is
-heard, also where its end is found out by sending to it.
+or when it does not take what is sent: nothing for SILENT_S, or OUTBOX_BYTES_MAX are waiting. Time in which this process
+stood still itself, as one that is stopped does, does not count. What was sent may be lost with the connection; an end
+proves nothing, for anybody can cut it. But what has arrived from a peer that is gone is heard, also where its end is
+found out by sending to it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Channel:
         self._sending = memoryview(b"")  # what is left of the record that is being sent
         self._room = bytearray(auth.RECORD_HEADER_BYTES)
         self._got = 0
-        self._heard_s = self._moved_s = self._said_s = self._clock.now_s()
+        self._heard_s = self._moved_s = self._said_s = self._beat_s = self._clock.now_s()
         self._deaf = ""  # why it takes nothing any more
         self._watched = 0
         self._watch()
@@ -130,6 +131,9 @@ class Channel:
         if not self.open:
             return
         now_s = self._clock.now_s()
+        late_s, self._beat_s = now_s - self._beat_s - BEAT_S, now_s
+        if late_s >= BEAT_S:  # we stood still ourselves: nobody was heard, since nobody listened
+            self._heard_s, self._moved_s = (min(now_s, each + late_s) for each in (self._heard_s, self._moved_s))
         if now_s - self._heard_s >= SILENT_S:
             self._lose(f"has been silent for {now_s - self._heard_s:.0f} s")
             return

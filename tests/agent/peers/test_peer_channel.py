@@ -147,6 +147,23 @@ def test_a_silent_peer_is_let_go_in_time(node: Made, loop: MovedLoop) -> None:
         assert not listener.channels[0].open
 
 
+def test_who_stood_still_takes_nobody_to_have_been_silent_and_goes_on_to_see_who_is(
+    pair: tuple[Node, Node], node: Made, loop: MovedLoop
+) -> None:
+    """As an agent that was stopped by a signal, or with its whole machine: nobody was heard since nobody listened."""
+    one, other = pair
+    one.channels[0].send({"t": "large"}, [bytes(messages.BLOB_BYTES_MAX)])  # and nobody took anything
+    loop.clock.sleep_s(3 * SILENT_S)
+    loop.move(SILENT_S)
+    assert one.noted.ends == other.noted.ends == []
+    assert [message.kind for message in other.noted.messages] == ["large"]
+    listener = node("c")
+    with _handshaken(loop, listener):
+        loop.clock.sleep_s(3 * SILENT_S)
+        loop.move(SILENT_S + BEAT_S)
+        assert "has been silent for 2" in str(listener.noted.ends[0])
+
+
 def test_a_peer_that_does_not_read_is_let_go_by_time_and_by_bytes(node: Made, loop: MovedLoop) -> None:
     listener = node("a")
     with _handshaken(loop, listener) as (sock, session):
