@@ -17,6 +17,7 @@ from ckpt.agent.client import VERSION
 from ckpt.agent.facts import Store
 from ckpt.agent.inheriting import Inheriting
 from ckpt.agent.jobs import Job, finite
+from ckpt.agent.peers.sockets import SILENT_S
 from ckpt.agent.priority import Priority
 from ckpt.agent.recovery import which_committed
 from ckpt.agent.relaying import OPERATOR, Standing
@@ -122,6 +123,17 @@ class Node(Inheriting):
         for following in self.followings:
             following.died(peer)
         self._give_up_start(peer)
+
+    def stood_still(self, for_s: float) -> None:
+        text = f"this agent did not run for {for_s:.0f} s: it was stopped, or its machine had no time for it"
+        if self.network is not None:
+            text += (
+                f". Other nodes cut off one that says nothing for {SILENT_S:g} s; their ranks join again by themselves"
+            )
+        if self.current is not None:
+            self.current.emit("agent.stood_still", text, self.network is not None, {"for_s": round(for_s, 1)})
+        else:
+            log.warning("%s", text)
 
     def settle(self) -> float | None:
         now_s = time.monotonic()

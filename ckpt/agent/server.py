@@ -33,6 +33,7 @@ OUTBOX_MAX = 10_000  # packets for a peer that does not read; then it is let go
 AT_ONCE = 64  # messages of one peer before the others have their turn
 WAIT_S_MAX = 3600.0  # what the kernel is asked to wait at once: it counts in 32 bits of milliseconds
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOOD_STILL_S = 10.0  # that the loop comes round later than it was to: more than any round takes
 AGAIN_S = 1.0  # until what failed, settling or accepting, is tried again
 _UCRED = struct.Struct("3i")
 
@@ -50,6 +51,10 @@ class Handler(Protocol):
 
     def died(self, peer: Peer) -> None:
         """Its process is dead (see `Server.watch_death`). Every message that it sent before has been handled."""
+        ...
+
+    def stood_still(self, for_s: float) -> None:
+        """This process did not run for so long."""
         ...
 
     def settle(self) -> float | None:
@@ -177,6 +182,7 @@ class Server:
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_warning)  # Slurm sends it to every process of a step
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+        round_s = time.monotonic()
         while True:
             wake_s = self._settle()
             while self._lost:
@@ -187,7 +193,12 @@ class Server:
             if self._timers:
                 wake_s = min(self._timers[0][0], wake_s if wake_s is not None else self._timers[0][0])
             timeout_s = None if wake_s is None else min(max(0.0, wake_s - time.monotonic()), WAIT_S_MAX)
-            for key, events in self._selector.select(timeout_s):
+            ready = self._selector.select(timeout_s)
+            round_s, before_s = time.monotonic(), round_s
+            late_s = round_s - before_s - timeout_s if timeout_s is not None else 0.0
+            if late_s >= STOOD_STILL_S:
+                self._guard(handler.stood_still, late_s)
+            for key, events in ready:
                 self._guard(key.data, events)
             while self._posted:
                 self._guard(self._posted.popleft())

@@ -255,6 +255,7 @@ def test_a_coordinator_that_hung_and_wakes_up_commits_beside_it(cluster: Cluster
     os.kill(cluster.pids[0], signal.SIGSTOP)
     cluster.await_lending(lambda status: bool(committed(cluster)))  # once it has been silent for long enough
     os.kill(cluster.pids[0], signal.SIGCONT)
+    assert cluster.await_event("agent.stood_still")["for_s"] > 10, "it was this one that said nothing"
     assert cluster.job[0].wait_level(Tick(step), "store")
     store = open_store(cluster.url)
     try:
