@@ -185,14 +185,16 @@ class Keeper:
 
     def _room(self) -> int:
         """The bytes that what is kept for others may come to now: what the machine has left but for the reserve, and no
-        more than a user's limit leaves beside the slots that a job with copies has at least."""
+        more than a user's limit leaves beside the slots that a job with copies has at least, and those that are there:
+        one that copies may have the room of goes once it holds nothing that is needed."""
         reserve_bytes = relief.reserve_bytes(memory.total_bytes())
         rooms = [self.copies.taken_bytes + max(0, memory.free_bytes() - reserve_bytes)]
         shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]
         newest = max(shares, key=lambda each: each[0], default=None)
         if newest is not None and (plan := newest[1].limited) is not None:
             others_bytes = self.copies.bytes - self.copies.bytes_of(newest[0])  # they are in the plan
-            rooms.append(others_bytes + plan.left_bytes(min(SLOTS_MIN, plan.slots)))
+            slots = max(min(SLOTS_MIN, plan.slots), len(newest[1].arenas))
+            rooms.append(others_bytes + plan.left_bytes(slots))
         return min(rooms)
 
     def _begun(self) -> Begun | None:

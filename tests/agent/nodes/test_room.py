@@ -10,6 +10,8 @@ import pytest
 
 from ckpt.agent.committing import Committing
 from ckpt.agent.following import Following
+from ckpt.agent.keeper import Keeper
+from ckpt.agent.memory import plan
 from ckpt.agent.network import Network
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.others import Others
@@ -130,3 +132,17 @@ def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_n
     former.closed()
     assert former.is_idle
     former.drop()
+
+
+def test_copies_leave_a_users_limit_to_a_slot_that_is_not_in_use_any_more_until_it_has_gone() -> None:
+    """It still holds what is being committed, say, when copies may have its room."""
+    slot, job = 100 << 20, SimpleNamespace(epoch=EPOCH, own=SimpleNamespace(limited=None, arenas={0: {}, 1: {}}))
+    copies = SimpleNamespace(taken_bytes=0, bytes=0, bytes_of=lambda epoch: 0)
+    keeper = cast(Keeper, SimpleNamespace(copies=copies, _jobs=lambda: [job], followings=[]))
+    job.own.limited = plan(slot, 0, 0, 6 * slot, 1 << 50, 2)
+    beside_two = job.own.limited.left_bytes(2)
+    assert Keeper._room(keeper) == beside_two
+    job.own.arenas[2] = {}
+    assert Keeper._room(keeper) == beside_two - slot
+    del job.own.arenas[2], job.own.arenas[1]
+    assert Keeper._room(keeper) == beside_two, "it comes, or comes again"
