@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import ckpt
-from tests.session.kinds import Job, facts
+from ckpt.format import values
+from tests.format.test_values import same
+from tests.session.kinds import Job, bits_of, facts
 from tests.session.loops import wait_agent_gone
 from tests.session.runs import Seen
-from tests.session.scripts import Script
+from tests.session.scripts import ROOT, Script
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 STEPS, MORE = 7, 5
@@ -56,6 +59,25 @@ def test_every_kind_of_state_comes_back_from_the_store_bit_for_bit(tmp_path: Pat
             losses.append(job.train(step, ck.state))
     wait_agent_gone(tmp_path)
     check_restored(tmp_path, losses, "store")
+
+
+def test_the_stand_alone_reader_reads_every_kind_of_state(tmp_path: Path) -> None:
+    job = Job(0)
+    with ckpt.Checkpointer(tmp_path, job.state) as ck:
+        for step in ck.steps(2):
+            job.train(step, ck.state)
+    wait_agent_gone(tmp_path)
+    reader = runpy.run_path(str(ROOT / "tools" / "read_ckpt.py"))
+    (key,), _ = reader["line"](tmp_path)
+    record = reader["Record"](tmp_path, key)
+    found = {tensor.label: record.read(tensor) for tensor in record.tensors}
+    for name, tensor in job.tensors.items():
+        _, shape, raw = bits_of(tensor)
+        read = found[f"tensors.{name}"]
+        assert (read.shape, read.tobytes()) == (shape, raw), name
+    for label in ("values", "rank-values@rank=0"):
+        data = found[label].tobytes()
+        assert same(reader["read_values"](data), values.decode(data)), label
 
 
 def test_every_kind_of_state_comes_back_from_the_memory_of_a_killed_job(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 import ckpt
 from tests.session.loops import wait_agent_gone
+from tests.session.scripts import ROOT
 
 STORED = Path(__file__).parent / "stored"
 STEPS = 3
@@ -140,12 +142,17 @@ def write(folder: Path) -> None:
     wait_agent_gone(folder)
 
 
-@pytest.mark.parametrize("version", [*sorted(each.name for each in STORED.iterdir()), "fresh"])
-def test_what_each_released_version_saved_is_restored(version: str, tmp_path: Path) -> None:
-    if version == "fresh":
+@pytest.fixture(params=[*sorted(each.name for each in STORED.iterdir()), "fresh"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of each kept folder, and one that was just written."""
+    if request.param == "fresh":
         write(tmp_path / "run")
     else:
-        shutil.copytree(STORED / version, tmp_path / "run")
+        shutil.copytree(STORED / request.param, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_what_each_released_version_saved_is_restored(run: Path) -> None:
     wanted = Job()
     wanted.fill(wanted.state)
     expected = wanted.facts(wanted.state)
@@ -155,13 +162,36 @@ def test_what_each_released_version_saved_is_restored(version: str, tmp_path: Pa
     np.random.seed(99)
     told: list[str] = []
     sink = lambda event: told.append(event.message) if event.loud else None  # noqa: E731
-    with ckpt.Checkpointer(tmp_path / "run", job.state, sinks=(sink,)) as ck:
+    with ckpt.Checkpointer(run, job.state, sinks=(sink,)) as ck:
         assert (ck.restored.step, ck.restored.level) == (STEPS, "store")
         found = job.facts(ck.state)
-    wait_agent_gone(tmp_path / "run")
+    wait_agent_gone(run)
     assert [name for name in expected if found[name] != expected[name]] == []
     assert job.net.last.weight is job.net.first.weight
     assert told == []
+
+
+def test_the_stand_alone_reader_reads_what_each_released_version_saved(run: Path, tmp_path: Path) -> None:
+    job = Job()
+    job.fill(job.state)
+    expected = {f"net.{name}": t for name, t in [*job.net.named_parameters(), *job.net.named_buffers()]}
+    names = {p: name for name, p in job.net.named_parameters()}
+    for p, held in job.optim.state.items():
+        expected |= {f"optim.state.{names[p]}.{key}": value for key, value in held.items()}
+    expected |= {"net._extra_state.seen": job.net.more["seen"], "custom.mean": job.custom.mean}
+    expected |= {"table": job.table, "rows": job.state["rows"].tensor}
+    words = [sys.executable, str(ROOT / "tools" / "read_ckpt.py"), str(run), "--out", str(tmp_path / "x.npz")]
+    said = subprocess.run(words, capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (0, "")
+    with np.load(tmp_path / "x.npz") as found:
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            wanted = tensor.detach()
+            wanted = wanted.float() if wanted.dtype is torch.bfloat16 else wanted
+            assert (found[name].dtype, found[name].tobytes()) == (wanted.numpy().dtype, wanted.numpy().tobytes()), name
+    for part in ("'kind': 'optimizer', 'class': 'AdamW'", "'aliases': {'net.last.weight': 'net.first.weight'}"):
+        assert part in said.stdout
+    assert "rank-values@rank=0: {'coordinate': 'rank=0'" in said.stdout
 
 
 if __name__ == "__main__":
