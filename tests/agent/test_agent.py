@@ -133,6 +133,34 @@ def wait_gone(pid: int, timeout_s: float = 60) -> None:
         os.close(pidfd)
 
 
+def test_ranks_that_come_at_once_start_one_agent_for_each_url_and_it_has_no_torch(url: str) -> None:
+    urls = [url, canonical(f"{url}-other")]
+
+    def come(rank: int) -> tuple[str, int]:
+        mine = urls[rank % 2]
+        begun.wait(60)
+        sock = client.connect(mine, read())
+        connection = client.Connection(sock, tasks, lambda message: message.close(), lambda why: None, role="tool")
+        connections.append(connection)
+        return mine, connection.agent_pid
+
+    begun, connections = threading.Barrier(8), list[client.Connection]()
+    with Tasks("ranks", pool_size=8) as tasks:
+        try:
+            found = {future.result(90) for future in [tasks.submit(come, rank) for rank in range(8)]}
+            assert len(found) == len({pid for _, pid in found}) == 2
+            for _, pid in found:
+                assert "ckpt.agent.main" in psutil.Process(pid).cmdline()
+                assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+                assert os.getsid(pid) != os.getsid(0)
+        finally:
+            for connection in connections:
+                connection.close()
+    for _, pid in found:
+        os.kill(pid, signal.SIGTERM)  # no job came, for which they would wait a while
+        wait_gone(pid)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_job_saves_commits_leaves_and_the_agent_leaves_nothing(
     world: int, url: str, ranks: Callable[..., list[FakeRank]], runtime_dir: Path
@@ -550,7 +578,7 @@ def test_a_killed_job_without_a_successor_is_committed_and_the_agent_ends(url: s
     job[0].ask(do="step")
     job[0].tell(do="die")
     job[0].end()
-    wait_for(lambda: not any(path.suffix == ".sock" for path in runtime_dir.iterdir()))
+    wait_for(lambda: not list(runtime_dir.iterdir()))
     assert committed_steps(url)[-1] == last
 
 
