@@ -19,6 +19,7 @@ LONG = {
     "verify": ["{url}"],
     "diff": ["{url}", "10", "20"],
     "restore": ["{url}", "--to", "{to}"],
+    "prune": ["{to}", "--last", "1", "--yes"],
 }
 
 
@@ -46,7 +47,8 @@ def on_terminal(*words: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("command", LONG)
 def test_a_long_command_shows_a_bar_on_a_terminal_and_none_with_json(tmp_path: Path, command: str) -> None:
-    a_run(tmp_path / "run")
+    for name in ("run", *(("one", "two") if command == "prune" else ())):
+        a_run(tmp_path / name)
 
     def words(to: str) -> list[str]:
         return [word.format(url=tmp_path / "run", to=tmp_path / to) for word in LONG[command]]
