@@ -75,17 +75,17 @@ def test_fewer_and_more_ranks_restore_every_layout_from_memory(tmp_path: Path) -
 
 
 @pytest.mark.torchrun
-def test_five_and_six_ranks_restore_from_memory_what_seven_and_five_saved(tmp_path: Path) -> None:
-    """Seven save, five restore each as the other and save, six restore. No tensor parallelism, in which torch does
-    not run this model on seven ranks."""
+def test_five_six_and_seven_ranks_restore_from_memory_what_seven_five_and_six_saved(tmp_path: Path) -> None:
+    """Each as the other layout. No tensor parallelism, in which torch does not run this model on seven ranks."""
     env = {"CKPT_LINGER_S": "120", "LAYOUTS": "ddp fsdp"}
-    seven, five = tmp_path / "seven", tmp_path / "five"
-    seven.mkdir()
-    five.mkdir()
+    seven, five, six = (tmp_path / name for name in ("seven", "five", "six"))
+    for folder in (seven, five, six):
+        folder.mkdir()
     launch(tmp_path / "7.log", 7, "save", str(seven), "memory", **env).end(240)
-    script = launch(tmp_path / "5.log", 5, "cross", str(seven), "memory", "save", str(five), "memory", **env)
-    assert restored(script) == 2
-    assert restored(launch(tmp_path / "6.log", 6, "cross", str(five), "memory", **env)) == 2
+    for ranks, former, folder in ((5, seven, five), (6, five, six)):
+        args = ("cross", str(former), "memory", "save", str(folder), "memory")
+        assert restored(launch(tmp_path / f"{ranks}.log", ranks, *args, **env)) == 2
+    assert restored(launch(tmp_path / "again.log", 7, "cross", str(six), "memory", **env)) == 2
 
 
 @pytest.mark.torchrun
