@@ -27,7 +27,7 @@ from ckpt.trainer.shard import live_parts, storage_of
 from ckpt.types import counted
 
 PROOFS = 2  # snapshots that a tensor is copied eagerly and compared in, before it may be copied late
-LATE_BYTES_MIN = 64 << 10  # smaller tensors are always copied at the boundary
+LATE_BYTES_MIN = 64 << 10  # boxes below it are always copied at the boundary, and tensors below SMALL_BYTES (walk.py)
 CANARY_BYTES = 64
 WORD_BYTES = 8
 DEVICE_UNIT_BYTES = 32 << 20  # what a device's copy engine reads in the time in which a thread reads UNIT_BYTES

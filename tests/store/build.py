@@ -98,11 +98,11 @@ def rows(shape: tuple[int, ...], parts: int, dim: int = 0) -> tuple[Box, ...]:
     )
 
 
-def read_all(backend: Any, record: Record) -> dict[tuple[str, str], Bits]:
-    """Every tensor of a record, read through slabs of 2 KiB."""
+def read_all(backend: Any, record: Record, slab_bytes: int = 2048) -> dict[tuple[str, str], Bits]:
+    """Every tensor of a record, read through slabs of so many bytes."""
     specs = [spec for spec in record.manifest.tensors if not spec.values]
     out = {(s.name, s.owner): np.zeros(s.shape, bits_dtype(s.dtype)) for s in specs}
-    wants = [want for spec in specs for want in slabs_of(spec, 2048)]
+    wants = [want for spec in specs for want in slabs_of(spec, slab_bytes)]
     for i, bits in stream(FrameReader(backend, record), wants):
         want = wants[i]
         inside = tuple(slice(o, o + n) for o, n in zip(want.box.offset, want.box.shape, strict=True))
