@@ -1,4 +1,5 @@
-"""A whole run over Azure's and Google's object storage: saved, lost from memory, and restored bit for bit."""
+"""A whole run over Ceph's, Azure's and Google's object storage, and through s3fs: saved, lost from memory, and restored
+bit for bit."""
 
 from __future__ import annotations
 
@@ -7,23 +8,35 @@ from collections.abc import Iterator
 import pytest
 
 import ckpt
-from tests import clouds
+from tests import ceph, clouds, servers
 from tests.cli.stores import opened
+from tests.servers import Server
 from tests.session.loops import losses, make
 from tests.session.runs import run
 
-SERVERS = {"az": (clouds.why_no_azurite, clouds.azurite), "gs": (clouds.why_no_gcs, clouds.gcs)}
+SERVERS = {
+    "s3": (ceph.why_not, ceph.ceph),
+    "az": (clouds.why_no_azurite, clouds.azurite),
+    "gs": (clouds.why_no_gcs, clouds.gcs),
+    "fsspec+s3": (lambda: None, servers.moto),
+}
 
 
-@pytest.fixture(params=SERVERS)
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module", params=SERVERS)
+def cloud(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
     why_not, server = SERVERS[request.param]
     if why := why_not():
         pytest.skip(why)
     with server() as made:
-        for name, value in made.environment().items():
-            monkeypatch.setenv(name, value)
-        yield f"{request.param}://{made.bucket}/runs/one"
+        yield request.param, made
+
+
+@pytest.fixture
+def url(cloud: tuple[str, Server], monkeypatch: pytest.MonkeyPatch) -> str:
+    scheme, server = cloud
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"{scheme}://{server.bucket}/runs/one"
 
 
 def test_a_run_goes_on_bit_for_bit_from_that_cloud(url: str) -> None:
@@ -33,3 +46,10 @@ def test_a_run_goes_on_bit_for_bit_from_that_cloud(url: str) -> None:
     assert first.losses + again.losses == losses(6)
     with opened(url) as backend:
         assert len(list(backend.list("commits/"))) >= 1
+
+
+@pytest.mark.parametrize("cloud", ["s3"], indirect=True)
+def test_wrong_credentials_are_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another one")
+    with pytest.raises(ckpt.AccessDenied, match="credentials"):
+        run(url, 8)
