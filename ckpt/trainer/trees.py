@@ -1,7 +1,8 @@
 """Trees of values with tensors in them: taking the tensors out, and putting tensors back.
 
-A tree is what `state_dict()` of an object gives, or what a user puts into the state: dicts, lists and tuples of plain
-values and tensors. A path is the tuple of keys and indices that leads to a tensor; its place in the tree holds None.
+A tree is what `state_dict()` of an object gives, or what a user puts into the state: dicts, lists, tuples and deques of
+plain values and tensors. A path is the tuple of keys and indices that leads to a tensor; its place in the tree holds
+None.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Path = tuple[Any, ...]
 Tensor = torch.Tensor | Shard
 
 DEPTH_MAX = 100
-CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple)  # what comes back as it was
+CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # what comes back as it was
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -49,12 +50,14 @@ def _split(tree: Any, path: Path, found: list[tuple[Path, Tensor]], what: str) -
         if len(found) == before:
             return tree
         return _like(tree, children)
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple, deque)):
         if set(map(type, tree)) <= PLAIN:
             return tree
         items = [_split(value, (*path, index), found, what) for index, value in enumerate(tree)]
         if len(found) == before:
             return tree
+        if isinstance(tree, deque):
+            return deque(items, tree.maxlen)
         return items if isinstance(tree, list) else tuple(items)
     return tree
 
@@ -112,7 +115,7 @@ def plant(tree: Any, path: Path, value: Any) -> None:
 def has(tree: Any, path: Path) -> bool:
     """Whether the path leads to a place in the tree."""
     for key in path:
-        if not isinstance(tree, (dict, list, tuple)) or (isinstance(tree, dict) and key not in tree):
+        if not isinstance(tree, (dict, list, tuple, deque)) or (isinstance(tree, dict) and key not in tree):
             return False
         if not isinstance(tree, dict) and not (isinstance(key, int) and 0 <= key < len(tree)):
             return False

@@ -203,6 +203,21 @@ def test_plain_values_are_live_in_the_state_and_keep_their_types() -> None:
     assert torch.equal(other["lists"]["a"][0], torch.ones(1))
 
 
+def test_a_deque_holds_tensors_as_a_list_does() -> None:
+    """A pool of images, a replay buffer: empty at first, so that an entry cannot refuse it."""
+    saved = {"pool": deque([torch.ones(2), (torch.arange(3), 0.5), {"inner": deque([torch.zeros(1)])}], maxlen=4)}
+    pool: deque[Any] = deque(maxlen=4)
+    other: dict[str, Any] = {"pool": pool}
+    rt.restore(other, rt.save(saved))
+    assert other["pool"] is pool
+    assert pool.maxlen == 4
+    assert torch.equal(pool[0], torch.ones(2))
+    assert torch.equal(pool[1][0], torch.arange(3))
+    assert pool[1][1] == 0.5
+    assert type(pool[2]["inner"]) is deque
+    assert torch.equal(pool[2]["inner"][0], torch.zeros(1))
+
+
 def test_who_holds_what_can_be_changed_in_the_state_sees_what_was_restored() -> None:
     """A loop goes on with the names that it made before: what it changes through them later is saved again."""
     saved = {
