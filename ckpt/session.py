@@ -232,6 +232,8 @@ class Checkpointer:
             parts.updates.find_torn()
         if parts.updates.elsewhere:
             parts.updates.find_elsewhere()
+        if parts.updates.strangers.due:
+            parts.updates.strangers.name(parts.saver.walker)
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:

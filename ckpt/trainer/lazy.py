@@ -321,6 +321,10 @@ def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
     """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
     storages. Usually the first one does. Any optimizer of the process may be asked about, of any kinds of tensors."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    state = (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())
-    found = (tensor for tensor in chain(params, state) if isinstance(tensor, Tensor))
+    found = (tensor for tensor in chain(params, state_of(optimizer)) if isinstance(tensor, Tensor))
     return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Any]:
+    """What it keeps of each parameter: tensors and other values."""
+    return (value for of_one in optimizer.state.values() if isinstance(of_one, dict) for value in of_one.values())

@@ -39,6 +39,7 @@ class Steps:
         collected = updates.collect() if updates.scalers else ()
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
         updates.ended, updates.fenced, updates.collected = 0, False, collected
+        updates.strangers.boundaries += 1
         self.ended, self.sub, self._ended_in_body = step, 0, True
         return step
 

@@ -17,6 +17,7 @@ from ckpt.events import Events
 from ckpt.trainer.lazy import owns_any
 from ckpt.trainer.nodes import OptimizerNode
 from ckpt.trainer.shard import storages
+from ckpt.trainer.strangers import Strangers
 from ckpt.trainer.walk import Walk
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Updates:
         self.elsewhere = False
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
+        self.strangers = Strangers(state, events)
         self._state = state
         self._walk = walk
         self._events = events
@@ -125,6 +127,7 @@ class Updates:
                 self.ended += 1
                 self.by_hand = self.elsewhere = False
                 del self._begun[at]
+                self.strangers.stepped(optimizer)
                 return
         self.elsewhere = self.by_hand and not self._said_elsewhere
 
@@ -141,6 +144,7 @@ class Updates:
             return
         self._storages = storages(tensor for line in walk.tensors for tensor in line)
         self._known = {id(each): (ref(each), True) for each in _find(Optimizer, self._state, set())}
+        self.strangers.pass_over(known for known, _ in self._known.values())
         scalers = _find(GradScaler, self._state, set())
         if [*map(id, scalers)] != [*map(id, self.scalers)]:
             self.scalers, self.collected = scalers, ()  # of these nothing is known before the next boundary

@@ -292,6 +292,77 @@ def test_a_step_that_was_left_after_its_update_has_ended(tmp_path: Path, registe
         assert ck.restored.step == 7
 
 
+class Wrapper:
+    """Saves the optimizer that it holds."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.inner = [optim]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": self.inner[0].param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner[0].param_groups[0]["lr"] = state["lr"]
+
+
+class Elsewhere:
+    """Saves an optimizer that it does not hold."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = read
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _named_unsaved(
+    folder: Path, second: torch.optim.Optimizer, state: dict[str, Any], passing: bool = False
+) -> list[ckpt.Event]:
+    seen: list[ckpt.Event] = []
+    with ckpt.Checkpointer(folder, state, sinks=(seen.append,)) as ck:
+        for step in ck.steps(6):
+            if step % 2 == 0:  # as of a GAN whose second part is trained less often
+                for group in second.param_groups:
+                    for param in group["params"]:
+                        param.grad = torch.ones_like(param)
+                second.step()
+                if passing:
+                    second = type(second)(second.param_groups[0]["params"], lr=0.1)
+    return [event for event in seen if event.name == "optimizer.unsaved"]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_that_was_not_registered_is_named(tmp_path: Path, scheduled: bool) -> None:
+    """A restart would begin with a new one. A scheduler holds its optimizer, and does not save it."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": model}
+    if scheduled:
+        state["sched"] = torch.optim.lr_scheduler.StepLR(optim, 3)
+    (event,) = _named_unsaved(tmp_path, optim, state)
+    assert event.loud
+    assert event.data["optimizer"] == "Adam"
+    assert event.data["tensor"] == "model.bias"
+
+
+@pytest.mark.parametrize(
+    "kind", ["registered", "without state", "in a wrapper", "saved by another", "of another model"]
+)
+def test_an_optimizer_of_which_nothing_is_lost_is_not_named(tmp_path: Path, kind: str) -> None:
+    """Passing: one that is made anew for each step, as in an inner loop."""
+    model = torch.nn.Linear(2, 2)
+    trained = torch.nn.Linear(2, 2) if kind == "of another model" else model
+    optim: torch.optim.Optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+    if kind == "without state":
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    also = {
+        "registered": {"optims": {"a": optim}},
+        "in a wrapper": {"wrapper": Wrapper(optim)},
+        "saved by another": {"app": Elsewhere(lambda: {"optim": optim.state_dict()})},
+    }
+    assert _named_unsaved(tmp_path, optim, {"model": model, **also.get(kind, {})}, kind == "passing") == []
+
+
 # ------------------------------------------------------------------------------------------------- troubled code
 
 

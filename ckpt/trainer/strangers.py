@@ -1,0 +1,103 @@
+"""Optimizers that train a part of the state and are not saved with it, so that a restart would not bring them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckpt.errors import is_from_outside
+from ckpt.events import Events
+from ckpt.trainer.lazy import state_of
+from ckpt.trainer.shard import storages
+from ckpt.trainer.walk import StateWalker
+from ckpt.types import counted
+
+SEARCHED_MAX = 100_000  # of what hangs on the state, for what may hold an optimizer
+SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRScheduler)  # in which nothing is searched
+
+
+class Strangers:
+    """Meets the optimizers that train a part of `state`. `boundaries`: how many there were. `due`: those that are to be
+    looked at, which have stepped in a second step: one that is made anew for each step is not to come back."""
+
+    def __init__(self, state: dict[str, Any], events: Events) -> None:
+        self.boundaries = 0
+        self.due: list[Optimizer] = []
+        self._state = state
+        self._events = events
+        # By id, after which boundary it has stepped first; None: done with. Some have no hash, or are equal to others.
+        self._met: dict[int, tuple[ref[Optimizer], int | None]] = {}
+
+    def pass_over(self, optimizers: Iterable[ref[Optimizer]]) -> None:
+        """They are in the state by themselves."""
+        for each in optimizers:
+            if (optimizer := each()) is not None:
+                self._met[id(optimizer)] = each, None
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        met, first = self._met.get(id(optimizer), (None, None))
+        if met is None or met() is not optimizer:
+            self._met[id(optimizer)] = ref(optimizer), self.boundaries
+        elif first not in (None, self.boundaries):
+            self._met[id(optimizer)] = met, None
+            self.due.append(optimizer)
+
+    def name(self, walker: StateWalker) -> None:
+        """An event for those of `due` whose state would not come back with the state that `walker` walks, such as one
+        that was not registered, or that another optimizer steps for itself. What an object may have copies of is not
+        looked at. Once for each."""
+        kept = [(each, [v for v in state_of(each) if isinstance(v, Tensor)]) for each in self.due]
+        self.due = []
+        kept = [(each, tensors) for each, tensors in kept if tensors and not _may_be_held(each, self._state)]
+        if not kept:
+            return
+        try:
+            walk = walker.walk()  # the present one may be from before their state appeared
+        except Exception as exc:
+            if is_from_outside(exc):
+                raise
+            return  # the next snapshot says it
+        held = storages(tensor for line in walk.tensors for tensor in line)
+        lost = [each for each, tensors in kept if not storages(tensors) & held]
+        if not lost:
+            return
+        kind, trained = type(lost[0]).__name__, storages(_params(lost[0]))
+        lines = zip(walk.layout.entries, walk.tensors, strict=True)
+        name = next((entry.name for entry, line in lines if storages(line) & trained), "a part of the state")
+        others = f" (and {counted(len(lost) - 1, 'other')} like it)" if len(lost) > 1 else ""
+        self._events.emit(
+            "optimizer.unsaved",
+            f"ckpt: the {kind} that trains {name} is not in the state{others}: a restart begins with a new one, "
+            "without what this one has gathered. Register it as well",
+            loud=True,
+            optimizer=kind,
+            tensor=name,
+        )
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
+
+
+def _may_be_held(optimizer: Optimizer, state: dict[str, Any]) -> bool:
+    """Whether an object of the state holds it, and so may save it in a way of its own. A scheduler does not, a module
+    neither, and what an optimizer saves of another one is in the walk."""
+    seen: set[int] = set()
+    held: list[Any] = [state]
+    while held and len(seen) < SEARCHED_MAX:
+        value = held.pop()
+        if value is optimizer:
+            return True
+        if id(value) in seen or isinstance(value, SEALED):
+            continue
+        seen.add(id(value))
+        inner = value if isinstance(value, (dict, list, tuple, set)) else getattr(value, "__dict__", {})
+        if len(inner) <= SEARCHED_MAX:
+            held += inner.values() if isinstance(inner, dict) else inner
+    return bool(held)
