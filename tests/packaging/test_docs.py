@@ -26,6 +26,46 @@ def test_every_test_that_a_table_of_failures_names_is_there(page: str, least: in
     assert not missing
 
 
+def rows(page: str, first: str) -> list[list[str]]:
+    """Of each table of that page whose first column is headed so: the cells of each row."""
+    found: list[list[str]] = []
+    inside = False
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        inside = bool(cells) and (inside or cells[0] == first)
+        if inside and cells[0] != first and set(line) - set("|- "):
+            found.append(cells)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "first", "columns", "least"),
+    [
+        ("docs/failure-model.md", "what fails", 3, 100),
+        ("docs/failure-model.md", "what happens", 3, 10),
+        ("docs/guides/nodes.md", "what is lost", 5, 15),
+    ],
+)
+def test_every_row_of_a_table_of_failures_says_all_that_its_columns_ask_and_names_a_test(
+    page: str, first: str, columns: int, least: int
+) -> None:
+    found = rows(page, first)
+    assert len(found) >= least
+    assert [cells for cells in found if len(cells) != columns or not all(cells) or "::test_" not in cells[-1]] == []
+
+
+def test_what_is_shown_with_nodes_of_their_own_is_in_the_table_that_says_how_long_the_way_back_takes() -> None:
+    told = "".join(cells[-1] for cells in rows("docs/guides/nodes.md", "what is lost"))
+    shown = {
+        f"nodes/{file.name}::{name}"
+        for file in (ROOT / "tests/nodes").glob("test_*.py")
+        if file.name != "test_benchmarks.py"
+        for name in re.findall(r"^def (test_\w+)\(", file.read_text(), re.MULTILINE)
+    }
+    assert len(shown) > 5
+    assert {name for name in shown if f"`{name}`" not in told} == set()
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
