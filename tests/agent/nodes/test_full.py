@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.types import Tick
 from tests.agent.nodes.cluster import Cluster
 
 STATE = 16 << 20  # numbers that each rank holds beside the rest, of which it stages a third
 LEFT_BYTES = 12 << 20  # less than what an agent keeps of it for others, and the stack of one thread
 UNLIMITED = resource.RLIM_INFINITY
+COPIES, PARITY = {"replicas": 1}, {"data": 2, "parity": 1}
 
 
 @contextlib.contextmanager
@@ -26,24 +28,58 @@ def full(pid: int) -> Iterator[None]:
     resource.prlimit(pid, resource.RLIMIT_AS, (UNLIMITED, UNLIMITED))
 
 
-@pytest.mark.parametrize("node", [0, 2])
-@pytest.mark.parametrize("peers", [{"replicas": 1}, {"data": 2, "parity": 1}])
-def test_training_goes_on_beside_a_full_memory_and_what_is_safe_stays(
-    peers: dict[str, int], node: int, cluster: Cluster
-) -> None:
+def begin(cluster: Cluster, peers: dict[str, int]) -> int:
+    """On three nodes. The step that is safe."""
     cluster.forbid_commits()
     cluster.options = {**cluster.options, "peers": peers}
     cluster.connect(0, 1, 2)
     for rank in cluster.job:
         rank.extra = STATE
     cluster.enter()
-    safe = cluster.checkpoint("peer")
+    return cluster.checkpoint("peer")
+
+
+def await_full(cluster: Cluster, safe: int) -> None:
+    """Until copies have failed for want of memory. Nothing is safe but what was."""
+    cluster.await_event("peers.failed")
+    told = [event["message"] for event in cluster.job[0].events if event["name"] == "peers.failed"]
+    assert any("memory" in text for text in told), told
+    with cluster.job[0].changed:
+        levels = dict(cluster.job[0].levels)
+    assert [tick for (tick, level), (ok, _) in levels.items() if ok and level == "peer"] == [str(Tick(safe))]
+
+
+@pytest.mark.parametrize("node", [0, 2])
+@pytest.mark.parametrize("peers", [COPIES, PARITY])
+def test_training_goes_on_beside_a_full_memory_and_what_is_safe_stays(
+    peers: dict[str, int], node: int, cluster: Cluster
+) -> None:
+    """Parity may find room in what malloc has reserved before."""
+    safe = begin(cluster, peers)
     with full(cluster.pids[node]):
         for _ in range(3):
             cluster.checkpoint("local")
+        if peers == COPIES:
+            await_full(cluster, safe)
         log = next(cluster.folder.glob(f"n{node}/*.log")).read_text()
         assert "made a mistake" not in log, log
     again = cluster.checkpoint("peer")
     cluster.kill(1)
     cluster.hang_up()
     assert cluster.start(0, 2).fields["candidate"]["step"] >= again > safe
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_where_a_node_is_lost_while_the_memory_of_another_is_full_what_was_safe_comes_back(
+    node: int, cluster: Cluster
+) -> None:
+    safe = begin(cluster, COPIES)
+    with full(cluster.pids[node]):
+        for _ in range(3):
+            cluster.checkpoint("local")
+        await_full(cluster, safe)
+        cluster.kill(1)
+        cluster.hang_up()
+    candidate = cluster.start(0, 2).fields["candidate"]
+    assert candidate["step"] >= safe
+    assert {level for level, count in cluster.fetched().items() if count} <= {"local", "peer"}
