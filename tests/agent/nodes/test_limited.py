@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.agent.relief import reserve_bytes
 from ckpt.cgroups import CGROUPS, V1, V2
 from ckpt.tasks import Tasks
 from tests.agent.nodes.cluster import Cluster
@@ -20,6 +23,16 @@ from tests.agent.nodes.cluster import Cluster
 EXTRA = 8 << 20  # numbers that each rank holds beside the rest, of which it stages a half
 SLOT_BYTES = 4 * EXTRA // 2 + (2 << 20)  # and what that takes, a little more
 GONE_S = 20.0  # how long a group may take to be empty
+
+_TAKES = """
+import sys
+from ckpt.agent.memory import free_bytes
+taken = []
+while free_bytes() > int(sys.argv[1]):
+    taken.append(bytearray(b"x" * (1 << 20)))
+print("full", flush=True)
+sys.stdin.read()
+"""
 
 
 @dataclass(frozen=True)
@@ -123,3 +136,33 @@ def test_a_job_that_has_no_room_for_a_single_slot_saves_once_there_is_room(limit
     assert cluster.await_event("memory.plan", 2)["slots"] == 3
     cluster.checkpoint("peer", "store")
     assert limited.ended() == 0
+
+
+@contextlib.contextmanager
+def filled(limited: Limited, left: int) -> Iterator[None]:
+    """Another process has taken all of it but so many bytes."""
+    code = f"open({str(limited.folder / 'cgroup.procs')!r}, 'w').write('0')\n{_TAKES}"
+    command = [sys.executable, "-c", code, str(left)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "full\n"
+        yield
+        process.kill()
+
+
+def test_a_container_that_another_process_fills_has_back_what_is_only_warm_and_what_is_safe_stays(
+    limited: Limited, cluster: Cluster
+) -> None:
+    cluster.forbid_commits()
+    begin(cluster, limited, 9.0)
+    cluster.enter()
+    cluster.checkpoint("peer")
+    safe = cluster.checkpoint("peer")  # of the one before the copy is only warm by now
+    left = reserve_bytes(int((limited.folder / limited.limit).read_text())) // 2
+    with filled(limited, left):
+        cluster.await_status(1, lambda status: "memory.relief" in [each["event"] for each in status["events"]])
+        assert limited.ended() == 0
+        cluster.kill(0)
+        cluster.hang_up()
+    candidate = cluster.start(1, 2).fields["candidate"]
+    assert candidate["step"] == safe
