@@ -193,6 +193,7 @@ def check_memory(came: list[Line], at_least: int) -> None:
     assert len({line["identity"] for line in came}) == 1, came
     for line in came:
         assert line["restored"] >= at_least > 0, (at_least, line)
+        assert line["level"] in ("local", "peer"), line
         assert line["bytes"].keys() <= {"restored from local", "restored from peer"}, line
         assert sum(line["bytes"].values()), line
 

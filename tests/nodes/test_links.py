@@ -42,6 +42,8 @@ def test_training_goes_on_while_an_agents_link_is_slow_and_while_it_is_cut_in_th
     cut = time.time()
     time.sleep(CUT_S)  # it is the silence that is the matter
     assert steps_between(job, cut, time.time()) > 10, "training stood still behind a cut link"
+    given_up = [line for line in job.lines() if line.get("event") == "peers.failed" and line["at"] > cut]
+    assert given_up, "nothing was on its way when the link was cut"
     lan.plug(far, connected=True)
     lan.slow(far, mbit=0)
     mended = time.time()
