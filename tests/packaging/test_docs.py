@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from tests.nodes.jobs import RENDEZVOUS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -90,3 +91,12 @@ def test_every_variable_that_is_read_is_told_of_where_users_begin() -> None:
     read = set(re.findall(r"CKPT_[A-Z0-9_]+", (ROOT / "ckpt/settings.py").read_text()))
     start = (ROOT / "docs/start.md").read_text()
     assert sorted(each for each in read if each not in start) == []
+
+
+def test_the_guides_torchrun_is_started_as_in_the_tests_that_kill_nodes() -> None:
+    """Without that its restarts take minutes, or fail: it is what a user copies."""
+    shown = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs/guides/nodes.md").read_text(), re.MULTILINE | re.DOTALL)
+    command = next(each for each in shown if "torchrun --nnodes" in each)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
+    wanted = set(RENDEZVOUS.split(",")) - {"join_timeout=180"}  # tests are impatient
+    assert set(re.findall(r"--rdzv-conf (\S+)", command)[0].split(",")) == wanted
