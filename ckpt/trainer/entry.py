@@ -119,6 +119,8 @@ def enter(
     mine = collective.together(group, lambda: _facts(asked, settings, saver, coordinate))
     facts = [msgpack.unpackb(said) for said in group.gather(mine)]
     _check_facts(facts)
+    if group.rank == 0:
+        _tell_what_differs(events, facts)
     nodes = _nodes(group, settings, saver, facts)
     launch = group.gather(settings.launch.encode())[0].decode()
     begin = {
@@ -242,7 +244,7 @@ def _facts(asked: Asked, settings: Settings, saver: Saver, coordinate: Coordinat
             "options": _options(asked),
             "state": sorted(asked.state),
             "peers": list(settings.peers),
-            "secret": settings.secret_file is not None,
+            "secret": secret.told_apart(settings),
             "known": saver.link.secret,
         }
     )
@@ -277,6 +279,22 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
             raise UsageError(
                 f"ranks {other} and {rank} have the same mesh coordinate {said['coordinate']!r}: give mesh= one that "
                 "names every rank of the job"
+            )
+
+
+def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
+    """Of what rank 0's node alone is asked for: the launcher may have rank 0 on any other at the next start."""
+    for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
+        rank = next((rank for rank, said in enumerate(facts) if said[name] != facts[0][name]), None)
+        if rank is not None:
+            events.emit(
+                "nodes.differ",
+                f"ckpt: {variable} of rank {rank} is not what rank 0 has, which counts. The next start may have rank 0 "
+                "on any of the nodes, and find no memory-only node then, or nothing of what others hold: set it on all "
+                f"nodes, to {'the same' if name == 'peers' else 'a file of the same secret'}",
+                loud=True,
+                variable=variable,
+                rank=rank,
             )
 
 

@@ -98,6 +98,37 @@ except ckpt.UsageError as exc:
 dist.barrier()
 """
 
+SETTINGS_DIFFER = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+import ckpt
+folder, told = Path(sys.argv[1]), []
+dist.init_process_group("gloo")
+rank, at = dist.get_rank(), "127.0.0.1:9"  # where nobody listens
+(folder / "secret").touch(mode=0o600)
+(folder / "secret").write_text("ab" * 32)
+CASES = {
+    "alike": [at, at, "secret", "secret"],
+    "peers": [at, "", "secret", "secret"],
+    "files": ["", at, "", "secret"],
+    "secrets": ["", "", "secret", "missing"],
+}
+for name, (*peers, first, second) in CASES.items():
+    dist.barrier()
+    os.environ["CKPT_RUNTIME_DIR"] = str(folder / f"{name}{rank}")
+    for variable, value in (("CKPT_PEERS", peers[rank]), ("CKPT_SECRET_FILE", (first, second)[rank])):
+        os.environ.pop(variable, None)
+        if value:
+            os.environ[variable] = str(folder / value) if variable == "CKPT_SECRET_FILE" else value
+    with ckpt.Checkpointer(folder / f"run-{name}", {"x": 1}, sinks=(told.append,)) as ck:
+        ck.step()
+    found = [(each.loud, each.data["variable"], each.data["rank"]) for each in told if each.name == "nodes.differ"]
+    print("said:", name, found, flush=True)
+    told.clear()
+dist.destroy_process_group()
+"""
+
 
 def test_ranks_that_do_not_do_alike_are_named_and_nobody_waits_for_them(tmp_path: Path) -> None:
     lines = torchrun(tmp_path / "log", 2, "tests.session.apart", str(tmp_path)).end(300)
@@ -162,3 +193,20 @@ def test_ranks_that_are_in_other_process_groups_too_do_not_wait_for_each_other(
     said = [line for line in lines if "said:" in line]
     assert len(said) == ranks
     assert len([line for line in said if "different numbers of torch process groups" in line]) == refused
+
+
+def test_what_names_memory_only_nodes_and_is_not_alike_on_all_nodes_is_told(tmp_path: Path, runtime_dir: Path) -> None:
+    """It is rank 0's that counts, and a launcher may have rank 0 on another node at the next start."""
+    command = [sys.executable, "-c", SETTINGS_DIFFER, str(runtime_dir)]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    scripts = [Script(command, tmp_path / f"log{rank}", {**env, "RANK": str(rank)}) for rank in (0, 1)]
+    for script in scripts:
+        script.end(240)
+    first, second = [script.log.read_text() for script in scripts]
+    assert [line for line in first.splitlines() if line.startswith("said:")] == [
+        "said: alike []",
+        "said: peers [(True, 'CKPT_PEERS', 1)]",
+        "said: files [(True, 'CKPT_PEERS', 1), (True, 'CKPT_SECRET_FILE', 1)]",
+        "said: secrets [(True, 'CKPT_SECRET_FILE', 1)]",
+    ]
+    assert "nodes.differ" not in second

@@ -8,6 +8,7 @@ missing, can still be asked what they hold.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -31,6 +32,16 @@ def for_run(settings: Settings, former: bytes) -> bytes:
     """That of the file which the settings name, else that of a former start; a new one where that is b"". Errors: as
     those of `read_file`."""
     return read_file(settings.secret_file) if settings.secret_file is not None else former or make()
+
+
+def told_apart(settings: Settings) -> str:
+    """By which others see whether they have the same, and which gives it away to nobody; "": no file is named."""
+    if settings.secret_file is None:
+        return ""
+    try:
+        return hashlib.blake2b(read_file(settings.secret_file), digest_size=8).hexdigest()
+    except UsageError:  # it is one where this rank's counts
+        return "cannot be read"
 
 
 def read_file(path: Path) -> bytes:
