@@ -277,11 +277,12 @@ class Node(Inheriting):
         restore = start.job.restore if start is not None and start.job is not None else None
         level = "none"
         steps_lost = start.steps_lost if start is not None else None
+        stored = start.newest_stored(self._struck) if start is not None else None
         if start is not None and restore is not None:
             level = self._level_of(start, restore.identity)
         super()._restored(peer, message)
         assert self.current is not None
-        self.showing.restored(self.current, level, restore, steps_lost)
+        self.showing.restored(self.current, level, restore, steps_lost, stored)
 
     def _event(self, event: Event) -> None:
         if self.current is None:  # else it tells it itself

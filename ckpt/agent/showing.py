@@ -22,7 +22,7 @@ from ckpt.events import Event, JsonLines
 from ckpt.policy.failures import Failure
 from ckpt.settings import Settings
 from ckpt.storage.names import shown
-from ckpt.types import Tick, counted
+from ckpt.types import Identity, Tick, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.fetch import Restore
@@ -91,8 +91,11 @@ class Showing:
         if message.kind == "leave" and message.fields.get("outcome") == "notice":
             self._interrupted.add(str(job.epoch))
 
-    def restored(self, job: Job, level: str, restore: Restore | None, steps_lost: int | None) -> None:
-        """Training begins, after what was restored; `level`: where that was found. `steps_lost`: see `Start`."""
+    def restored(
+        self, job: Job, level: str, restore: Restore | None, steps_lost: int | None, stored: Identity | None
+    ) -> None:
+        """Training begins, after what was restored; `level`: where that was found. `steps_lost`: see `Start`. `stored`:
+        the newest that the store has of what is gone on from, wherever that was found."""
         self._is_of(job)
         account, now_s = self.account, time.monotonic()
         parent = job.claim.parent if job.claim is not None else None
@@ -103,6 +106,8 @@ class Showing:
         read_bytes = restore.sources if restore is not None else {}
         tick = parent.tick if parent is not None else Tick(0)
         account.started(now_s, job.epoch, tick, level, read_bytes, age_s, steps_lost or 0)
+        if stored is not None:
+            account.found("store", stored.epoch, stored.tick)
         if account.recoveries.number > recovered:
             took_s = account.recoveries.last_s or 0.0
             facts = {

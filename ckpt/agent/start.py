@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,11 +53,19 @@ class Start:
     newest_step: int = 0  # of the line, be it struck out
     steps_lost: int | None = None  # by going on from what was chosen, or from the beginning; None: nobody knows
     chosen: Candidate | None = None
+    stored: tuple[Identity, ...] = ()  # what the store has of the line, newest first
     told_of_loss: bool = False
     asked_former: bool = False
     former: list[NodeAt] = field(default_factory=list)
     told: dict[Identity, list[bytes]] = field(default_factory=dict)
     part: Places | None = None
+
+    def newest_stored(self, struck: Container[Identity]) -> Identity | None:
+        """What a start would find in the store, which has it at or before what was chosen."""
+        if self.chosen is None:
+            return None
+        newest = self.chosen.identity
+        return next((each for each in self.stored if each <= newest and each not in struck), None)
 
     def places(self, identity: Identity) -> Places | None:
         """Where memory has it, or a part of it."""

@@ -211,6 +211,7 @@ class Starts(Keeper):
         found = candidates.candidates(start.view, self._remembered(start))
         start.has_any = start.has_any or bool(found)  # one that cannot be put together is no candidate any more
         start.newest_step = found[0].identity.tick.step if found else start.newest_step
+        start.stored = tuple(each.identity for each in found if each.records)
         held: list[tuple[Candidate, Checkpoint | None]] = []
         for each in (each for each in found if each.identity not in self._struck):
             checkpoint = self._in_memory(each.identity) if not start.nodes else None  # other nodes ask where it lies

@@ -69,6 +69,22 @@ def test_watching_shows_which_step_other_nodes_have_and_what_each_node_takes_and
     assert len([words for words in lines if {"copies", "sends", "gets"} <= set(words)]) == 2
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_agent_that_goes_on_from_others_memory_shows_what_the_store_has(cluster: Cluster, newer: bool) -> None:
+    """It is new, and has committed nothing yet; the memory that it went on from may have something newer."""
+    cluster.start(0, 1)
+    step = stored = cluster.checkpoint("peer", "store")
+    if newer:
+        Path(cluster.url, "data").rename(Path(cluster.url, "kept"))  # nobody reads it here
+        cluster.forbid_commits()
+        step = cluster.checkpoint("peer")
+    cluster.kill(0)
+    cluster.hang_up()
+    candidate = cluster.start(2, 1).fields["candidate"]
+    assert (candidate["step"], candidate["level"]) == (step, "peer")
+    assert cluster.status(2)["account"]["safe"]["store"]["step"] == stored
+
+
 def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]:
     """As ckpt prune does on that node."""
     with Tasks("tool") as tasks:
