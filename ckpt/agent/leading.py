@@ -328,7 +328,7 @@ class Leading(Starts):
         identity = job.claim.parent if job is not None and job.claim is not None else None
         if start is None or job is None or identity is None or network is None or len(job.nodes) < 2:
             return
-        if start.part is not None:
+        if identity not in start.gathered and self._in_memory(identity) is None:
             return  # of what is not whole in memory copies would save nothing but a few reads of the store
         if identity in start.gathered:
             places = start.gathered[identity].places

@@ -85,6 +85,17 @@ def test_an_agent_that_goes_on_from_others_memory_shows_what_the_store_has(clust
     assert cluster.status(2)["account"]["safe"]["store"]["step"] == stored
 
 
+def test_what_came_from_the_store_is_not_shown_as_safe_in_other_nodes_memory(cluster: Cluster) -> None:
+    cluster.start(0, 1)
+    step = cluster.checkpoint("store")
+    cluster.kill(0, 1)
+    candidate = cluster.start(2, 3).fields["candidate"]
+    assert (candidate["step"], candidate["level"]) == (step, "store")
+    cluster.await_event("peers.placed")
+    safe = cluster.await_status(2, lambda status: bool(status["job"]["memory"]))["account"]["safe"]
+    assert safe.keys() == {"store"}, "nobody keeps it"
+
+
 def prune(cluster: Cluster, node: int, fields: dict[str, Any]) -> dict[str, Any]:
     """As ckpt prune does on that node."""
     with Tasks("tool") as tasks:
