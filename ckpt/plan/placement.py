@@ -223,7 +223,8 @@ def _shortfalls(nodes: Mapping[str, Node], kept: Sequence[Kept], asked: int) -> 
     for state in kept:
         if state.losses < possible:
             needed = nodes[state.node].bytes >> 20
-            why = f"too little memory is lent for {needed:,} MiB of state: lend more, or ask for less"
+            why = f"the nodes have too little memory for {needed:,} MiB of another's state beside their own: "
+            why += "raise ckpt.Limits(memory=) if it is set, free or lend more, or ask for less"
             yield Shortfall(state.node, asked, state.losses, why)
         elif state.losses < asked:
             why = "there is no other node" if len(nodes) == 1 else f"there are only {len(nodes)} nodes"
