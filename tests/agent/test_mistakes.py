@@ -108,6 +108,36 @@ def test_a_timer_that_sets_itself_anew_at_once_leaves_the_others_their_turn(serv
     assert turns[0] < 100
 
 
+def test_what_the_loop_was_at_work_for_is_not_taken_for_standing_still(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Giving back 64 GiB takes longer than any other round: nobody has stopped the agent, nor was the machine busy."""
+    told: list[float] = []
+    now, worked = [1000.0], [7.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: worked[0])
+
+    class Told(Idle):
+        def stood_still(self, for_s: float) -> None:
+            told.append(for_s)
+
+    handler = Told()
+
+    def work() -> None:
+        now[0] += 60.0
+        worked[0] += 55.0
+        server.later(0.0, stand)
+
+    def stand() -> None:
+        now[0] += 40.0
+        worked[0] += 1.0
+        server.later(0.0, lambda: setattr(handler, "done", True))
+
+    server.later(0.0, work)
+    server.run(handler)
+    assert told == [39.0]
+
+
 def test_a_wait_longer_than_the_kernel_counts_is_none_for_the_loop(server: Server) -> None:
     """What a linger time of months comes to: the loop waits, and wakes when something happens."""
     handler = Idle()
