@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.candidates import Remembered, candidates
 from ckpt.agent.checkpoint import Checkpoint, Reader, put_together
 from ckpt.agent.storeside import StoreSide
 from ckpt.errors import AgentError, CkptError
@@ -115,3 +116,14 @@ def which_committed(wanted: Collection[Identity], store: StoreSide) -> frozenset
         log.warning("what is committed is not known now, and is taken for not committed: %s", exc)
         return frozenset()
     return frozenset(wanted) & {ref.identity for ref in view.commits}
+
+
+def newest_stored(claim: Claim, store: StoreSide) -> Identity | None:
+    """On a thread: the newest that the store has of that epoch and what it went on from; None: there is none, or it
+    does not say."""
+    try:
+        line = candidates(store.run(impatient=True).view(), [Remembered(claim, ())])
+    except CkptError as exc:
+        log.warning("what the store has is not known now, and is shown once something is committed: %s", exc)
+        return None
+    return next((each.identity for each in line if each.records and each.identity.epoch <= claim.epoch), None)

@@ -16,7 +16,7 @@ from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.gathering import Gathered, Gathering
 from ckpt.agent.holdings import whose
 from ckpt.agent.nodes import Nodes
-from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, which_committed
+from ckpt.agent.recovery import RECOVERY_S, Found, Recovery, look_for, newest_stored, which_committed
 from ckpt.agent.wire import Message
 from ckpt.types import Identity
 
@@ -161,6 +161,19 @@ class TakenOver(Carrier):
         steps = sorted(checkpoint.identity.tick.step for checkpoint in found.checkpoints.values())
         hold = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "no whole checkpoint"
         self.emit("agent.recovered", f"the arenas were taken over; they hold {hold}", data={"steps": steps})
+        self._show_stored()
+
+    def _show_stored(self) -> None:
+        """What the store has may lie in no arena any more."""
+        claim, store, account = self.claim, self._services.store, self._services.account
+
+        def looked(done: Future[Identity | None]) -> None:
+            identity = done.result() if not failure(done) else None
+            if identity is not None:
+                account.found("store", identity.epoch, identity.tick)
+
+        if claim is not None:
+            self._run(Lane.STORE, lambda: newest_stored(claim, store), looked)
 
     def _give_up_recovery(self, why: str) -> None:
         recovery, self._recovery = self._recovery, None

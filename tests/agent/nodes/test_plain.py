@@ -85,6 +85,23 @@ def test_an_agent_that_goes_on_from_others_memory_shows_what_the_store_has(clust
     assert cluster.status(2)["account"]["safe"]["store"]["step"] == stored
 
 
+@pytest.mark.parametrize("spread", [(0,), (0, 1)])
+def test_an_agent_that_was_started_again_shows_what_the_store_has_though_no_memory_has_that_any_more(
+    spread: tuple[int, ...], cluster: Cluster
+) -> None:
+    cluster.start(*spread)
+    stored = cluster.checkpoint("store")
+    Path(cluster.url, "data").rename(Path(cluster.url, "kept"))  # nobody reads it here
+    cluster.forbid_commits()
+    for _ in range(4):
+        cluster.checkpoint("local")
+    cluster.kill_agent(0)
+    assert all(rank.lost.wait(60) for rank in cluster.job)
+    cluster.come_back()
+    shown = cluster.await_status(0, lambda status: status["account"]["safe"].keys() >= {"local", "store"})
+    assert shown["account"]["safe"]["store"]["step"] == stored
+
+
 def test_what_came_from_the_store_is_not_shown_as_safe_in_other_nodes_memory(cluster: Cluster) -> None:
     cluster.start(0, 1)
     step = cluster.checkpoint("store")
