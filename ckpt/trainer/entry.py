@@ -285,7 +285,8 @@ def _check_facts(facts: list[dict[str, Any]]) -> None:
 def _tell_what_differs(events: Events, facts: list[dict[str, Any]]) -> None:
     """Of what rank 0's node alone is asked for: the launcher may have rank 0 on any other at the next start."""
     for name, variable in (("peers", "CKPT_PEERS"), ("secret", "CKPT_SECRET_FILE")):
-        rank = next((rank for rank, said in enumerate(facts) if said[name] != facts[0][name]), None)
+        found = [{*said[name]} if name == "peers" else said[name] for said in facts]  # in whichever order
+        rank = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if rank is not None:
             events.emit(
                 "nodes.differ",

@@ -109,7 +109,7 @@ rank, at = dist.get_rank(), "127.0.0.1:9"  # where nobody listens
 (folder / "secret").touch(mode=0o600)
 (folder / "secret").write_text("ab" * 32)
 CASES = {
-    "alike": [at, at, "secret", "secret"],
+    "alike": [f"{at},127.0.0.1:19", f"127.0.0.1:19,{at}", "secret", "secret"],
     "peers": [at, "", "secret", "secret"],
     "files": ["", at, "", "secret"],
     "secrets": ["", "", "secret", "missing"],
