@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 from weakref import ref
@@ -23,16 +23,16 @@ SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRSchedule
 
 
 class Strangers:
-    """Meets the optimizers that train a part of `state`. `boundaries`: how many there were. `due`: those that are to be
-    looked at, which have stepped in a second step: one that is made anew for each step is not to come back."""
+    """Meets the optimizers that train a part of the state. `boundaries`: how many there were. `due`: those that are to
+    be looked at, which have stepped in a second step: one that is made anew for each step is not to come back."""
 
-    def __init__(self, state: dict[str, Any], events: Events) -> None:
+    def __init__(self, events: Events) -> None:
         self.boundaries = 0
         self.due: list[Optimizer] = []
-        self._state = state
         self._events = events
         # By id, after which boundary it has stepped first; None: done with. Some have no hash, or are equal to others.
         self._met: dict[int, tuple[ref[Optimizer], int | None]] = {}
+        self._looked_at: set[tuple[type, int]] = set()  # by `_role`
 
     def pass_over(self, optimizers: Iterable[ref[Optimizer]]) -> None:
         """They are in the state by themselves."""
@@ -51,29 +51,33 @@ class Strangers:
     def name(self, walker: StateWalker) -> None:
         """An event for those of `due` whose state would not come back with the state that `walker` walks, such as one
         that was not registered, or that another optimizer steps for itself. What an object may have copies of is not
-        looked at. Once for each."""
-        kept = [(each, [v for v in state_of(each) if isinstance(v, Tensor)]) for each in self.due]
-        self.due = []
-        kept = [(each, tensors) for each, tensors in kept if tensors and not _may_be_held(each, self._state)]
+        looked at. Once for all of a class that train the same: one that is made anew every few steps is no other."""
+        due, self.due = self.due, []
+        kept = [each for each in due if _tensors(each) and _role(each) not in self._looked_at]
         if not kept:
             return
         try:
+            held = _may_be_held(kept, walker.state)
+            kept = [each for each in kept if id(each) not in held]
+            if not kept:
+                return
             walk = walker.walk()  # the present one may be from before their state appeared
-        except Exception as exc:
+        except Exception as exc:  # what may lie in a state has code of its own
             if is_from_outside(exc):
                 raise
-            return  # the next snapshot says it
-        held = storages(tensor for line in walk.tensors for tensor in line)
-        lost = [each for each, tensors in kept if not storages(tensors) & held]
+            return  # the next snapshot says it, where it concerns one
+        saved = storages(tensor for line in walk.tensors for tensor in line)
+        self._looked_at.update(map(_role, kept))
+        lost = [each for each in kept if not storages(_tensors(each)) & saved]
         if not lost:
             return
         kind, trained = type(lost[0]).__name__, storages(_params(lost[0]))
         lines = zip(walk.layout.entries, walk.tensors, strict=True)
         name = next((entry.name for entry, line in lines if storages(line) & trained), "a part of the state")
-        others = f" (and {counted(len(lost) - 1, 'other')} like it)" if len(lost) > 1 else ""
+        more = f" (and {counted(len(lost) - 1, 'other')} like it)" if len(lost) > 1 else ""
         self._events.emit(
             "optimizer.unsaved",
-            f"ckpt: the {kind} that trains {name} is not in the state{others}: a restart begins with a new one, "
+            f"ckpt: the {kind} that trains {name} is not in the state{more}: a restart begins with a new one, "
             "without what this one has gathered. Register it as well",
             loud=True,
             optimizer=kind,
@@ -85,19 +89,29 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
 
 
-def _may_be_held(optimizer: Optimizer, state: dict[str, Any]) -> bool:
-    """Whether an object of the state holds it, and so may save it in a way of its own. A scheduler does not, a module
-    neither, and what an optimizer saves of another one is in the walk."""
+def _tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [each for each in state_of(optimizer) if isinstance(each, Tensor)]
+
+
+def _role(optimizer: Optimizer) -> tuple[type, int]:
+    return type(optimizer), next(map(id, _params(optimizer)), 0)
+
+
+def _may_be_held(optimizers: Sequence[Optimizer], state: dict[str, Any]) -> set[int]:
+    """By id, those that an object of the state holds, and so may save in a way of its own. A scheduler does not, a
+    module neither, and what an optimizer saves of another one is in the walk. One search for all: there may be one for
+    each parameter."""
+    sought, found = set(map(id, optimizers)), set[int]()
     seen: set[int] = set()
     held: list[Any] = [state]
     while held and len(seen) < SEARCHED_MAX:
         value = held.pop()
-        if value is optimizer:
-            return True
+        if id(value) in sought:
+            found.add(id(value))
         if id(value) in seen or isinstance(value, SEALED):
             continue
         seen.add(id(value))
         inner = value if isinstance(value, (dict, list, tuple, set)) else getattr(value, "__dict__", {})
         if len(inner) <= SEARCHED_MAX:
             held += inner.values() if isinstance(inner, dict) else inner
-    return bool(held)
+    return sought if held else found

@@ -40,7 +40,7 @@ class Updates:
         self.elsewhere = False
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
-        self.strangers = Strangers(state, events)
+        self.strangers = Strangers(events)
         self._state = state
         self._walk = walk
         self._events = events

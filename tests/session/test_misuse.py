@@ -346,7 +346,7 @@ def test_an_optimizer_that_was_not_registered_is_named(tmp_path: Path, scheduled
 
 
 @pytest.mark.parametrize(
-    "kind", ["registered", "without state", "in a wrapper", "saved by another", "of another model"]
+    "kind", ["registered", "without state", "in a wrapper", "saved by another", "of another model", "passing"]
 )
 def test_an_optimizer_of_which_nothing_is_lost_is_not_named(tmp_path: Path, kind: str) -> None:
     """Passing: one that is made anew for each step, as in an inner loop."""
@@ -361,6 +361,52 @@ def test_an_optimizer_of_which_nothing_is_lost_is_not_named(tmp_path: Path, kind
         "saved by another": {"app": Elsewhere(lambda: {"optim": optim.state_dict()})},
     }
     assert _named_unsaved(tmp_path, optim, {"model": model, **also.get(kind, {})}, kind == "passing") == []
+
+
+class Looked:
+    """Counts how often somebody asks what it consists of, and may fail then, as a stand-in for what is gone does."""
+
+    def __init__(self, kept: list[int], fails: bool) -> None:
+        object.__setattr__(self, "looks", (kept, fails))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            kept, fails = object.__getattribute__(self, "looks")
+            kept.append(1)
+            if fails:
+                raise ReferenceError("what this stands for is gone")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_objects_of_the_state_hold_is_looked_at_once_for_all_and_fails_no_training(
+    tmp_path: Path, fails: bool
+) -> None:
+    """Of an optimizer for each parameter there are hundreds, and any objects may lie in what is looked at."""
+    seen, looks = Seen(), list[int]()
+    model = torch.nn.Linear(2, 2)
+    optims = [torch.optim.Adam([param], lr=0.1) for param in model.parameters()]
+    app = Elsewhere(dict)
+    app.held = Looked(looks, fails)  # type: ignore[attr-defined]
+    with ckpt.Checkpointer(tmp_path, {"model": model, "app": app}, sinks=(seen,)) as ck:
+        for _ in ck.steps(3):
+            for param, optim in zip(model.parameters(), optims, strict=True):
+                param.grad = torch.ones_like(param)
+                optim.step()
+    assert len(looks) == 1
+    assert len(seen.named("optimizer.unsaved")) == (0 if fails else 1)
+
+
+def test_an_optimizer_that_is_made_anew_every_few_steps_is_named_once(tmp_path: Path) -> None:
+    seen, model = Seen(), torch.nn.Linear(2, 2)
+    with ckpt.Checkpointer(tmp_path, {"model": model}, sinks=(seen,)) as ck:
+        for step in ck.steps(12):
+            if step % 3 == 1:
+                optim = torch.optim.Adam(model.parameters(), lr=0.1)
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optim.step()
+    assert len(seen.named("optimizer.unsaved")) == 1
 
 
 # ------------------------------------------------------------------------------------------------- troubled code
