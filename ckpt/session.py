@@ -230,10 +230,10 @@ class Checkpointer:
         parts.appointments.look()
         if parts.updates.is_torn:
             parts.updates.find_torn()
-        if parts.updates.elsewhere:
-            parts.updates.find_elsewhere()
+        if parts.updates.elsewhere is not None:
+            parts.updates.find_elsewhere(each.updates for each in self._beside())
         if parts.updates.strangers.due:
-            parts.updates.strangers.name(parts.saver.walker)
+            parts.updates.strangers.name(parts.saver.walker, [each.saver.walker for each in self._beside()])
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:
@@ -558,6 +558,10 @@ class Checkpointer:
             raise UsageError(
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )
+
+    def _beside(self) -> list[_Parts]:
+        """Of the other Checkpointers that this process is in."""
+        return [each._entered for each in _LIVE if each is not self and each._entered is not None]
 
     def _forget(self) -> None:
         try:

@@ -15,7 +15,7 @@ from ckpt.errors import is_from_outside
 from ckpt.events import Events
 from ckpt.trainer.lazy import state_of
 from ckpt.trainer.shard import storages
-from ckpt.trainer.walk import StateWalker
+from ckpt.trainer.walk import StateWalker, Walk
 from ckpt.types import counted
 
 SEARCHED_MAX = 100_000  # of what hangs on the state, for what may hold an optimizer
@@ -48,25 +48,27 @@ class Strangers:
             self._met[id(optimizer)] = met, None
             self.due.append(optimizer)
 
-    def name(self, walker: StateWalker) -> None:
-        """An event for those of `due` whose state would not come back with the state that `walker` walks, such as one
-        that was not registered, or that another optimizer steps for itself. What an object may have copies of is not
-        looked at. Once for all of a class that train the same: one that is made anew every few steps is no other."""
+    def name(self, walker: StateWalker, others: Sequence[StateWalker]) -> None:
+        """An event for those of `due` whose state would not come back with the state that `walker` walks, nor with what
+        `others` do, of other Checkpointers in this process; such as one that was not registered, or that another
+        optimizer steps for itself. What an object may have copies of is not looked at. Once for all of a class that
+        train the same: one that is made anew every few steps is no other."""
         due, self.due = self.due, []
         kept = [each for each in due if _tensors(each) and _role(each) not in self._looked_at]
         if not kept:
             return
+        walkers = (walker, *others)
         try:
-            held = _may_be_held(kept, walker.state)
+            held = _may_be_held(kept, [each.state for each in walkers])
             kept = [each for each in kept if id(each) not in held]
             if not kept:
                 return
-            walk = walker.walk()  # the present one may be from before their state appeared
+            walks = [each.walk() for each in walkers]  # the present ones may be from before their state appeared
         except Exception as exc:  # what may lie in a state has code of its own
             if is_from_outside(exc):
                 raise
             return  # the next snapshot says it, where it concerns one
-        saved = storages(tensor for line in walk.tensors for tensor in line)
+        walk, saved = walks[0], frozenset().union(*map(_storages, walks))
         self._looked_at.update(map(_role, kept))
         lost = [each for each in kept if not storages(_tensors(each)) & saved]
         if not lost:
@@ -97,13 +99,17 @@ def _role(optimizer: Optimizer) -> tuple[type, int]:
     return type(optimizer), next(map(id, _params(optimizer)), 0)
 
 
-def _may_be_held(optimizers: Sequence[Optimizer], state: dict[str, Any]) -> set[int]:
-    """By id, those that an object of the state holds, and so may save in a way of its own. A scheduler does not, a
+def _storages(walk: Walk) -> frozenset[int]:
+    return storages(tensor for line in walk.tensors for tensor in line)
+
+
+def _may_be_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> set[int]:
+    """By id, those that an object of these states holds, and so may save in a way of its own. A scheduler does not, a
     module neither, and what an optimizer saves of another one is in the walk. One search for all: there may be one for
     each parameter."""
     sought, found = set(map(id, optimizers)), set[int]()
     seen: set[int] = set()
-    held: list[Any] = [state]
+    held: list[Any] = [*states]
     while held and len(seen) < SEARCHED_MAX:
         value = held.pop()
         if id(value) in sought:

@@ -4,7 +4,7 @@ finite, is such a step as well: the loop that goes on counts it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -29,7 +29,7 @@ class Updates:
 
     Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
     `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
-    that updates are such changes. `elsewhere`: one that owns nothing of the state has, and none that does.
+    that updates are such changes. `elsewhere`: one that owns nothing of the state has, and none that does or was to.
     Its hooks are to come after those that wait for a copy, and after those of the user: an exception there has changed
     nothing."""
 
@@ -37,7 +37,7 @@ class Updates:
         self.ended = 0
         self.fenced = False
         self.by_hand = True
-        self.elsewhere = False
+        self.elsewhere: Optimizer | None = None
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
         self.strangers = Strangers(events)
@@ -96,10 +96,14 @@ class Updates:
             self._events.emit("step.torn", f"ckpt: {torn}", loud=True)
         return torn
 
-    def find_elsewhere(self) -> None:
-        """At a boundary: an event says, once, that the loop trains something else than what is saved. Not where
-        the state has no optimizer of torch's: an object of the user's in it may have one, with weights of its own."""
-        self.elsewhere, self._said_elsewhere = False, True
+    def find_elsewhere(self, others: Iterable[Updates]) -> None:
+        """At a boundary: an event says, once, that the loop trains something else than what is saved, here or by
+        `others`, those of other Checkpointers in this process. Not where the state has no optimizer of torch's: an
+        object of the user's in it may have one, with weights of its own."""
+        optimizer, self.elsewhere = self.elsewhere, None
+        if optimizer is None or any(other._is_ours(optimizer) for other in others):
+            return
+        self._said_elsewhere = True
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
             text = (
                 "ckpt: the loop trains what is not in the state: a step has ended, and only an optimizer has stepped "
@@ -125,11 +129,11 @@ class Updates:
         for at, begun in enumerate(self._begun):
             if begun is optimizer:
                 self.ended += 1
-                self.by_hand = self.elsewhere = False
+                self.by_hand, self.elsewhere = False, None
                 del self._begun[at]
                 self.strangers.stepped(optimizer)
                 return
-        self.elsewhere = self.by_hand and not self._said_elsewhere
+        self.elsewhere = optimizer if self.by_hand and not self._said_elsewhere else None
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         self._follow()

@@ -409,6 +409,30 @@ def test_an_optimizer_that_is_made_anew_every_few_steps_is_named_once(tmp_path: 
     assert len(seen.named("optimizer.unsaved")) == 1
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_another_checkpointer_of_the_process_saves_is_not_named(tmp_path: Path, wrapped: bool) -> None:
+    """As of a GAN whose parts are saved apart, and of weights that are saved once more for themselves."""
+    seen, first, second = Seen(), group_of("first"), group_of("second")
+    trained = torch.optim.Adam(second["model"].parameters(), lr=0.1)
+    second["optim"] = Wrapper(trained) if wrapped else trained
+    weights = {"model": second["model"]}
+    with (
+        ckpt.Checkpointer(tmp_path / "first", first, sinks=(seen,)) as one,
+        ckpt.Checkpointer(tmp_path / "second", second, sinks=(seen,)) as two,
+        ckpt.Checkpointer(tmp_path / "weights", weights, sinks=(seen,)) as three,
+    ):
+        for step in range(4):
+            for param in second["model"].parameters():
+                param.grad = torch.ones_like(param)
+            trained.step()
+            if step > 1:
+                first["optim"].step()
+            for each in (one, two, three):
+                each.step()
+    assert not seen.named("optimizer.unsaved")
+    assert not seen.named("step.elsewhere")
+
+
 # ------------------------------------------------------------------------------------------------- troubled code
 
 
