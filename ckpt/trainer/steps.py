@@ -36,6 +36,8 @@ class Steps:
     def end(self) -> int:
         """The next step has ended. Which it is."""
         updates, step = self._updates, self.ended + 1
+        if updates.elsewhere is not None and updates.pending:
+            updates.elsewhere = None  # a scaler has skipped the step of one that is in the state
         collected = updates.collect() if updates.scalers else ()
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
         updates.ended, updates.fenced, updates.collected = 0, False, collected

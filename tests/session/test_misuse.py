@@ -433,6 +433,20 @@ def test_what_another_checkpointer_of_the_process_saves_is_not_named(tmp_path: P
     assert not seen.named("step.elsewhere")
 
 
+def test_a_first_step_that_a_scaler_skips_is_not_one_of_another_model(tmp_path: Path) -> None:
+    seen, other, job = Seen(), group_of("probe"), group_of("saved")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with ckpt.Checkpointer(tmp_path, {**job, "scaler": scaler}, sinks=(seen,)) as ck:
+        for _ in ck.steps(2):
+            other["optim"].step()
+            for param in job["model"].parameters():
+                param.grad = torch.full_like(param, float("inf"))
+            scaler.scale(torch.ones(()))
+            scaler.step(job["optim"])
+            scaler.update()
+    assert not seen.named("step.elsewhere")
+
+
 # ------------------------------------------------------------------------------------------------- troubled code
 
 
