@@ -218,12 +218,13 @@ class _NodeTargets:
         as where the loop has assigned one to its key; else, or where the tensor has other names, too, that is a
         difference."""
         tied = name in self.scan.aliases or name in self.wants.also
-        if not (tied or pieces.shape) and isinstance(saved, int | float) and _can_hold(pieces.dtype, saved):
+        is_number = not (tied or pieces.shape) and isinstance(saved, int | float)
+        if is_number and (equal := _equal_to(saved, pieces.dtype)) is not None:
 
             def install() -> None:
                 for local in pieces.locals:
                     with changing(local):
-                        local.fill_(saved)
+                        local.copy_(equal)
 
             self.wants.installs.append(install)
             return
@@ -323,13 +324,14 @@ class _NodeTargets:
         return tuple(sorted(found))
 
 
-def _can_hold(dtype: str, number: float) -> bool:
-    """Whether a tensor of that dtype is equal to the number once it is filled with it."""
+def _equal_to(number: float, dtype: str) -> torch.Tensor | None:
+    """A tensor of that dtype that is equal to the number; None where there is none."""
     try:
-        now = torch.tensor(number, dtype=DTYPES[dtype]).item()
-    except (RuntimeError, OverflowError):
-        return False
-    return now == number or (now != now and number != number)
+        made = torch.tensor(number, dtype=DTYPES[dtype], device="cpu")
+        now = made.item()
+    except (RuntimeError, ValueError, OverflowError):  # any of these, by dtype and number
+        return None
+    return made if now == number or (now != now and number != number) else None
 
 
 def _keys(value: Any) -> set[str]:

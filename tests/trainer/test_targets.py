@@ -794,6 +794,10 @@ def test_an_object_of_the_users_that_was_renamed_gets_what_its_former_class_had(
         (torch.zeros(()), None, "x.0 is a tensor (float32, of the shape ()), in the checkpoint None"),
         (torch.zeros((), dtype=torch.int64), 0.5, "x.0 is a tensor (int64, of the shape ()), in the checkpoint 0.5"),
         (torch.zeros((), dtype=torch.int8), 300, "x.0 is a tensor (int8, of the shape ()), in the checkpoint 300"),
+        *(
+            (torch.zeros((), dtype=torch.int64), n, f"x.0 is a tensor (int64, of the shape ()), in the checkpoint {n}")
+            for n in (1 << 70, math.nan, math.inf)
+        ),
         (torch.zeros(()), {"a": torch.ones(2)}, "x.0 is a tensor (float32, of the shape ()), in the checkpoint a dict"),
     ],
 )
@@ -809,7 +813,13 @@ def test_a_tensor_that_is_none_in_the_checkpoint_is_named(live: torch.Tensor, he
 
 @pytest.mark.parametrize(
     ("live", "held"),
-    [(torch.zeros(()), 5), (torch.zeros((), dtype=torch.int64), 2**40), (torch.zeros(()), math.nan)],
+    [
+        (torch.zeros(()), 5),
+        (torch.zeros((), dtype=torch.int64), 2**40),
+        (torch.zeros(()), math.nan),
+        (torch.zeros(()), 1 << 70),
+        (torch.zeros((), dtype=torch.uint64), 2**63 + 1),
+    ],
 )
 def test_a_number_of_the_checkpoint_goes_into_a_0_d_tensor_that_can_hold_it(live: torch.Tensor, held: float) -> None:
     """The loop has assigned it to the tensor's key; or a counter has become a tensor since."""
