@@ -233,7 +233,11 @@ class Checkpointer:
         if parts.updates.elsewhere is not None:
             parts.updates.find_elsewhere(each.updates for each in self._beside())
         if parts.updates.strangers.due:
-            parts.updates.strangers.name(parts.saver.walker, [each.saver.walker for each in self._beside()])
+            parts.updates.strangers.look(
+                [parts.saver.walker.state, *(each.saver.walker.state for each in self._beside())]
+            )
+        if parts.updates.strangers.open:
+            self._name_strangers()
         if step == self._rehearsed:
             self._rehearse()
         if link.superseded_by is not None:
@@ -525,6 +529,8 @@ class Checkpointer:
             parts.saver.save(why, tick, metrics, until_s)
         except Superseded as exc:
             self._leave_superseded(link.superseded_by or str(exc))
+        if parts.updates.strangers.open:
+            self._name_strangers()
 
     @_working
     def _wait_here(self, tick: Tick, level: Level, timeout_s: float | None) -> None:
@@ -558,6 +564,11 @@ class Checkpointer:
             raise UsageError(
                 "called by a signal's handler or a sink while ckpt is at work: set a flag there, and call it in a step"
             )
+
+    def _name_strangers(self) -> None:
+        parts = self._parts
+        if parts.saver.settled == parts.steps.ended:
+            parts.updates.strangers.name(parts.saver.walk, [each.saver.walk for each in self._beside()])
 
     def _beside(self) -> list[_Parts]:
         """Of the other Checkpointers that this process is in."""

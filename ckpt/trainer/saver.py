@@ -66,7 +66,8 @@ class _Filling:
 class Saver:
     """Owns the link, the walk and the stager thread of one rank. Its methods are called by the training thread only.
 
-    `terms` is set once the epoch is known; before that nothing can be appointed.
+    `terms` is set once the epoch is known; before that nothing can be appointed. `settled`: the step after which `walk`
+    was last seen to be of the state.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Saver:
     ) -> None:
         self.walker = walker
         self.walk: Walk = walker.walk()
+        self.settled = -1
         self.events = events
         self.receipt = receipt
         self.link = Link(url, settings, events, tasks, self._bind, snapshotter.bindings.unbind, self.quiet)
@@ -127,6 +129,7 @@ class Saver:
         try:
             if self.walker.changed(self.walk):
                 self._follow(self.walker.walk())
+            self.settled = tick.step
             if self._offered and not self._doubted:
                 return False
             self._offered = False

@@ -15,7 +15,7 @@ from ckpt.errors import is_from_outside
 from ckpt.events import Events
 from ckpt.trainer.lazy import state_of
 from ckpt.trainer.shard import storages
-from ckpt.trainer.walk import StateWalker, Walk
+from ckpt.trainer.walk import Walk
 from ckpt.types import counted
 
 SEARCHED_MAX = 100_000  # of what hangs on the state, for what may hold an optimizer
@@ -24,15 +24,18 @@ SEALED = (str, bytes, type, ModuleType, Tensor, nn.Module, Optimizer, LRSchedule
 
 class Strangers:
     """Meets the optimizers that train a part of the state. `boundaries`: how many there were. `due`: those that are to
-    be looked at, which have stepped in a second step: one that is made anew for each step is not to come back."""
+    be looked at, which have stepped in a second step: one that is made anew for each step is not to come back. `open`:
+    those that nothing was found to hold, by their role: once for all of a class that train the same, as one that is
+    made anew every few steps is no other."""
 
     def __init__(self, events: Events) -> None:
         self.boundaries = 0
         self.due: list[Optimizer] = []
+        self.open: dict[tuple[type, int], ref[Optimizer]] = {}
         self._events = events
         # By id, after which boundary it has stepped first; None: done with. Some have no hash, or are equal to others.
         self._met: dict[int, tuple[ref[Optimizer], int | None]] = {}
-        self._looked_at: set[tuple[type, int]] = set()  # by `_role`
+        self._looked_at: set[tuple[type, int]] = set()
 
     def pass_over(self, optimizers: Iterable[ref[Optimizer]]) -> None:
         """They are in the state by themselves."""
@@ -48,29 +51,29 @@ class Strangers:
             self._met[id(optimizer)] = met, None
             self.due.append(optimizer)
 
-    def name(self, walker: StateWalker, others: Sequence[StateWalker]) -> None:
-        """An event for those of `due` whose state would not come back with the state that `walker` walks, nor with what
-        `others` do, of other Checkpointers in this process; such as one that was not registered, or that another
-        optimizer steps for itself. What an object may have copies of is not looked at. Once for all of a class that
-        train the same: one that is made anew every few steps is no other."""
+    def look(self, states: Iterable[dict[str, Any]]) -> None:
+        """At a boundary. Leaves open what no object holds in one of these, the states of all Checkpointers of this
+        process. What an object may have copies of is its own affair."""
         due, self.due = self.due, []
         kept = [each for each in due if _tensors(each) and _role(each) not in self._looked_at]
-        if not kept:
-            return
-        walkers = (walker, *others)
         try:
-            held = _may_be_held(kept, [each.state for each in walkers])
-            kept = [each for each in kept if id(each) not in held]
-            if not kept:
-                return
-            walks = [each.walk() for each in walkers]  # the present ones may be from before their state appeared
+            held = _may_be_held(kept, states) if kept else set()
         except Exception as exc:  # what may lie in a state has code of its own
             if is_from_outside(exc):
                 raise
-            return  # the next snapshot says it, where it concerns one
-        walk, saved = walks[0], frozenset().union(*map(_storages, walks))
-        self._looked_at.update(map(_role, kept))
-        lost = [each for each in kept if not storages(_tensors(each)) & saved]
+            return
+        self.open.update((_role(each), ref(each)) for each in kept if id(each) not in held)
+
+    def name(self, walk: Walk, others: Iterable[Walk]) -> None:
+        """An event for those of `open` whose state would not come back with what was walked; such as one that was not
+        registered, or that another optimizer steps for itself. `walk`: of now, made for a snapshot; one more would ask
+        objects for their state where other ranks do not, and they may do so together. `others`: of other
+        Checkpointers."""
+        found = {role: optimizer for role, each in self.open.items() if (optimizer := each()) is not None}
+        self.open = {}
+        self._looked_at.update(found)
+        saved = frozenset[int]().union(*map(_storages, (walk, *others)))
+        lost = [each for each in found.values() if (of_it := storages(_tensors(each))) and not of_it & saved]
         if not lost:
             return
         kind, trained = type(lost[0]).__name__, storages(_params(lost[0]))
