@@ -156,9 +156,8 @@ class _Canaries:
         self._of = [sample.of for sample in samples]
         self._sources = [sample.live for sample in samples]
         plain = len(samples) - sum(map(_is_odd, samples))
-        self._plain, self._odd = self._sources[:plain], self._sources[plain:]
+        self._plain, self._odd = [_words(source) for source in self._sources[:plain]], self._sources[plain:]
         self._before, self._after = torch.zeros((2, len(samples), CANARY_BYTES), dtype=torch.uint8, device=device)
-        self._plain = [_words(source) for source in self._plain]
         self._first_plain, self._second_plain = (_words(rows[:plain]).view(-1) for rows in (self._before, self._after))
         self._first, self._second = (
             [row[: s.nbytes].view(s.dtype) for row, s in zip(rows, self._sources, strict=True)]

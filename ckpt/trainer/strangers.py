@@ -72,7 +72,7 @@ class Strangers:
         found = {role: optimizer for role, each in self.open.items() if (optimizer := each()) is not None}
         self.open = {}
         self._looked_at.update(found)
-        saved = frozenset[int]().union(*map(_storages, (walk, *others)))
+        saved = walk.storages.union(*(each.storages for each in others))
         lost = [each for each in found.values() if (of_it := storages(_tensors(each))) and not of_it & saved]
         if not lost:
             return
@@ -100,10 +100,6 @@ def _tensors(optimizer: Optimizer) -> list[Tensor]:
 
 def _role(optimizer: Optimizer) -> tuple[type, int]:
     return type(optimizer), next(map(id, _params(optimizer)), 0)
-
-
-def _storages(walk: Walk) -> frozenset[int]:
-    return storages(tensor for line in walk.tensors for tensor in line)
 
 
 def _may_be_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> set[int]:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from ckpt.events import Events
 from ckpt.trainer.lazy import owns_any
 from ckpt.trainer.nodes import OptimizerNode
-from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers
 from ckpt.trainer.walk import Walk
 
@@ -146,7 +145,7 @@ class Updates:
         walk = self._walk()
         if walk is self._followed:
             return
-        self._storages = storages(tensor for line in walk.tensors for tensor in line)
+        self._storages = walk.storages
         self._known = {id(each): (ref(each), True) for each in _find(Optimizer, self._state, set())}
         self.strangers.pass_over(known for known, _ in self._known.values())
         scalers = _find(GradScaler, self._state, set())

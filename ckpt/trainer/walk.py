@@ -67,6 +67,11 @@ class Walk:
         """Whether an object of the state says how far it has read its data."""
         return any(isinstance(node, LoaderNode) for node in self.scan.nodes)
 
+    @property
+    def storages(self) -> frozenset[int]:
+        """In which the tensors lie, by address."""
+        return storages(tensor for line in self.tensors for tensor in line)
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:

@@ -493,21 +493,7 @@ def test_a_swap_is_seen_where_one_unit_alone_was_copied_while_it_lasted(unit: in
 
 def test_a_swap_of_narrow_rows_is_seen_in_the_arena() -> None:
     param = torch.nn.Parameter(torch.zeros(3, 1 << 15).t())  # rows of 12 bytes, and not contiguous
-    optimizer = Stamper([param])
-    copier = TearingCopier()
-    with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
-        for _ in range(PROOFS):
-            it.take()
-            optimizer.step()
-            it.snapshotter.boundary()
-        for edit in (0.0, 7.0):
-            snapshot = it.take()
-            param.data[0].add_(edit)
-            copier.copy_some(1 << 15)
-            param.data[0].sub_(edit)
-            optimizer.step()
-            assert snapshot.lazy
-            assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
+    check_swaps_are_seen(param, param.data[0])
 
 
 @pytest.mark.parametrize("at", [0, 2, 6, 8])
@@ -515,6 +501,11 @@ def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
     memory = bytearray(8 + 3 * LATE_BYTES_MIN)
     tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=at, count=LATE_BYTES_MIN + 1)
     param = torch.nn.Parameter(tensor)
+    check_swaps_are_seen(param, param.data)
+
+
+def check_swaps_are_seen(param: torch.nn.Parameter, swapped: Tensor) -> None:
+    """A part of it is another one while it is copied, and back before the optimizer steps."""
     optimizer = Stamper([param])
     copier = TearingCopier()
     with rig(lambda: ({"w": param}, {"w"}), copier=copier) as it:
@@ -524,9 +515,9 @@ def test_a_swap_is_seen_wherever_in_memory_a_tensor_begins(at: int) -> None:
             it.snapshotter.boundary()
         for edit in (0.0, 7.0):
             snapshot = it.take()
-            param.data.add_(edit)
-            copier.copy_some()
-            param.data.sub_(edit)
+            swapped.add_(edit)
+            copier.copy_some(1 << 15)
+            swapped.sub_(edit)
             optimizer.step()
             assert snapshot.lazy
             assert snapshot.abandoned == ("w changed while the copy was under way" if edit else None)
