@@ -494,18 +494,17 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            text=True,
+            bufsize=0,  # it may say two lines at once, and select does not see the one that lies in a buffer
         )
 
     def tell(self, **what: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(json.dumps(what).encode() + b"\n")
 
     def hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], 90)
-        line = self.process.stdout.readline() if readable else ""
+        line = self.process.stdout.readline() if readable else b""
         assert line, "the rank said nothing"
         return json.loads(line)
 

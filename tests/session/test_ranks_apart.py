@@ -59,6 +59,7 @@ import sys
 from pathlib import Path
 import torch.distributed as dist
 import ckpt
+from tests.session.scripts import say_line
 url = Path(sys.argv[1])
 dist.init_process_group("gloo")
 rank, said = dist.get_rank(), []
@@ -78,9 +79,9 @@ dist.new_group([0])
 enter("again", pair, (0, 1))
 for name in "ab":
     enter(name, None, (0, 1, 2))
-print("alike:", said, flush=True)
+say_line({"alike": said})
 enter("other", dist.new_group([1, 2]), (1, 2))
-print("said:", said, flush=True)
+say_line({"said": " ".join(said)})
 dist.destroy_process_group()
 """
 
@@ -88,13 +89,14 @@ GROUP_OF_ONE = """
 import sys
 import torch.distributed as dist
 import ckpt
+from tests.session.scripts import say_line
 dist.init_process_group("gloo")
 if dist.get_rank() == 0:
     dist.new_group([0])
 try:
     ckpt.Checkpointer(sys.argv[1], {"x": 1}).__enter__()
 except ckpt.UsageError as exc:
-    print("said:", exc, flush=True)
+    say_line({"said": str(exc)})
 dist.barrier()
 """
 
@@ -187,12 +189,11 @@ def test_ranks_that_are_in_other_process_groups_too_do_not_wait_for_each_other(
     (tmp_path / "script.py").write_text(script)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     started = Script([sys.executable, *command, str(tmp_path / "script.py"), str(tmp_path / "run")], tmp_path / "log")
-    started.end(120)
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert all(line.endswith("alike: []") for line in lines if "alike:" in line)
-    said = [line for line in lines if "said:" in line]
+    lines = started.end(120)
+    assert not any(line["alike"] for line in lines if "alike" in line)
+    said = [line["said"] for line in lines if "said" in line]
     assert len(said) == ranks
-    assert len([line for line in said if "different numbers of torch process groups" in line]) == refused
+    assert len([text for text in said if "different numbers of torch process groups" in text]) == refused
 
 
 def test_what_names_memory_only_nodes_and_is_not_alike_on_all_nodes_is_told(tmp_path: Path, runtime_dir: Path) -> None:
