@@ -1,7 +1,8 @@
 """The agent's threads: what takes long is done here, its outcome comes back to the main thread.
 
 Lanes are separate so that nothing waits for what it does not depend on: a heartbeat not for a commit, a restore not
-for either. All but what a start waits for run at the lowest priority, since the training on this machine comes first.
+for either. All but what a start waits for, and memory that goes, run at the lowest priority, since the training on this
+machine comes first.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import enum
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError
 from ckpt.tasks import Tasks
 
@@ -25,6 +27,7 @@ MESSAGE_MAX = 2000
 class Lane(enum.Enum):
     FRONT = "front"  # what a starting job waits for: listings, reads
     MEMORY = "memory"  # arenas, divisions, hashing
+    CLOSING = "closing"  # arenas that go
     COMMIT = "commit"  # one commit after the other
     PART = "part"  # this node's part of a commit of its own, which waits for it, or for who writes it sooner
     STORE = "store"  # small objects: claim, heartbeat, end
@@ -36,13 +39,14 @@ PARITY_THREADS = 4  # each works in memory of its own
 _THREADS = {
     Lane.FRONT: 4,
     Lane.MEMORY: 2,
+    Lane.CLOSING: 1,
     Lane.COMMIT: 1,
     Lane.PART: 1,
     Lane.STORE: 2,
     Lane.PARITY: PARITY_THREADS,
     Lane.REBUILD: PARITY_THREADS,
 }
-_NOT_NICE = (Lane.FRONT, Lane.REBUILD)
+_NOT_NICE = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
 
 
 class Bulk:
@@ -52,6 +56,7 @@ class Bulk:
         self._post = post
         self._local = threading.local()
         self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
+        self._closing: list[Arena] = []
 
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` in that lane, and `then` with its settled future on the main thread, also where there is no
@@ -64,9 +69,27 @@ class Bulk:
             future.set_exception(exc)
         future.add_done_callback(lambda done: self._post(lambda: then(done)))
 
+    def close_arenas(self, arenas: Iterable[Arena]) -> None:
+        """See Arena.close. The kernel needs 0.2 s for each GiB, and a main thread that is silent for as long as a
+        hundred of them need is taken for gone by other nodes. Main thread only."""
+        for arena in arenas:
+            self._closing.append(arena)
+            self.run(Lane.CLOSING, arena.close, lambda done, arena=arena: self._closed(arena))  # type: ignore[misc]
+
+    @property
+    def closing_bytes(self) -> int:
+        """Of arenas that are being closed: what the machine has left soon."""
+        return sum(arena.bytes for arena in list(self._closing))
+
+    def _closed(self, arena: Arena) -> None:
+        arena.close()  # where there was no thread for it
+        self._closing = [each for each in self._closing if each is not arena]
+
     def close(self) -> None:
         for tasks in self._lanes.values():
             tasks.close()
+        for arena in self._closing:  # whose turn has not come
+            arena.close()
 
     def _nicely(self, lane: Lane, work: Callable[[], T]) -> T:
         if lane not in _NOT_NICE and not getattr(self._local, "nice", False):

@@ -431,17 +431,15 @@ class Copies:
         """Gives back memory that is only warm for the next copies, about so many bytes of it; how many it was."""
         freed = 0
         while self._spare and freed < missing:
-            arena = self._spare.pop(0)
-            freed += arena.bytes
-            arena.close()
+            freed += self._spare[0].bytes
+            self._bulk.close_arenas([self._spare.pop(0)])
         return freed + (self.chunks.cool(missing - freed) if freed < missing else 0)
 
     def close(self) -> None:
-        for fetch, arena in self._coming.values():
+        for fetch, _ in self._coming.values():
             fetch.cancel()
-            arena.close()
-        for arena in [*self.kept.values(), *self._late.values(), *self._spare]:
-            arena.close()
+        self._bulk.close_arenas([arena for _, arena in self._coming.values()])
+        self._bulk.close_arenas([*self.kept.values(), *self._late.values(), *self._spare])
         self.kept.clear()
         self._late.clear()
         self._spare.clear()
@@ -458,7 +456,7 @@ class Copies:
     def add(self, key: Key, arena: Arena) -> None:
         """One that was made here."""
         if key in self.kept:
-            arena.close()
+            self._bulk.close_arenas([arena])
         else:
             self.kept[key] = arena
 
@@ -497,7 +495,7 @@ class Copies:
         """What is only warm goes, as long as there is no room for so much more."""
         while self.bytes + size > room:
             if self._spare:
-                self._spare.pop(0).close()
+                self._bulk.close_arenas([self._spare.pop(0)])
             elif not self.chunks.drop_spare():
                 return
 
@@ -507,4 +505,4 @@ class Copies:
         self._spare.append(arena)
         kept_bytes = sum(each.bytes for each in self.kept.values())
         while sum(each.bytes for each in self._spare) > kept_bytes:
-            self._spare.pop(0).close()
+            self._bulk.close_arenas([self._spare.pop(0)])

@@ -151,7 +151,7 @@ class FanOut:
                 fetch.cancel()
         if self._region is not None:
             self._network.transport.withdraw(self._name)
-            self._region.close()  # what is still read or sent of it stays mapped until that ends
+            self._bulk.close_arenas([self._region])  # what is still read or sent of it stays mapped until that ends
             self._region = None
 
     # -- what other agents say

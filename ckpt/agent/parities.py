@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from ckpt.agent import memory
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described, transfer_of
 from ckpt.agent.folding import Chunk, ChunkName, Folding, Origin, row_from
@@ -104,7 +103,7 @@ class Parities:
         copies: Copies,
         arenas_of: Callable[[Identity], dict[int, Arena]],
         network: Callable[[], Network | None],
-        free_bytes: Callable[[], int] = lambda: memory.free_bytes(),
+        free_bytes: Callable[[], int],
     ) -> None:
         self._bulk, self._post, self._copies = bulk, post, copies
         self._arenas_of, self._network, self._free_bytes = arenas_of, network, free_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -121,14 +121,13 @@ class Ranks:
         then: Callable[[memory.MemoryPlan | None, str], None],
     ) -> None:
         """How many slots of arenas of so many bytes by rank there can be, up to so many."""
-        free_bytes = memory.free_bytes()
         taken = self._taken()
         plan = memory.plan(
             slot_bytes=sum(sizes.values()),
             kept_bytes=taken.kept_bytes,
             held_bytes=self.arena_bytes + taken.lent_bytes,
             limit_bytes=limit_bytes,
-            free_bytes=free_bytes,
+            free_bytes=self._free_bytes(),
             slots=slots,
             reserve_bytes=relief.reserve_bytes(memory.total_bytes()),
         )
@@ -139,7 +138,7 @@ class Ranks:
     def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
         """What may be taken here until all ranks have restored, where a slot of theirs will take so much, and so many
         are to be."""
-        free_bytes, taken = memory.free_bytes(), self._taken()
+        free_bytes, taken = self._free_bytes(), self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
         plan = memory.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         return memory.for_a_while_bytes(plan, limit_bytes, free_bytes)
@@ -156,7 +155,7 @@ class Ranks:
                 if not self.dropped:
                     then({}, error)
             elif self.dropped or self._making.get(slot) is not mine:
-                _close(done.result().values())
+                self._bulk.close_arenas(done.result().values())
                 if not self.dropped:
                     then({}, "the slot was closed meanwhile")
             else:
@@ -169,10 +168,16 @@ class Ranks:
 
         self._bulk.run(Lane.MEMORY, make, made)
 
+    def _free_bytes(self) -> int:
+        return memory.free_bytes() + self._bulk.closing_bytes
+
     def _await_room(self, count: int) -> None:
-        """What was closed just now is free once the ranks have let go of it. Errors: AgentError."""
+        """What was closed just now is free once the kernel is done with it, and the ranks have let go of it. Errors:
+        AgentError."""
         until_s = time.monotonic() + LET_GO_S
         while (short := count - memory.free_bytes()) > 0:
+            if self._bulk.closing_bytes:
+                until_s = time.monotonic() + LET_GO_S
             if self.dropped or time.monotonic() >= until_s:
                 raise AgentError(f"{-(-short >> 20)} MiB of memory are missing for it")
             time.sleep(LET_GO_S / 100)
@@ -241,7 +246,7 @@ class Ranks:
     def _close_here(self, slot: int) -> None:
         """What the ranks have they may bring to another agent."""
         self._making.pop(slot, None)
-        _close(self.arenas.pop(slot, {}).values())
+        self._bulk.close_arenas(self.arenas.pop(slot, {}).values())
         self._handed = {each for each in self._handed if each[0] != slot}
 
     def give_back(self, outdated: Callable[[Identity], bool]) -> None:
@@ -270,11 +275,7 @@ def _make(sizes: Mapping[int, int], between: Callable[[], None]) -> dict[int, Ar
             made[rank] = Arena.create(size)
             made[rank].warm(between)
     except BaseException:
-        _close(made.values())
+        for arena in made.values():
+            arena.close()
         raise
     return made
-
-
-def _close(arenas: Iterable[Arena]) -> None:
-    for arena in arenas:
-        arena.close()

@@ -32,6 +32,7 @@ from ckpt.format.manifest import FRAME, Manifest
 from ckpt.policy.every import Keep
 from ckpt.store.lineage import Claim
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import close_arenas
 
 EPOCH = Epoch(50, "0123456789abcdef")
 
@@ -178,6 +179,8 @@ def test_connections_that_cannot_be_accepted_wait_and_keep_nobody_busy(
 
 class Lanes:
     """A bulk and a server whose work is done when the test says so."""
+
+    close_arenas = staticmethod(close_arenas)
 
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []

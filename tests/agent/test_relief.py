@@ -26,6 +26,7 @@ from ckpt.events import Event
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import close_arenas
 
 GIB = 1 << 30
 ONE, TWO, THREE = (Epoch(number, f"{number:016x}") for number in (1, 2, 3))
@@ -101,7 +102,7 @@ class Agent:
     def __init__(self, former: list[Former], begun: Begun | None = None) -> None:
         self.former = former
         self.followings: list[Any] = []
-        self.copies = Copies(cast(Any, None), lambda what: what())
+        self.copies = Copies(cast(Any, SimpleNamespace(close_arenas=close_arenas)), lambda what: what())
         self.fence = Fence()
         self.begun = begun
         self.told: list[Event] = []
@@ -113,6 +114,9 @@ class Agent:
 
     def _begun(self) -> Begun | None:
         return self.begun
+
+    def _free_bytes(self) -> int:
+        return memory.free_bytes()
 
     def _inventory(self, whole: bool) -> Inventory:
         return self.copies.inventory()

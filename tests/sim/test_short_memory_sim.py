@@ -104,6 +104,7 @@ class Short(Life):
         node = agent.node
         shares = [job.own for job in node._jobs()] + [each.ranks for each in node.followings]
         used = sum(share.arena_bytes for share in shares) + node.copies.taken_bytes
+        used += node._bulk.closing_bytes
         return max(0, int(self._room(agent.number)) - used)
 
     # -- what is owed

@@ -276,9 +276,9 @@ class Fleet:
             assert bytes(again.view[: at + length]) == bytes(original.view[: at + length])
 
     def close(self) -> None:
-        self.turned.close()
         for copies in self.copies.values():
             copies.close()
+        self.turned.close()
         for arenas in self.arenas.values():
             for arena in arenas.values():
                 arena.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,12 @@ class Net:
 
     def addresses(self, node: Any) -> list[Address]:
         return list(node.addresses)
+
+
+def close_arenas(arenas: Iterable[Arena]) -> None:
+    """As Bulk, at once."""
+    for arena in arenas:
+        arena.close()
 
 
 class Turned:

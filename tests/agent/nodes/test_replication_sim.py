@@ -39,6 +39,7 @@ from ckpt.plan.groups import Node
 from ckpt.plan.placement import Placement, Replicas, place
 from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.copying import Copying
+from tests.agent.nodes.staged import close_arenas
 
 SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
 GENERATIONS = 12  # that a schedule stages, over all its starts
@@ -120,6 +121,8 @@ class Late:
             self._sim.later(self._owner, lambda: then(done))
 
         self._sim.later(self._owner, do)
+
+    close_arenas = staticmethod(close_arenas)
 
 
 class Fetched:

@@ -1,0 +1,83 @@
+"""Memory that goes: on a thread, and counted until it has gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from ckpt.agent import memory
+from ckpt.agent import ranks as ranks_module
+from ckpt.agent.arena import Arena
+from ckpt.agent.memory import MemoryPlan, Taken
+from ckpt.agent.ranks import Ranks
+from tests.agent.nodes.staged import Turned
+
+GIB = 1 << 30
+
+
+class Slow:
+    """An arena with which the kernel is done when the test says so."""
+
+    def __init__(self, size: int = GIB) -> None:
+        self.bytes = size
+        self.done = threading.Event()
+        self.closed: set[str] = set()
+
+    def close(self) -> None:
+        assert self.done.wait(30)
+        self.closed.add(threading.current_thread().name)
+
+
+@pytest.fixture
+def turned() -> Iterator[Turned]:
+    made = Turned()
+    yield made
+    made.close()
+
+
+def test_the_main_thread_does_not_wait_for_arenas_that_are_closed(turned: Turned) -> None:
+    first, second = Slow(), Slow(2 * GIB)
+    turned.bulk.close_arenas(cast(list[Arena], [first, second]))
+    assert turned.bulk.closing_bytes == 3 * GIB
+    first.done.set()
+    turned.until(lambda: turned.bulk.closing_bytes == 2 * GIB)
+    second.done.set()
+    turned.until(lambda: turned.bulk.closing_bytes == 0)
+    assert "ckpt-agent-closing-0" in first.closed & second.closed
+
+
+def test_an_arena_whose_turn_has_not_come_is_closed_with_the_agent() -> None:
+    turned, held, arena = Turned(), Slow(), Arena.create(4096)
+    turned.bulk.close_arenas([cast(Arena, held), arena])
+    threading.Timer(0.05, held.done.set).start()
+    turned.close()
+    assert arena.fd == -1
+
+
+def test_what_is_being_closed_counts_as_memory_that_a_job_may_have_and_who_takes_it_waits(
+    turned: Turned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would have fewer slots, or be refused, for what is there a moment later."""
+    held, free, plans = Slow(8 * GIB), [GIB], list[MemoryPlan | None]()
+    monkeypatch.setattr(memory, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(ranks_module, "LET_GO_S", 0.1)
+    ranks = Ranks(1, turned.bulk, Taken)
+    heard: list[str] = []
+    try:
+        turned.bulk.close_arenas([cast(Arena, held)])
+        ranks.measure({0: 2 * GIB}, 3, None, lambda plan, _: plans.append(plan))
+        assert [plan.slots for plan in plans if plan is not None] == [3]
+        free[0] = 0
+        ranks.make(0, {0: 4096}, lambda sizes, error: heard.append(error))
+        time.sleep(5 * ranks_module.LET_GO_S)
+        assert turned.is_idle, "it waits, however long that takes"
+        free[0] = GIB
+        held.done.set()
+        turned.until(lambda: heard and not turned.bulk.closing_bytes)
+        assert heard == [""]
+    finally:
+        ranks.drop()
