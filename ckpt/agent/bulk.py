@@ -8,12 +8,14 @@ machine comes first.
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from ckpt.agent import memory
 from ckpt.agent.arena import Arena
 from ckpt.errors import CkptError
 from ckpt.tasks import Tasks
@@ -46,6 +48,7 @@ _THREADS = {
     Lane.PARITY: PARITY_THREADS,
     Lane.REBUILD: PARITY_THREADS,
 }
+_NOT_BEGUN = 1 << 62  # bytes
 _NOT_NICE = (Lane.FRONT, Lane.REBUILD, Lane.CLOSING)
 
 
@@ -56,7 +59,7 @@ class Bulk:
         self._post = post
         self._local = threading.local()
         self._lanes = {lane: Tasks(f"agent-{lane.value}", pool_size=threads) for lane, threads in _THREADS.items()}
-        self._closing: list[Arena] = []
+        self._closing: dict[Arena, int] = {}  # and what was free before it began to go
 
     def run(self, lane: Lane, work: Callable[[], T], then: Callable[[Future[T]], None]) -> None:
         """Runs `work` in that lane, and `then` with its settled future on the main thread, also where there is no
@@ -73,17 +76,28 @@ class Bulk:
         """See Arena.close. The kernel needs 0.2 s for each GiB, and a main thread that is silent for as long as a
         hundred of them need is taken for gone by other nodes. Main thread only."""
         for arena in arenas:
-            self._closing.append(arena)
-            self.run(Lane.CLOSING, arena.close, lambda done, arena=arena: self._closed(arena))  # type: ignore[misc]
+            self._closing[arena] = _NOT_BEGUN
+            close = functools.partial(self._close, arena)
+            self.run(Lane.CLOSING, close, lambda done, close=close: close() if failure(done) else None)  # type: ignore[misc]
 
     @property
     def closing_bytes(self) -> int:
-        """Of arenas that are being closed: what the machine has left soon."""
+        """Of arenas that are being closed. Any thread."""
         return sum(arena.bytes for arena in list(self._closing))
 
-    def _closed(self, arena: Arena) -> None:
-        arena.close()  # where there was no thread for it
-        self._closing = [each for each in self._closing if each is not arena]
+    def free_bytes(self) -> int:
+        """What may still be taken on this machine: what is being closed, too, of which the kernel gives back a bit at
+        a time. (What others take meanwhile counts as if it were there, up to what was given back.)"""
+        closing = self._closing.copy()  # before what is free is read: what has gone in between is in both
+        free = memory.free_bytes()
+        return free + sum(max(0, arena.bytes - max(0, free - before)) for arena, before in closing.items())
+
+    def _close(self, arena: Arena) -> None:
+        self._closing[arena] = memory.free_bytes()
+        try:
+            arena.close()
+        finally:
+            self._closing.pop(arena, None)
 
     def close(self) -> None:
         for tasks in self._lanes.values():

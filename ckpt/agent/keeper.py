@@ -67,7 +67,7 @@ class Keeper:
         self.copies.bound(self._room)
         self.copies.may_go = self._may_go
         self.copies.check = lambda epoch: self.fence.check(HERE, epoch, time.monotonic())
-        own = self._arenas_of, lambda: self.network, self._free_bytes
+        own = self._arenas_of, lambda: self.network, self._bulk.free_bytes
         self.parities = Parities(self._bulk, server.post, self.copies, *own)
         self._events = Events(lambda event: server.post(lambda: self._event(event)))
         self._store = StoreSide(url, settings, self._events, owner_of(socket.gethostname()))
@@ -189,7 +189,7 @@ class Keeper:
         more than a user's limit leaves beside the slots that a job with copies has at least, and those that are there:
         one that copies may have the room of goes once it holds nothing that is needed."""
         reserve_bytes = relief.reserve_bytes(memory.total_bytes())
-        rooms = [self.copies.taken_bytes + max(0, self._free_bytes() - reserve_bytes)]
+        rooms = [self.copies.taken_bytes + max(0, self._bulk.free_bytes() - reserve_bytes)]
         shares = [(job.epoch, job.own) for job in self._jobs()] + [(each.epoch, each.ranks) for each in self.followings]
         newest = max(shares, key=lambda each: each[0], default=None)
         if newest is not None and (plan := newest[1].limited) is not None:
@@ -197,10 +197,6 @@ class Keeper:
             slots = max(min(SLOTS_MIN, plan.slots), len(newest[1].arenas))
             rooms.append(others_bytes + plan.left_bytes(slots))
         return min(rooms)
-
-    def _free_bytes(self) -> int:
-        """What may still be taken on this machine: what is being closed, too."""
-        return memory.free_bytes() + self._bulk.closing_bytes
 
     def _begun(self) -> Begun | None:
         """The start that goes on now, as far as this node has a part in it. None: none, or another one begins."""
@@ -227,7 +223,7 @@ class Keeper:
         if now_s < self._relieved_s + relief.PERIOD_S:
             return self._relieved_s + relief.PERIOD_S
         self._relieved_s = now_s
-        free_bytes = self._free_bytes()
+        free_bytes = self._bulk.free_bytes()
         missing = relief.missing_bytes(free_bytes, memory.total_bytes())
         freed, gone = self.copies.cool(missing) if missing else 0, 0
         if freed < missing and not self.fence.stands(now_s):

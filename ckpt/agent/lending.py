@@ -78,7 +78,7 @@ class LendingNode(Node):
 
     def _room(self) -> int:
         """The bytes that what it keeps may come to now: no more than this machine has, either."""
-        return min(self._lend.memory_bytes, self.copies.taken_bytes + self._free_bytes())
+        return min(self._lend.memory_bytes, self.copies.taken_bytes + self._bulk.free_bytes())
 
     def _begun(self) -> Begun | None:
         claim = self._loan.claim

@@ -127,7 +127,7 @@ class Ranks:
             kept_bytes=taken.kept_bytes,
             held_bytes=self.arena_bytes + taken.lent_bytes,
             limit_bytes=limit_bytes,
-            free_bytes=self._free_bytes(),
+            free_bytes=self._bulk.free_bytes(),
             slots=slots,
             reserve_bytes=relief.reserve_bytes(memory.total_bytes()),
         )
@@ -138,7 +138,7 @@ class Ranks:
     def for_a_while_bytes(self, slot_bytes: int, slots: int, limit_bytes: int | None) -> int:
         """What may be taken here until all ranks have restored, where a slot of theirs will take so much, and so many
         are to be."""
-        free_bytes, taken = self._free_bytes(), self._taken()
+        free_bytes, taken = self._bulk.free_bytes(), self._taken()
         held_bytes = self.arena_bytes + taken.lent_bytes
         plan = memory.plan(slot_bytes, taken.kept_bytes, held_bytes, limit_bytes, free_bytes, slots)
         return memory.for_a_while_bytes(plan, limit_bytes, free_bytes)
@@ -167,9 +167,6 @@ class Ranks:
             return _make(sizes, self._give_way)
 
         self._bulk.run(Lane.MEMORY, make, made)
-
-    def _free_bytes(self) -> int:
-        return memory.free_bytes() + self._bulk.closing_bytes
 
     def _await_room(self, count: int) -> None:
         """What was closed just now is free once the kernel is done with it, and the ranks have let go of it. Errors:

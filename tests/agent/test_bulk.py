@@ -24,10 +24,11 @@ class Slow:
 
     def __init__(self, size: int = GIB) -> None:
         self.bytes = size
-        self.done = threading.Event()
+        self.begun, self.done = threading.Event(), threading.Event()
         self.closed: set[str] = set()
 
     def close(self) -> None:
+        self.begun.set()
         assert self.done.wait(30)
         self.closed.add(threading.current_thread().name)
 
@@ -79,5 +80,37 @@ def test_what_is_being_closed_counts_as_memory_that_a_job_may_have_and_who_takes
         held.done.set()
         turned.until(lambda: heard and not turned.bulk.closing_bytes)
         assert heard == [""]
+    finally:
+        ranks.drop()
+
+
+def test_what_the_kernel_has_given_back_of_an_arena_is_not_counted_as_what_it_will_give_back(
+    turned: Turned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so bit by bit: a copy would be taken into memory that is not there."""
+    held, next_, free, plans = Slow(8 * GIB), Slow(2 * GIB), [GIB], list[MemoryPlan | None]()
+    monkeypatch.setattr(memory, "free_bytes", lambda: free[0])
+    ranks = Ranks(1, turned.bulk, Taken)
+
+    def allowed() -> int:
+        ranks.measure({0: GIB}, 3, None, lambda plan, _: plans.append(plan))
+        assert plans[-1] is not None
+        return plans[-1].allowed_bytes
+
+    try:
+        before = allowed()
+        turned.bulk.close_arenas(cast(list[Arena], [held, next_]))
+        all_of_it = before + (10 * GIB - 10 * GIB // memory.SPARE_PARTS)
+        assert held.begun.wait(30)
+        for count in (1, 5, 9):
+            free[0] = count * GIB
+            assert allowed() == all_of_it
+        held.done.set()
+        assert next_.begun.wait(30)
+        assert allowed() == all_of_it, "though the main thread has not heard of it"
+        free[0] = 11 * GIB
+        next_.done.set()
+        turned.until(lambda: not turned.bulk.closing_bytes)
+        assert allowed() == all_of_it
     finally:
         ranks.drop()

@@ -102,7 +102,8 @@ class Agent:
     def __init__(self, former: list[Former], begun: Begun | None = None) -> None:
         self.former = former
         self.followings: list[Any] = []
-        self.copies = Copies(cast(Any, SimpleNamespace(close_arenas=close_arenas)), lambda what: what())
+        self._bulk = SimpleNamespace(close_arenas=close_arenas, free_bytes=lambda: memory.free_bytes())
+        self.copies = Copies(cast(Any, self._bulk), lambda what: what())
         self.fence = Fence()
         self.begun = begun
         self.told: list[Event] = []
@@ -114,9 +115,6 @@ class Agent:
 
     def _begun(self) -> Begun | None:
         return self.begun
-
-    def _free_bytes(self) -> int:
-        return memory.free_bytes()
 
     def _inventory(self, whole: bool) -> Inventory:
         return self.copies.inventory()
