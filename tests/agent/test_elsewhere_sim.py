@@ -55,6 +55,7 @@ from ckpt.plan.placement import Kept, Parity, Placement, Replicas, place
 from ckpt.plan.rebuild import Striped, rebuildable
 from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.nodes.staged import close_arenas
 from tests.agent.test_group import Driver
 
 SCHEDULES = max(100, int(os.environ.get("CKPT_SIM_SCHEDULES", "10000")) // 80)
@@ -100,7 +101,7 @@ class Memory(Copies):
     """What one node's agent keeps for others. What goes for what its own code decides; how it comes the schedule."""
 
     def __init__(self, sim: Sim, name: str) -> None:
-        super().__init__(cast(Any, None), lambda what: what())
+        super().__init__(cast(Any, SimpleNamespace(close_arenas=close_arenas)), lambda what: what())
         self.sim, self.name = sim, name
         self.parities = Parts(self)
 
