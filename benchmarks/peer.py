@@ -57,7 +57,7 @@ def main() -> int:
     node = Node(loop, "receiver")
     arena = Arena.create(nbytes)
     target = arena.view[:nbytes]
-    kept = bytearray(nbytes)
+    kept = Arena.create(nbytes)
     try:
         address, port, blob = here.recv()
         frames = Frames.decode(blob, nbytes)
@@ -68,7 +68,7 @@ def main() -> int:
                 (plain, plain_costs, lambda: receive_plainly(target, address.host, port)),
             ]
             both += [
-                (seconds, [], lambda row=row: _make_parity(node, address, frames, row, kept))  # type: ignore[misc]
+                (seconds, [], lambda row=row: _make_parity(node, address, frames, row, nbytes, kept))  # type: ignore[misc]
                 for row, seconds in parities.items()
             ]
             for seconds, cpu, work in both if turn % 2 else both[::-1]:
@@ -84,6 +84,7 @@ def main() -> int:
         loop.close()
         target.release()
         arena.close()
+        kept.close()
     gb = nbytes / 1e9
     speed, ceiling = gb / statistics.median(ours), gb / statistics.median(plain)
     ratio = statistics.median(b / a for a, b in zip(ours, plain, strict=True))
@@ -98,8 +99,7 @@ def main() -> int:
     return report("peer", rows, args)
 
 
-def _make_parity(node: Node, address: Address, frames: Frames, row: Row, kept: bytearray) -> None:
-    nbytes = len(kept)
+def _make_parity(node: Node, address: Address, frames: Frames, row: Row, nbytes: int, kept: Arena) -> None:
     sources: tuple[Source, ...] = ((Run(0, 0, nbytes),),)
     if row is Row.Q:  # of the first member Q is the same as P; here that one has nothing but a byte of the second
         sources = ((Run(0, 0, 1),), (Run(0, 0, nbytes),))

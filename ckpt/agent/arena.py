@@ -80,6 +80,11 @@ def arena_bytes(data_bytes: int, frames: int, declaration_bytes: int, values_byt
     return align(DATA_AT + align(data_bytes) + align(declaration_bytes) + room + 16 * frames + 256, mmap.PAGESIZE)
 
 
+def created_bytes(size: int) -> int:
+    """Of an arena that is made for so many."""
+    return align(max(size, PAGE), mmap.PAGESIZE)
+
+
 class Arena:
     """Owns a descriptor and its shared mapping. Not thread-safe; see the module for who writes when."""
 
@@ -98,10 +103,10 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """A new one of at least `size` bytes, its pages not yet touched. Errors: OSError."""
+        """A new one of `created_bytes`, its pages not yet touched. Errors: OSError."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, align(max(size, PAGE), mmap.PAGESIZE))
+            os.ftruncate(fd, created_bytes(size))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             return cls(fd)
         except BaseException:
@@ -123,6 +128,11 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
+
+    @property
+    def to_take_bytes(self) -> int:
+        """Of its pages that nobody has touched, which the machine still has."""
+        return max(0, self.bytes - 512 * os.fstat(self.fd).st_blocks)
 
     def warm(self, between: Callable[[], object] = lambda: None) -> None:
         """Touches every page, so that no later write waits for one: a fresh page costs ten times a warm one.

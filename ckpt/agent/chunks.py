@@ -5,38 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
+from ckpt.agent.arena import Arena, created_bytes
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
+    from ckpt.agent.bulk import Bulk
     from ckpt.agent.folding import Chunk, ChunkName
 
 
 class Chunks:
     """`kept`: what is whole and right. Memory that is being filled counts, too. `goes`: told of each that was kept,
-    before its memory may be used for something else."""
+    before its memory may be used for something else. That is arenas', which take pages as they are filled, and are
+    closed, by threads: the main thread would be silent for half a second for each GiB that is zeroed."""
 
-    def __init__(self, goes: Callable[[ChunkName], None] = lambda name: None) -> None:
-        self._goes = goes
+    def __init__(self, bulk: Bulk, goes: Callable[[ChunkName], None] = lambda name: None) -> None:
+        self._bulk, self._goes = bulk, goes
         self.kept: dict[ChunkName, Chunk] = {}
-        self._coming: dict[ChunkName, bytearray] = {}
+        self._coming: dict[ChunkName, Arena] = {}
         self._unwanted: set[ChunkName] = set()  # of these
-        self._spare: list[bytearray] = []
+        self._spare: list[Arena] = []
         self._instead: dict[Identity, frozenset[ChunkName]] = {}  # of what is kept of these, once they are safe by it
         self.since: Epoch | None = None  # of epochs before it nothing is kept any more
 
     @property
     def bytes(self) -> int:
-        return self.used_bytes + sum(map(len, self._spare))
+        return self.used_bytes + _bytes(self._spare)
 
     @property
     def used_bytes(self) -> int:
         """Without what is only warm."""
-        return self._kept_bytes + sum(map(len, self._coming.values()))
+        return self._kept_bytes + _bytes(self._coming.values())
+
+    @property
+    def to_take_bytes(self) -> int:
+        """By what is on its way, beside what it has taken."""
+        return sum(arena.to_take_bytes for arena in self._coming.values())
 
     def bytes_of(self, epoch: Epoch) -> int:
         """Of what is kept and on its way of its checkpoints, and of what is warm for them."""
-        named = [name for name in {*self.kept, *self._coming} if name.identity.epoch == epoch]
-        return sum(name.striped.length for name in named) + sum(map(len, self._spare))
+        arenas = {name: chunk.arena for name, chunk in self.kept.items()} | self._coming
+        return _bytes([*(arena for name, arena in arenas.items() if name.identity.epoch == epoch), *self._spare])
 
     @property
     def identities(self) -> set[Identity]:
@@ -45,31 +53,31 @@ class Chunks:
     def is_coming(self, name: ChunkName) -> bool:
         return name in self._coming
 
-    def begin(self, name: ChunkName) -> bytearray:
-        """Memory for it, with anything in it: some whose pages are warm, if there is."""
-        found = next((each for each in self._spare if len(each) == name.striped.length), None)
+    def begin(self, name: ChunkName) -> Arena:
+        """Memory for it, with anything in it: some whose pages are warm, if there is. Errors: OSError."""
+        found = self._warm(name.striped.length)
         if found is not None:
-            self._spare = [each for each in self._spare if each is not found]
-        self._coming[name] = bytearray(name.striped.length) if found is None else found
+            self._spare.remove(found)
+        self._coming[name] = Arena.create(name.striped.length) if found is None else found
         return self._coming[name]
 
     def is_warm(self, length: int) -> bool:
         """Whether what is begun with that length takes no further memory."""
-        return any(len(each) == length for each in self._spare)
+        return self._warm(length) is not None
 
     def drop_spare(self) -> bool:
         """Gives back some of what is only warm; whether there was any."""
-        return bool(self._spare) and bool(self._spare.pop(0))
+        return bool(self.cool(1))
 
     def end(self, names: Iterable[ChunkName], made: Collection[Chunk]) -> str:
         """Of what was begun under these names this much is whole. Returns why some of that is not kept; "": it is."""
         unwanted = {c.name for c in made if c.name in self._unwanted or self.is_outdated(c.name.identity)}
         self.kept.update((chunk.name, chunk) for chunk in made if chunk.name not in unwanted)
         for name in names:
-            data = self._coming.pop(name)
+            arena = self._coming.pop(name)
             self._unwanted.discard(name)
             if name not in self.kept:
-                self._put_back(data)
+                self._put_back(arena)
         return f"nobody goes on from {next(iter(unwanted)).identity} any more" if unwanted else ""
 
     def is_outdated(self, identity: Identity) -> bool:
@@ -99,7 +107,7 @@ class Chunks:
     def _forget(self, names: Iterable[ChunkName]) -> None:
         for name in names:
             self._goes(name)
-            self._put_back(self.kept.pop(name).data)
+            self._put_back(self.kept.pop(name).arena)
 
     def of(self, identity: Identity) -> list[Chunk]:
         return [chunk for name, chunk in self.kept.items() if name.identity == identity]
@@ -108,19 +116,28 @@ class Chunks:
         """Gives back memory that is only warm, about so many bytes of it; how many it was."""
         freed = 0
         while self._spare and freed < missing:
-            freed += len(self._spare.pop(0))
+            freed += self._spare[0].bytes
+            self._bulk.close_arenas([self._spare.pop(0)])
         return freed
 
     def close(self) -> None:
+        self._bulk.close_arenas([*(chunk.arena for chunk in self.kept.values()), *self._coming.values(), *self._spare])
         self.kept.clear()
         self._spare.clear()
 
     @property
     def _kept_bytes(self) -> int:
-        return sum(name.striped.length for name in self.kept)
+        return _bytes(chunk.arena for chunk in self.kept.values())
 
-    def _put_back(self, data: bytearray) -> None:
+    def _warm(self, length: int) -> Arena | None:
+        return next((each for each in self._spare if each.bytes == created_bytes(length)), None)
+
+    def _put_back(self, arena: Arena) -> None:
         """Its pages stay warm for the next generation: as much as one takes, and the newest, since sizes change."""
-        self._spare.append(data)
-        while sum(map(len, self._spare)) > self._kept_bytes:
-            self._spare.pop(0)
+        self._spare.append(arena)
+        while _bytes(self._spare) > self._kept_bytes:
+            self.cool(1)
+
+
+def _bytes(arenas: Iterable[Arena]) -> int:
+    return sum(arena.bytes for arena in arenas)

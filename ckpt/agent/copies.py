@@ -8,7 +8,6 @@ for `described`.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -119,7 +118,7 @@ class Copies:
 
     def __init__(self, bulk: Bulk, post: Callable[[Callable[[], None]], None]) -> None:
         self.kept: dict[Key, Arena] = {}
-        self.chunks = Chunks(lambda name: self._offer_no_more(name.transfer))
+        self.chunks = Chunks(bulk, lambda name: self._offer_no_more(name.transfer))
         self.progress = Progress()  # of what comes, and of parity that is made here
         self._bulk, self._post = bulk, post
         self._spare: list[Arena] = []
@@ -144,9 +143,13 @@ class Copies:
 
     @property
     def taken_bytes(self) -> int:
-        """Of these, what the machine has given: a copy that is on its way takes pages as it comes."""
-        coming = [arena for _, arena in self._coming.values()]
-        return self.bytes - sum(max(0, arena.bytes - 512 * os.fstat(arena.fd).st_blocks) for arena in coming)
+        """Of these, what the machine has given."""
+        return self.bytes - self.to_take_bytes
+
+    @property
+    def to_take_bytes(self) -> int:
+        """By what is on its way: it takes pages as it comes."""
+        return self.chunks.to_take_bytes + sum(arena.to_take_bytes for _, arena in self._coming.values())
 
     @property
     def _used_bytes(self) -> int:
@@ -485,7 +488,7 @@ class Copies:
                 )
         return Arena.create(size)
 
-    def begin_chunk(self, name: ChunkName) -> bytearray:
+    def begin_chunk(self, name: ChunkName) -> Arena:
         """Memory for a parity, which `fits`: see Chunks.begin."""
         if self._room is not None and not self.chunks.is_warm(name.striped.length):
             self._drop_spare(name.striped.length, self._room())

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgpack
 import numpy as np
 
-from ckpt.agent.arena import Arena
+from ckpt.agent.arena import WARM_BYTES, Arena
 from ckpt.agent.bulk import PARITY_THREADS
 from ckpt.agent.copies import PIECE_BYTES, Described
 from ckpt.agent.holdings import sealed
@@ -24,7 +24,7 @@ from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
 from ckpt.errors import AgentError, DamagedData
 from ckpt.format.frames import frame_hash
-from ckpt.format.parity import Row, Scratch, add, pieces, solve
+from ckpt.format.parity import Buffer, Row, Scratch, add, pieces, solve
 from ckpt.plan.rebuild import Run, Striped, Window, solvable
 from ckpt.types import Identity
 
@@ -67,9 +67,13 @@ class Chunk:
 
     name: ChunkName
     world: int
-    data: bytearray
+    arena: Arena
     frames: Frames
     snapshots: Mapping[int, Described]
+
+    @property
+    def data(self) -> memoryview:
+        return self.arena.part((0, self.name.striped.length))
 
 
 def row_from(number: int) -> Row:
@@ -108,16 +112,19 @@ class Folding:
         world: int,
         origins: Mapping[int, Origin],
         snapshots: Mapping[int, Described],
-        data: bytearray,
+        arena: Arena,
     ) -> Chunk:
-        """The parity of what these ranks staged, in `data`, which holds anything. `origins`: by rank.
+        """The parity of what these ranks staged, in `arena`, which holds anything. `origins`: by rank.
 
         Errors: AgentError, DamagedData."""
-        np.frombuffer(data, np.uint8).fill(0)
+        data = arena.part((0, name.striped.length))
+        for at in range(0, len(data), WARM_BYTES):
+            np.frombuffer(data[at : at + WARM_BYTES], np.uint8).fill(0)
+            self._moved()
         # In any order, so that not all holders come to the same node at once.
         for place in random.sample(range(len(name.striped.sources)), len(name.striped.sources)):
             self._add_source({name.row: data}, place, name.striped.sources[place], origins)
-        return Chunk(name, world, data, chunk_frames(memoryview(data), name.striped.length), snapshots)
+        return Chunk(name, world, arena, chunk_frames(data, name.striped.length), snapshots)
 
     def remake(
         self,
@@ -174,7 +181,7 @@ class Folding:
                     self.filled_bytes += piece.length
 
     def _add_source(
-        self, targets: Mapping[Row, bytearray], place: int, source: Sequence[Run], origins: Mapping[int, Origin]
+        self, targets: Mapping[Row, Buffer], place: int, source: Sequence[Run], origins: Mapping[int, Origin]
     ) -> None:
         at = 0
         for run in source:

@@ -154,8 +154,7 @@ class Keeper:
         others = [job.ranks.arena_bytes for job in self._jobs() if job.epoch != epoch]
         others += [each.ranks.arena_bytes for each in self.followings if each.epoch != epoch]
         lent_bytes = self.copies.bytes_of(epoch)
-        to_come_bytes = self.copies.bytes - self.copies.taken_bytes  # the machine still has these
-        return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes - to_come_bytes)
+        return Taken(sum(others) + self.copies.bytes - lent_bytes, lent_bytes - self.copies.to_take_bytes)
 
     def _freeze(self, by: str, left: bool = False) -> None:
         """A start that agent `by` coordinates asks what lies here: it stays as it is until the outcome. `left` and

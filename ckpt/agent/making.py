@@ -75,8 +75,7 @@ class Making:
                 work.begin()
 
     def _why_not(self, work: Work) -> str:
-        coming_bytes = self._copies.bytes - self._copies.taken_bytes  # as copies, which take pages as they arrive
-        if work.size + SCRATCH_BYTES + self.to_take_bytes + coming_bytes > self._free_bytes():
+        if work.size + SCRATCH_BYTES + self.to_take_bytes + self._copies.to_take_bytes > self._free_bytes():
             return f"there is no memory for {work.size >> 20} MiB and the way to them"
         others_bytes = sum(each.size + SCRATCH_BYTES for each in self._under_way)
         if work.leave and not self._copies.fits([others_bytes, work.size, work.leave]):

@@ -184,28 +184,28 @@ class Parities:
             raise AgentError(
                 f"there is no room for {sum(lengths) >> 20} MiB of parity in what this node has for others"
             )
-        short = sum(lengths) + self._making.to_take_bytes - self._free_bytes()
+        short = sum(lengths) + self._making.to_take_bytes + self._copies.to_take_bytes - self._free_bytes()
         if short > 0:
             raise AgentError(f"{short >> 20} MiB of memory are missing for parity")
         origins = self._origins(identity, where, snapshots)
-        buffers: dict[ChunkName, bytearray] = {}
+        arenas: dict[ChunkName, Arena] = {}
         try:
             for name in new:
-                buffers[name] = self._copies.begin_chunk(name)
-        except MemoryError as exc:
-            chunks.end(buffers, [])
+                arenas[name] = self._copies.begin_chunk(name)
+        except OSError as exc:
+            chunks.end(arenas, [])
             raise AgentError(f"no memory for {sum(lengths) >> 20} MiB of parity") from exc
         folding = self._folding()
 
         def make() -> list[Chunk]:
             return [
-                folding.make(name, world, origins, {rank: snapshots[rank] for rank in name.striped.ranks}, data)
-                for name, data in buffers.items()
+                folding.make(name, world, origins, {rank: snapshots[rank] for rank in name.striped.ranks}, arena)
+                for name, arena in arenas.items()
             ]
 
         def made(done: Future[list[Chunk]]) -> None:
             error = failure(done)
-            error = chunks.end(buffers, [] if error else done.result()) or error
+            error = chunks.end(arenas, [] if error else done.result()) or error
             self._copies.attempted(identity, PARITY, not error)
             then([], error)
 
@@ -217,8 +217,8 @@ class Parities:
         lent, network = self._copies.chunks.of(identity), self._network()
         if network is not None:
             for chunk in lent:
-                name, data = chunk.name.transfer, memoryview(chunk.data)
-                self._copies.offer(network.transport, name, data, chunk.frames, reader, urgent)
+                name = chunk.name.transfer
+                self._copies.offer(network.transport, name, chunk.data, chunk.frames, reader, urgent)
         snapshots = {rank: described for chunk in lent for rank, described in chunk.snapshots.items()}
         where = Where({}, {}, [("", chunk.name, chunk.frames) for chunk in lent])
         return where.encode(), encode_described([snapshots[rank] for rank in sorted(snapshots)])
@@ -304,7 +304,7 @@ class Parities:
         for node, name, frames in where.chunks:
             kept = self._copies.chunks.kept.get(name)
             if kept is not None:
-                origin = Origin(name.transfer, kept.frames, here=memoryview(kept.data))
+                origin = Origin(name.transfer, kept.frames, here=kept.data)
             elif frames is not None:
                 origin = Origin(name.transfer, frames, node, self._addresses(node, where))
             else:

@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.arena import PAGE
+from ckpt.agent.arena import PAGE, created_bytes
 from ckpt.agent.copies import Copies, Described, decode_described, encode_described
 from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.facts import State
@@ -88,13 +88,25 @@ def identity(tick: Tick) -> Identity:
 class Cell:
     """An arena, of which only the room that it takes counts here."""
 
-    bytes = BYTES
+    to_take_bytes = 0
+
+    def __init__(self, size: int = BYTES) -> None:
+        self.bytes = created_bytes(size)
+
+    @staticmethod
+    def create(size: int) -> Cell:
+        return Cell(size)
 
     def begin_fill(self) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.agent.chunks.Arena", Cell)
 
 
 class Memory(Copies):
@@ -164,7 +176,7 @@ class Parts(Parities):
 
     def _folding(self, urgent: bool = False) -> Any:
         return SimpleNamespace(
-            make=lambda name, world, origins, snapshots, data: Chunk(name, world, data, FRAMES, snapshots)
+            make=lambda name, world, origins, snapshots, arena: Chunk(name, world, arena, FRAMES, snapshots)
         )
 
 

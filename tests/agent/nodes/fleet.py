@@ -276,6 +276,8 @@ class Fleet:
             assert bytes(again.view[: at + length]) == bytes(original.view[: at + length])
 
     def close(self) -> None:
+        for link in self.links.values():
+            link.offers.clear()
         for copies in self.copies.values():
             copies.close()
         self.turned.close()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ckpt.agent.arena import DATA_AT, PAGE, Arena
+from ckpt.agent.bulk import Bulk
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.chunks import Chunks
 from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
@@ -34,7 +35,7 @@ from ckpt.plan.rebuild import Run, Striped
 from ckpt.store.packs import Written
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.cluster import HASHES_AT
-from tests.agent.nodes.staged import Turned, identity, staged
+from tests.agent.nodes.staged import Turned, close_arenas, identity, staged
 
 
 class Carried:
@@ -230,8 +231,25 @@ def test_what_is_on_its_way_and_not_wanted_any_more_is_not_kept(how: str, landed
     held.giver.withdraw(link, which)
 
 
+def test_parity_takes_its_memory_where_it_is_made_and_gives_it_back_on_a_thread() -> None:
+    """The main thread would be silent meanwhile, half a second for each GiB, and other nodes would take it for gone."""
+    turned, size = Turned(), 64 << 20
+    name = ChunkName(identity(5), Row.P, Striped(size, ((Run(0, 0, size),),)))
+    copies = Copies(turned.bulk, turned.post)
+    try:
+        copies.begin_chunk(name)
+        assert (copies.bytes, copies.taken_bytes) == (size, 0)
+        copies.chunks.end([name], [])
+        assert (copies.bytes, turned.bulk.closing_bytes) == (0, size)
+        turned.until(lambda: turned.bulk.closing_bytes == 0)
+    finally:
+        copies.close()
+        turned.close()
+
+
 def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_asked_for_it_hears_that() -> None:
-    chunks, (old, new) = Chunks(), (identity(5), identity(6))
+    bulk = cast(Bulk, SimpleNamespace(close_arenas=close_arenas))
+    chunks, (old, new) = Chunks(bulk), (identity(5), identity(6))
     made = []
     for which in (old, new):
         name = ChunkName(which, Row.P, Striped(8, ((Run(0, 0, 8),),)))
@@ -242,9 +260,10 @@ def test_parity_that_is_being_made_and_not_wanted_any_more_is_not_kept_and_who_a
     assert "nobody goes on from" in chunks.end([made[0].name], made[:1])
     assert chunks.end([made[1].name], made[1:]) == ""
     assert chunks.identities == {new}
-    chunks.begin(made[0].name)
-    assert chunks.end([made[0].name], made[:1]) == "", "if it is wanted again, it may come"
+    again = replace(made[0], arena=chunks.begin(made[0].name))
+    assert chunks.end([again.name], [again]) == "", "if it is wanted again, it may come"
     assert chunks.identities == {old, new}
+    chunks.close()
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -90,7 +90,7 @@ def test_parity_takes_no_memory_that_what_is_being_made_again_will_take(fleet: F
     fleet.gone, size, filled = set(), 1 << 20, 1 << 10
     for each in fleet.parities.values():
         each._making.want(Work(size, 0, False, "", lambda: filled, lambda: None, pytest.fail))
-    parity = max(copies.chunks.used_bytes for copies in fleet.copies.values())
+    parity = max(sum(name.striped.length for name in copies.chunks.kept) for copies in fleet.copies.values())
     room = parity + size - filled + SCRATCH_BYTES
     fleet.free_bytes = lambda name: room - 1
     assert "of memory are missing for parity" in fleet.protect(NEXT, STEP)

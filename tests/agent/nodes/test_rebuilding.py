@@ -3,6 +3,7 @@ damaged or wrong."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import NICE
 from ckpt.agent.copies import decode_described
 from ckpt.agent.folding import SCRATCH_BYTES, Chunk, ChunkName, chunk_frames
@@ -231,7 +233,7 @@ def test_no_more_is_held_than_two_generations_take_and_its_memory_is_used_again(
         assert fleet.protect(identity(step), safe) == ""
         safe = identity(step)
         for copies in fleet.copies.values():
-            one = sum(len(chunk.data) for chunk in copies.chunks.kept.values())
+            one = sum(chunk.arena.bytes for chunk in copies.chunks.kept.values())
             assert 0 < copies.chunks.bytes <= 2 * one
             assert copies.bytes_of(safe.epoch) == copies.bytes, "memory is planned anew without it"
     for copies in fleet.copies.values():
@@ -249,9 +251,9 @@ def test_a_node_that_gets_no_memory_for_all_its_parity_gives_back_what_it_has_go
     assert len(copies.chunks.kept) > 1
     begin, used_bytes, got = copies.begin_chunk, copies.chunks.used_bytes, list[ChunkName]()
 
-    def full(name: ChunkName) -> bytearray:
+    def full(name: ChunkName) -> Arena:
         if got:
-            raise MemoryError
+            raise OSError(errno.ENOMEM, "no more")
         got.append(name)
         return begin(name)
 
@@ -340,7 +342,7 @@ def test_wrong_parity_is_done_without_where_there_is_another_and_never_comes_to_
     name, chunk = chunk_of(fleet, row)
     chunk.data[:5] = b"wrong"
     if lies:
-        changed = replace(chunk, frames=chunk_frames(memoryview(chunk.data), len(chunk.data)))
+        changed = replace(chunk, frames=chunk_frames(chunk.data, len(chunk.data)))
         fleet.copies[name].chunks.kept[chunk.name] = changed
     outcomes = set()
     for count in (1, 2):
