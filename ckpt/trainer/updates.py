@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt.events import Events
+from ckpt.trainer import trees
 from ckpt.trainer.lazy import owns_any
 from ckpt.trainer.nodes import OptimizerNode
+from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers
 from ckpt.trainer.walk import Walk
 
@@ -45,6 +48,7 @@ class Updates:
         self._events = events
         self._said_torn = self._said_elsewhere = False
         self._followed: Walk | None = None
+        self._followed_parts: list[ref[Optimizer | nn.Module]] = []
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
         self._known: dict[int, tuple[ref[Optimizer], bool]] = {}  # by id: some have no hash, or are equal to others
@@ -100,7 +104,7 @@ class Updates:
         `others`, those of other Checkpointers in this process. Not where the state has no optimizer of torch's: an
         object of the user's in it may have one, with weights of its own."""
         optimizer, self.elsewhere = self.elsewhere, None
-        if optimizer is None or any(other._is_ours(optimizer) for other in others):
+        if optimizer is None or any(each._is_ours(optimizer) for each in (self, *others)):
             return
         self._said_elsewhere = True
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
@@ -135,34 +139,53 @@ class Updates:
         self.elsewhere = optimizer if self.by_hand and not self._said_elsewhere else None
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        self._follow()
+        if self._followed is not self._walk():
+            self._follow()
+        known = self._known_of(optimizer)
+        if not known and not self._is_followed(self._parts()):  # one that was ours stays so until the next walk
+            self._follow()
+            known = self._known_of(optimizer)
+        if known is None:
+            known = owns_any(optimizer, self._storages)
+            self._known[id(optimizer)] = ref(optimizer), known
+        return known
+
+    def _known_of(self, optimizer: Optimizer) -> bool | None:
         found = self._known.get(id(optimizer))
-        if found is None or found[0]() is not optimizer:
-            found = self._known[id(optimizer)] = ref(optimizer), owns_any(optimizer, self._storages)
-        return found[1]
+        return found[1] if found is not None and found[0]() is optimizer else None
+
+    def _parts(self) -> list[Optimizer | nn.Module]:
+        """Of the state. What is made anew is assigned there, and steps before it is walked."""
+        return _find((Optimizer, nn.Module), self._state, set())
+
+    def _is_followed(self, parts: Sequence[Optimizer | nn.Module]) -> bool:
+        followed = self._followed_parts
+        return len(parts) == len(followed) and all(one() is other for one, other in zip(followed, parts, strict=True))
 
     def _follow(self) -> None:
-        walk = self._walk()
-        if walk is self._followed:
-            return
-        self._storages = walk.storages
-        self._known = {id(each): (ref(each), True) for each in _find(Optimizer, self._state, set())}
+        """The walk is another one, or the state. Asks no object for its own."""
+        walk, parts = self._walk(), self._parts()
+        self._followed, self._followed_parts = walk, [*map(ref, parts)]
+        params = (param for each in parts if isinstance(each, nn.Module) for param in each.parameters())
+        self._storages = walk.storages | storages(params)
+        self._known = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
         self.strangers.pass_over(known for known, _ in self._known.values())
         scalers = _find(GradScaler, self._state, set())
         if [*map(id, scalers)] != [*map(id, self.scalers)]:
             self.scalers, self.collected = scalers, ()  # of these nothing is known before the next boundary
-        self._followed = walk
 
 
 def _has_updated(scaler: GradScaler, collected: object) -> bool:
     return collected is not None and scaler._per_optimizer_states is not collected
 
 
-def _find(kind: type[T], value: Any, seen: set[int]) -> list[T]:
+def _find(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> list[T]:
     if isinstance(value, kind):
         return [value]
     if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
         return []
     seen.add(id(value))  # a state that contains itself is refused later, by name
-    items = value.values() if isinstance(value, dict) else value
+    items = list(value.values() if isinstance(value, dict) else value)  # a copy: any thread steps
+    if set(map(type, items)) <= trees.PLAIN:
+        return []
     return [found for item in items for found in _find(kind, item, seen)]

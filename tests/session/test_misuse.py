@@ -187,17 +187,21 @@ def test_shards_that_leave_a_hole_are_named_at_once_and_when_they_are_saved(tmp_
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize("trained", ["its own", "another", "another first"])
+@pytest.mark.parametrize("trained", ["its own", "another", "another first", "assigned", "assigned late"])
 def test_a_loop_that_trains_another_model_than_the_one_that_is_saved_is_told_so_once(
     tmp_path: Path, trained: str
 ) -> None:
     """As where the loop's own name is given to a new one. An optimizer beside those of the state is none of its."""
     seen, other = Seen(), group_of("another")
     with ckpt.Checkpointer(tmp_path, group_of("saved"), sinks=(seen,)) as ck:
+        if trained == "assigned":
+            ck.state.update(other)
         for _ in ck.steps(3):
             if trained != "its own":
                 other["optim"].step()
-            if trained != "another":
+            if trained == "assigned late":
+                ck.state.update(other)
+            elif trained in ("its own", "another first"):
                 ck.state["optim"].step()
     assert len(seen.named("step.elsewhere")) == (1 if trained == "another" else 0)
 
@@ -290,6 +294,28 @@ def test_a_step_that_was_left_after_its_update_has_ended(tmp_path: Path, registe
     assert updates == 7
     with ckpt.Checkpointer(tmp_path, state) as ck:
         assert ck.restored.step == 7
+
+
+def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_steps_from_the_first_on(
+    tmp_path: Path,
+) -> None:
+    """Though nothing of it is known before the next snapshot: that of step 3 had the state of step 4."""
+    job = make()
+    with ckpt.Checkpointer(tmp_path, job.state, policy=ckpt.Every(steps=10**6)) as ck:
+        for step in ck.steps(10):
+            if step == 4:
+                job = make(seed=5)
+                ck.state.update(job.state)
+            job.train(step)
+            if step == 4:
+                with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
+                    ck.save()
+                break
+    wait_agent_gone(tmp_path)
+    again = make(seed=3)
+    with ckpt.Checkpointer(tmp_path, again.state) as ck:
+        assert ck.restored.step == 4
+        assert torch.equal(again.model[0].weight, job.model[0].weight)  # type: ignore[index]
 
 
 class Wrapper:

@@ -56,6 +56,30 @@ def test_a_registered_optimizer_counts_though_the_state_has_none_of_its_tensors(
     assert updates.pending == 1
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["at once", "after it has stepped elsewhere"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("assigned", ["model", "optim", "both"])
+def test_what_is_made_anew_in_the_state_counts_before_it_is_walked(assigned: str, nested: bool, known: bool) -> None:
+    """The next walk may be far away, and until then half a step would be saved."""
+    parts: dict[str, object] = {"model": torch.nn.Linear(2, 2), "optim": sgd(torch.nn.Parameter(torch.ones(2)))}
+    state = {"parts": parts} if nested else parts
+    walk = StateWalker({"model": parts["model"]}, by_rank(0, 1)).walk()
+    updates = Updates(state, lambda: walk, Events())
+    updates.begin()
+    with contextlib.closing(updates):
+        model = torch.nn.Linear(2, 2)
+        optim = sgd(*model.parameters())
+        if known:
+            optim.step()
+        assert not updates.pending
+        if assigned != "optim":
+            parts["model"] = model
+        if assigned != "model":
+            parts["optim"] = optim
+        optim.step()
+        assert updates.pending == 1
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its compiler
 def test_a_compiled_step_counts_and_has_ended() -> None:
     model = torch.nn.Linear(2, 2)
