@@ -47,7 +47,8 @@ class Updates:
         self._walk = walk
         self._events = events
         self._said_torn = self._said_elsewhere = False
-        self._followed: Walk | None = None
+        # Not held: what has left the state is to be free, also where no optimizer steps any more.
+        self._followed: ref[Walk] | None = None
         self._followed_parts: list[ref[Optimizer | nn.Module]] = []
         self._storages: frozenset[int] = frozenset()
         self._hooks: list[RemovableHandle] = []
@@ -139,7 +140,7 @@ class Updates:
         self.elsewhere = optimizer if self.by_hand and not self._said_elsewhere else None
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        if self._followed is not self._walk():
+        if self._followed is None or self._followed() is not self._walk():
             self._follow()
         known = self._known_of(optimizer)
         if not known and not self._is_followed(self._parts()):  # one that was ours stays so until the next walk
@@ -165,7 +166,7 @@ class Updates:
     def _follow(self) -> None:
         """The walk is another one, or the state. Asks no object for its own."""
         walk, parts = self._walk(), self._parts()
-        self._followed, self._followed_parts = walk, [*map(ref, parts)]
+        self._followed, self._followed_parts = ref(walk), [*map(ref, parts)]
         params = (param for each in parts if isinstance(each, nn.Module) for param in each.parameters())
         self._storages = walk.storages | storages(params)
         self._known = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}

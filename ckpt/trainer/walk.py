@@ -48,7 +48,7 @@ from ckpt.types import SMALL_BYTES
 HASH_BLOCK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Walk:
     """Per entry of `layout`: `tensors`, the live local tensor of each box (any device, maybe not contiguous; its bytes
     read row-major are the box's), `late`, whether it may be copied under the next step once that is proven safe (what

@@ -65,6 +65,19 @@ class Shielded:
 def shielded(found: Sequence[Node], events: Events) -> Iterator[None]:
     """Inside the block the loaders among the nodes of a state shield their new workers; after it they are as they were.
     One loud event for each that has workers already."""
+    before = _unshielded(found, events)  # whatever had a name here would live as long as the block
+    for loader, first in before:
+        loader.worker_init_fn = Shielded(first)
+    try:
+        yield
+    finally:
+        for loader, first in reversed(before):
+            if isinstance(loader.worker_init_fn, Shielded):
+                loader.worker_init_fn = first
+
+
+def _unshielded(found: Sequence[Node], events: Events) -> list[tuple[DataLoader[Any], Any]]:
+    """Each with its own `worker_init_fn`."""
     before: list[tuple[DataLoader[Any], Any]] = []
     for node in found:
         loader = node.value
@@ -78,11 +91,4 @@ def shielded(found: Sequence[Node], events: Events) -> Iterator[None]:
             text += "inside the block, or give the loader worker_init_fn=ckpt.shield_worker"
             events.emit("loader.unshielded", text, loud=True, loader=node.path)
         before.append((loader, loader.worker_init_fn))
-    for loader, first in before:
-        loader.worker_init_fn = Shielded(first)
-    try:
-        yield
-    finally:
-        for loader, first in reversed(before):
-            if isinstance(loader.worker_init_fn, Shielded):
-                loader.worker_init_fn = first
+    return before

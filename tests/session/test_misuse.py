@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -316,6 +318,50 @@ def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_ste
     with ckpt.Checkpointer(tmp_path, again.state) as ck:
         assert ck.restored.step == 4
         assert torch.equal(again.model[0].weight, job.model[0].weight)  # type: ignore[index]
+
+
+class Stepped:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def step(self) -> None:
+        for param in self.model.parameters():
+            param.data.sub_(0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("last", ["model", "optim"])
+@pytest.mark.parametrize("kind", ["torch", "own"])
+def test_what_was_replaced_in_the_state_is_free_after_the_next_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: str
+) -> None:
+    """It may be as large as all of the state."""
+    monkeypatch.setenv("CKPT_NOTICES", "given")
+
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1) if kind == "torch" else Stepped(model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        return {"optim": optim, "model": model} if last == "model" else {"model": model, "optim": optim}
+
+    with ckpt.Checkpointer(tmp_path, made(), policy=ckpt.Every(steps=10**6)) as ck:
+        before = weakref.ref(ck.state["model"].weight)
+        for step in range(1, 5):
+            if step == 2:
+                ck.state.update(made())
+            ck.state["optim"].step()
+            ck.step()
+            ck.save().wait(timeout_s=60)
+        gc.collect()
+        assert before() is None
 
 
 class Wrapper:
