@@ -319,9 +319,13 @@ def is_capturing() -> bool:
 def owns_any(optimizer: Optimizer, addresses: frozenset[int]) -> bool:
     """Whether a parameter or a state tensor of the optimizer (of a DTensor: its local part) lies in one of these
     storages. Usually the first one does. Any optimizer of the process may be asked about, of any kinds of tensors."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    found = (tensor for tensor in chain(params, state_of(optimizer)) if isinstance(tensor, Tensor))
+    state = (each for each in state_of(optimizer) if isinstance(each, Tensor))
+    found = chain(params_of(optimizer), state)
     return any(storage_of(part) in addresses for tensor in found for part in live_parts(tensor))
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor))
 
 
 def state_of(optimizer: Optimizer) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.errors import is_from_outside
 from ckpt.events import Events
-from ckpt.trainer.lazy import state_of
+from ckpt.trainer.lazy import params_of, state_of
 from ckpt.trainer.shard import storages
 from ckpt.trainer.walk import Walk
 from ckpt.types import counted
@@ -76,7 +76,7 @@ class Strangers:
         lost = [each for each in found.values() if (of_it := storages(_tensors(each))) and not of_it & saved]
         if not lost:
             return
-        kind, trained = type(lost[0]).__name__, storages(_params(lost[0]))
+        kind, trained = type(lost[0]).__name__, storages(params_of(lost[0]))
         lines = zip(walk.layout.entries, walk.tensors, strict=True)
         name = next((entry.name for entry, line in lines if storages(line) & trained), "a part of the state")
         more = f" (and {counted(len(lost) - 1, 'other')} like it)" if len(lost) > 1 else ""
@@ -90,16 +90,12 @@ class Strangers:
         )
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, Tensor)]
-
-
 def _tensors(optimizer: Optimizer) -> list[Tensor]:
     return [each for each in state_of(optimizer) if isinstance(each, Tensor)]
 
 
 def _role(optimizer: Optimizer) -> tuple[type, int]:
-    return type(optimizer), next(map(id, _params(optimizer)), 0)
+    return type(optimizer), next(map(id, params_of(optimizer)), 0)
 
 
 def _may_be_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> set[int]:

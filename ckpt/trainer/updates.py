@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt.events import Events
 from ckpt.trainer import trees
-from ckpt.trainer.lazy import owns_any
+from ckpt.trainer.lazy import owns_any, params_of
 from ckpt.trainer.nodes import OptimizerNode
 from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers
@@ -147,7 +147,9 @@ class Updates:
             self._follow()
             known = self._known_of(optimizer)
         if known is None:
-            known = owns_any(optimizer, self._storages)
+            # One within another may find the parameters elsewhere, where the outer one has put them.
+            around = storages(param for each in self._begun for param in params_of(each))
+            known = owns_any(optimizer, self._storages | around)
             self._known[id(optimizer)] = ref(optimizer), known
         return known
 

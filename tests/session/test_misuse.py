@@ -435,6 +435,27 @@ def test_an_optimizer_of_which_nothing_is_lost_is_not_named(tmp_path: Path, kind
     assert _named_unsaved(tmp_path, optim, {"model": model, **also.get(kind, {})}, kind == "passing") == []
 
 
+class Sharp(torch.optim.Optimizer):
+    """As SAM does: it steps another one, and gives each parameter other memory before."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data.clone()
+        self.base.step()
+
+
+def test_an_optimizer_within_another_is_named_wherever_the_parameters_lie(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optim = Sharp(model.parameters())
+    (event,) = _named_unsaved(tmp_path, optim, {"model": model, "optim": optim})
+    assert (event.data["optimizer"], event.data["tensor"]) == ("SGD", "model.bias")
+
+
 class Looked:
     """Counts how often somebody asks what it consists of, and may fail then, as a stand-in for what is gone does."""
 

@@ -159,3 +159,19 @@ def test_an_optimizer_that_has_no_hash_is_counted_like_any_other() -> None:
         assert (updates.pending, updates.is_torn) == (0, False)
         ours.step()
         assert (updates.pending, updates.is_torn) == (1, False)
+
+
+def test_one_within_another_counts_wherever_that_has_put_the_parameters() -> None:
+    """As in SAM, which gives them memory of their own in each step."""
+    model = torch.nn.Linear(2, 2)
+    outer, inner = sgd(*model.parameters()), sgd(*model.parameters())
+
+    def closure() -> float:
+        for param in model.parameters():
+            param.data = param.data.clone()
+        inner.step()
+        return 0.0
+
+    with counted(model) as updates:
+        outer.step(closure)
+        assert updates.pending == 2
