@@ -56,13 +56,9 @@ class Strangers:
         process. What an object may have copies of is its own affair."""
         due, self.due = self.due, []
         kept = [each for each in due if _tensors(each) and _role(each) not in self._looked_at]
-        try:
-            held = _may_be_held(kept, states) if kept else set()
-        except Exception as exc:  # what may lie in a state has code of its own
-            if is_from_outside(exc):
-                raise
-            return
-        self.open.update((_role(each), ref(each)) for each in kept if id(each) not in held)
+        held, is_searched = find_held(kept, states) if kept else (set(), True)
+        if is_searched:
+            self.open.update((_role(each), ref(each)) for each in kept if id(each) not in held)
 
     def name(self, walk: Walk, others: Iterable[Walk]) -> None:
         """An event for those of `open` whose state would not come back with what was walked; such as one that was not
@@ -98,21 +94,26 @@ def _role(optimizer: Optimizer) -> tuple[type, int]:
     return type(optimizer), next(map(id, params_of(optimizer)), 0)
 
 
-def _may_be_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> set[int]:
-    """By id, those that an object of these states holds, and so may save in a way of its own. A scheduler does not, a
-    module neither, and what an optimizer saves of another one is in the walk. One search for all: there may be one for
-    each parameter."""
+def find_held(optimizers: Sequence[Optimizer], states: Iterable[dict[str, Any]]) -> tuple[set[int], bool]:
+    """By id, those that an object of these states holds, and so may save in a way of its own; and whether all was
+    searched. A scheduler does not, a module neither, and what an optimizer saves of another one is in the walk. One
+    search for all: there may be one for each parameter."""
     sought, found = set(map(id, optimizers)), set[int]()
     seen: set[int] = set()
     held: list[Any] = [*states]
-    while held and len(seen) < SEARCHED_MAX:
-        value = held.pop()
-        if id(value) in sought:
-            found.add(id(value))
-        if id(value) in seen or isinstance(value, SEALED):
-            continue
-        seen.add(id(value))
-        inner = value if isinstance(value, (dict, list, tuple, set)) else getattr(value, "__dict__", {})
-        if len(inner) <= SEARCHED_MAX:
-            held += inner.values() if isinstance(inner, dict) else inner
-    return sought if held else found
+    try:
+        while held and len(seen) < SEARCHED_MAX:
+            value = held.pop()
+            if id(value) in sought:
+                found.add(id(value))
+            if id(value) in seen or isinstance(value, SEALED):
+                continue
+            seen.add(id(value))
+            inner = value if isinstance(value, (dict, list, tuple, set)) else getattr(value, "__dict__", {})
+            if len(inner) <= SEARCHED_MAX:
+                held += inner.values() if isinstance(inner, dict) else inner
+    except Exception as exc:  # what may lie in a state has code of its own
+        if is_from_outside(exc):
+            raise
+        return found, False
+    return found, not held

@@ -19,7 +19,7 @@ from ckpt.trainer import trees
 from ckpt.trainer.lazy import owns_any, params_of
 from ckpt.trainer.nodes import OptimizerNode
 from ckpt.trainer.shard import storages
-from ckpt.trainer.strangers import Strangers
+from ckpt.trainer.strangers import Strangers, find_held
 from ckpt.trainer.walk import Walk
 
 T = TypeVar("T")
@@ -102,12 +102,15 @@ class Updates:
 
     def find_elsewhere(self, others: Iterable[Updates]) -> None:
         """At a boundary: an event says, once, that the loop trains something else than what is saved, here or by
-        `others`, those of other Checkpointers in this process. Not where the state has no optimizer of torch's: an
-        object of the user's in it may have one, with weights of its own."""
+        `others`, those of other Checkpointers in this process. Not where an object of the user's in it has that one,
+        with weights of its own, nor where it has none of torch's, so that an object may."""
         optimizer, self.elsewhere = self.elsewhere, None
-        if optimizer is None or any(each._is_ours(optimizer) for each in (self, *others)):
+        everyone = [self, *others]
+        if optimizer is None or any(each._is_ours(optimizer) for each in everyone):
             return
         self._said_elsewhere = True
+        if find_held([optimizer], [each._state for each in everyone])[0]:
+            return
         if any(isinstance(node, OptimizerNode) for node in self._walk().scan.nodes):
             text = (
                 "ckpt: the loop trains what is not in the state: a step has ended, and only an optimizer has stepped "

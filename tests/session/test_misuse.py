@@ -189,13 +189,15 @@ def test_shards_that_leave_a_hole_are_named_at_once_and_when_they_are_saved(tmp_
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize("trained", ["its own", "another", "another first", "assigned", "assigned late"])
+@pytest.mark.parametrize("trained", ["its own", "another", "another first", "assigned", "assigned late", "held"])
 def test_a_loop_that_trains_another_model_than_the_one_that_is_saved_is_told_so_once(
     tmp_path: Path, trained: str
 ) -> None:
-    """As where the loop's own name is given to a new one. An optimizer beside those of the state is none of its."""
+    """As where the loop's own name is given to a new one. An optimizer beside those of the state is none of its, and
+    one that an object in the state holds may be saved by that."""
     seen, other = Seen(), group_of("another")
-    with ckpt.Checkpointer(tmp_path, group_of("saved"), sinks=(seen,)) as ck:
+    held = {"agent": Wrapper(other["optim"])} if trained == "held" else {}
+    with ckpt.Checkpointer(tmp_path, {**group_of("saved"), **held}, sinks=(seen,)) as ck:
         if trained == "assigned":
             ck.state.update(other)
         for _ in ck.steps(3):
