@@ -21,7 +21,7 @@ from ckpt.agent.server import Server
 from ckpt.agent.wire import Message
 from ckpt.types import Epoch
 from tests.agent.nodes.cluster import Cluster
-from tests.agent.nodes.staged import EPOCH, Net, identity, staged
+from tests.agent.nodes.staged import EPOCH, Net, close_arenas, identity, staged
 from tests.agent.nodes.test_clocks import NODES, Quiet
 
 
@@ -117,7 +117,8 @@ class Node(Others):
 def test_a_node_keeps_its_part_of_what_its_coordinator_commits_though_that_has_not_asked_for_it_yet() -> None:
     """The store answers slowly, and a start has gone on from something newer meanwhile."""
     net, server, nothing = cast(Network, Net("b")), cast(Server, Quiet()), cast(Any, None)
-    former = Following(EPOCH, 2, NODES, net, server, nothing, nothing, nothing, lambda which: {})
+    bulk = cast(Any, SimpleNamespace(close_arenas=close_arenas))
+    former = Following(EPOCH, 2, NODES, net, server, bulk, nothing, nothing, lambda which: {})
     node = Node(former)
     nodes = Nodes(cast(Any, SimpleNamespace(world=2)), [RemoteRanks(net, "b", EPOCH, 2, (1,))], "a")
     leading = cast(Any, SimpleNamespace(ranks=nodes))
@@ -138,7 +139,8 @@ def test_copies_leave_a_users_limit_to_a_slot_that_is_not_in_use_any_more_until_
     """It still holds what is being committed, say, when copies may have its room."""
     slot, job = 100 << 20, SimpleNamespace(epoch=EPOCH, own=SimpleNamespace(limited=None, arenas={0: {}, 1: {}}))
     copies = SimpleNamespace(taken_bytes=0, bytes=0, bytes_of=lambda epoch: 0)
-    keeper = cast(Keeper, SimpleNamespace(copies=copies, _jobs=lambda: [job], followings=[]))
+    bulk = SimpleNamespace(free_bytes=lambda: 1 << 50)
+    keeper = cast(Keeper, SimpleNamespace(copies=copies, _jobs=lambda: [job], followings=[], _bulk=bulk))
     job.own.limited = plan(slot, 0, 0, 6 * slot, 1 << 50, 2)
     beside_two = job.own.limited.left_bytes(2)
     assert Keeper._room(keeper) == beside_two
