@@ -14,20 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ckpt.errors import is_from_outside
 from ckpt.events import Events
 from ckpt.trainer import trees
 from ckpt.trainer.lazy import owns_any, params_of
-from ckpt.trainer.nodes import OptimizerNode
+from ckpt.trainer.nodes import ObjectNode, OptimizerNode
 from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers, find_held
 from ckpt.trainer.walk import Walk
 
 T = TypeVar("T")
+HELD_MAX = 1000  # in a collection, among which optimizers are looked for: a longer one is of data
 
 
 class Updates:
     """From `begin` to `close`, counts steps of the optimizers in `state` and of those, inside wrappers or not
-    registered at all, that own one of its tensors. `walk()`: the present walk.
+    registered at all, that own one of its tensors; and of those that an object in it holds and gives copies of.
+    `walk()`: the present walk.
 
     Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
     `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
@@ -176,6 +179,11 @@ class Updates:
         self._storages = walk.storages | storages(params)
         self._known = {id(each): (ref(each), True) for each in parts if isinstance(each, Optimizer)}
         self.strangers.pass_over(known for known, _ in self._known.values())
+        for node in walk.scan.nodes:
+            if isinstance(node, ObjectNode) and walk.scan.found[node.path]:  # else it saves no weights of its own
+                held = _held_by(node)
+                if not any(owns_any(each, self._storages) for each in held):
+                    self._known.update((id(each), (ref(each), True)) for each in held)
         scalers = _find(GradScaler, self._state, set())
         if [*map(id, scalers)] != [*map(id, self.scalers)]:
             self.scalers, self.collected = scalers, ()  # of these nothing is known before the next boundary
@@ -185,13 +193,26 @@ def _has_updated(scaler: GradScaler, collected: object) -> bool:
     return collected is not None and scaler._per_optimizer_states is not collected
 
 
+def _held_by(node: ObjectNode) -> list[Optimizer]:
+    """By an object of the user's, as its attributes or in a collection there."""
+    try:
+        held = [*vars(node.value).values()]
+        for each in [each for each in held if isinstance(each, (dict, list, tuple)) and len(each) <= HELD_MAX]:
+            held += each.values() if isinstance(each, dict) else each
+        return [each for each in held if isinstance(each, Optimizer)]
+    except Exception as exc:  # it may have left the state, and what lies there has code of its own
+        if is_from_outside(exc):
+            raise
+        return []
+
+
 def _find(kind: type[T] | tuple[type[T], ...], value: Any, seen: set[int]) -> list[T]:
     if isinstance(value, kind):
         return [value]
     if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
         return []
     seen.add(id(value))  # a state that contains itself is refused later, by name
-    items = list(value.values() if isinstance(value, dict) else value)  # a copy: any thread steps
+    items = list(value.values()) if isinstance(value, dict) else value  # a copy: any thread steps
     if set(map(type, items)) <= trees.PLAIN:
         return []
     return [found for item in items for found in _find(kind, item, seen)]

@@ -322,6 +322,45 @@ def test_what_takes_the_place_of_a_model_and_its_optimizer_is_saved_in_whole_ste
         assert torch.equal(again.model[0].weight, job.model[0].weight)  # type: ignore[index]
 
 
+class Agent:
+    """Gives copies of all that it has, as of a device's memory."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(2, 2)
+        self.optims = {"of it": torch.optim.SGD(self.model.parameters(), lr=0.1)}
+
+    def train(self) -> None:
+        self.model(torch.ones(2)).sum().backward()
+        self.optims["of it"].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self.model.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_step_of_an_optimizer_in_an_object_that_gives_copies_counts(tmp_path: Path, beside: bool) -> None:
+    """It was saved under the step before, and made once more after a restart."""
+    agent, other = Agent(0), group_of("beside") if beside else {}
+    with ckpt.Checkpointer(tmp_path, {"agent": agent, **other}, policy=ckpt.Every(steps=10**6)) as ck:
+        for step in ck.steps(9):
+            agent.train()
+            if step == 3:
+                with pytest.raises(ckpt.UsageError, match=r"call ck\.step\(\) first"):
+                    ck.save()
+                break
+            if beside:
+                other["optim"].step()
+    wait_agent_gone(tmp_path)
+    again = Agent(1)
+    with ckpt.Checkpointer(tmp_path, {"agent": again, **other}) as ck:
+        assert ck.restored.step == 3
+        assert torch.equal(again.model.weight, agent.model.weight)
+
+
 class Stepped:
     """An optimizer that is none of torch's."""
 
