@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.storage import Backend
     from ckpt.storage.probe import Probe
 
-PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "s3fs", "zstandard", "xxhash", "msgpack")
+PACKAGES = ("multilevel-ckpt", "torch", "numpy", "obstore", "fsspec", "zstandard", "xxhash", "msgpack")
 # Only whether these are set is shown, never their values.
 CREDENTIALS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,14 +67,38 @@ def test_the_wheel_has_every_module_and_no_other_top_level_package(wheel: Path) 
     assert "ckpt/py.typed" in names
 
 
-def test_the_wheel_names_its_licence_command_and_backends(wheel: Path) -> None:
+def _info(wheel: Path, name: str) -> str:
     archive = zipfile.ZipFile(wheel)
-    info = next(name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name)
-    metadata = archive.read(f"{info}/METADATA").decode()
+    return archive.read(next(each for each in archive.namelist() if each.endswith(f".dist-info/{name}"))).decode()
+
+
+def test_the_sdist_has_no_tests(sdist: Path) -> None:
+    with tarfile.open(sdist) as tar:
+        names = [name.partition("/")[2] for name in tar.getnames()]
+    assert "ckpt/types.py" in names
+    assert [name for name in names if name.startswith(("tests", "benchmarks"))] == []
+
+
+def test_each_link_of_the_text_for_an_index_page_is_absolute(wheel: Path) -> None:
+    metadata = _info(wheel, "METADATA")
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    source = re.findall(r"^Project-URL: Source, (\S+)$", metadata, re.MULTILINE)[0]
+    assert f"{source}/blob/main/docs/start.md" in links
+    assert [link for link in links if "://" not in link and not link.startswith("#")] == []
+
+
+def test_no_dependency_of_the_wheel_bounds_botocore_from_above(wheel: Path) -> None:
+    """Of boto3, s3fs and aiobotocore each release takes a few of botocore's: pip finds no set of all for many users."""
+    needs = re.findall(r"^Requires-Dist: ([^;\n]+)$", _info(wheel, "METADATA"), re.MULTILINE)
+    assert "botocore>=1.34" in needs
+    assert [need for need in needs if need.startswith(("boto3", "s3fs", "aiobotocore"))] == []
+
+
+def test_the_wheel_names_its_licence_command_and_backends(wheel: Path) -> None:
+    metadata, entries = _info(wheel, "METADATA"), _info(wheel, "entry_points.txt")
     assert "\nName: multilevel-ckpt\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
-    assert f"{info}/licenses/LICENSE" in archive.namelist()
-    entries = archive.read(f"{info}/entry_points.txt").decode()
+    assert "Apache License" in _info(wheel, "licenses/LICENSE")
     assert "ckpt = ckpt.cli.main:main" in entries
     assert "[ckpt.backends]" in entries
 
