@@ -4,7 +4,8 @@
   is the whole object, of which what stands before the range is read and dropped.
 - The store's clock, from the Date header.
 
-Connections are kept and shared between threads, one request on each at a time; `close` closes the idle ones.
+Connections are kept and shared between threads, one request on each at a time. `close` closes the idle ones;
+each other one is closed when its request ends.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class SignedHttp:
         self._roots = roots
         self._trust: ssl.SSLContext | None = None
         self._idle: list[tuple[str, http.client.HTTPConnection]] = []
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def get_range(self, key: str, start: int, length: int) -> memoryview:
@@ -86,6 +88,7 @@ class SignedHttp:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
+            self._is_closed = True
         for _, connection in idle:
             connection.close()
 
@@ -106,7 +109,7 @@ class SignedHttp:
                 raise lost(host, what, repr(exc)) from exc
             if is_reusable:
                 with self._lock:
-                    if len(self._idle) < IDLE_MAX:
+                    if len(self._idle) < IDLE_MAX and not self._is_closed:
                         self._idle.append((host, connection))
                         return
             connection.close()

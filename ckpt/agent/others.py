@@ -97,6 +97,7 @@ class Others(Leading):
             newer = [each.epoch for each in self.followings if each.epoch > epoch]
             if newer:
                 raise Superseded(f"{epoch} was superseded by {newer[0]}")
+            self._adopt_environment(fields)
             nodes = self._nodes_of(message)
             services = self._server, self._bulk, self._store, self._taken
             standing = self._listening.heard()

@@ -92,8 +92,7 @@ class Starts(Keeper):
             self._fail_start(self._start, Superseded(f"launch {launch!r} began meanwhile"))
         self._end_restore()
         peer.watch_death()
-        if adopt_store_environment(dict(fields.get("store_env") or {})):
-            self._store.reopen()
+        self._adopt_environment(fields)
         if self.current is not None:
             self._move_aside(self.current, launch)
         start = self._start = Start(peer, request_id, launch, world, take_over, nodes, self._lenders_of(message))
@@ -104,6 +103,11 @@ class Starts(Keeper):
         self._call_others(start)
         memory = any(each.claim is not None for each in self._remembered(start))
         self._for(start, lambda: self._look(start, memory), lambda done: self._looked(start, memory, done))
+
+    def _adopt_environment(self, fields: dict[str, Any]) -> None:
+        """What leads to the store is what the newest start has."""
+        if adopt_store_environment(dict(fields.get("store_env") or {})):
+            self._store.reopen()
 
     def _moves_of(self, start: Start) -> tuple[int, ...]:
         """Another one whenever the start has got further, or something has that it may wait for."""

@@ -22,7 +22,10 @@ def from_reply(url: str, what: str, status: int, text: str) -> CkptError:
     if "RequestTimeTooSkewed" in text:
         return AccessDenied(f"{told}; this machine's clock is wrong by more than the store accepts: set it")
     if status in (401, 403) or _CREDENTIALS.search(text):
-        return AccessDenied(f"{told}; check the credentials, and what they are allowed in this bucket")
+        return AccessDenied(
+            f"{told}; check the credentials, and what they are allowed in this bucket. A running job reads a changed "
+            "file of credentials again; changed variables reach it when it is started again"
+        )
     if "ConditionalRequestConflict" in text or "OperationAborted" in text:
         return TransientError(told)  # another request for the key is under way, and may yet fail
     if status == 404:

@@ -10,6 +10,9 @@ the store has not answered once: its address may be wrong, and a person waits). 
   that has not succeeded at the end is Unsettled.
 - A put that is broken off (`cancel`) waits for no next try, and begins none.
 - A listing goes on behind the last key it has given.
+
+A refusal (AccessDenied) does not pass by itself. But credentials change: their file is rewritten while a job runs. So
+the store is opened anew, which reads the file again, and the operation is tried once more.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from ckpt.errors import AlreadyExists, DamagedData, NotFound, TransientError, Unsettled
+from ckpt.errors import AccessDenied, AlreadyExists, CkptError, DamagedData, NotFound, TransientError, Unsettled
 from ckpt.events import Events
 from ckpt.storage.contract import Backend, Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_wanted
@@ -40,7 +43,8 @@ LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told w
 
 class Retrying:
     """A backend that tries the inner one again. `contact_s`: for how long until its first answer, whatever that is;
-    None: as long as ever. `pause(seconds)` waits; by default until `close` at the latest."""
+    None: as long as ever. `reopen`: opens the same store with the credentials of now; None: they never change.
+    `pause(seconds)` waits; by default until `close` at the latest."""
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Retrying:
         retry_s: float,
         events: Events | None = None,
         *,
+        reopen: Callable[[], Backend] | None = None,
         contact_s: float | None = None,
         now_s: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
@@ -58,6 +63,8 @@ class Retrying:
         self._retry_s = retry_s
         self._contact_s = None if contact_s is None or contact_s >= retry_s else contact_s
         self._has_answered = False
+        self._reopen = reopen
+        self._reopening = threading.Lock()
         self._events = events or Events()
         self._now_s = now_s
         self._closed = threading.Event()
@@ -112,7 +119,7 @@ class Retrying:
                 if listing is None:
                     listing = iter(self.inner.list(prefix))
                 return next((info for info in listing if info.key > last), None)
-            except TransientError:
+            except CkptError:
                 listing = None  # a generator that has raised is spent
                 raise
 
@@ -130,7 +137,7 @@ class Retrying:
         return self._again("abort uploads", lambda: self.inner.abort_uploads(older_than_s, prefixes, is_ours))
 
     def now_s(self) -> float:
-        return self._again("ask the time", self.inner.now_s)
+        return self._again("ask the time", lambda: self.inner.now_s())
 
     def close(self) -> None:
         """Also ends every pause: an operation that waits for its next try raises its last error at once."""
@@ -148,10 +155,17 @@ class Retrying:
         """`cancel` ends a pause; what that leads to is up to `attempt`."""
         began_s = self._now_s()
         tries = 0
+        is_renewed = False
         while True:
             tries += 1
+            inner = self.inner
             try:
                 result = attempt()
+            except AccessDenied:
+                self._has_answered = True
+                if is_renewed or not self._renew(inner):
+                    raise
+                is_renewed = True
             except TransientError as exc:
                 contact_s = None if self._has_answered else self._contact_s
                 limit_s = self._retry_s if contact_s is None else contact_s
@@ -171,6 +185,21 @@ class Retrying:
             else:
                 self._has_answered = True
                 return result
+
+    def _renew(self, refused: Backend) -> bool:
+        """Whether there is another store to ask than the one that has refused. Errors: none."""
+        with self._reopening:
+            if self.inner is not refused:  # another thread was refused before
+                return True
+            if self._reopen is None or self._closed.is_set():
+                return False
+            try:
+                self.inner = self._reopen()
+            except CkptError:  # the new credentials are no use, or half written
+                return False
+            refused.close()
+        self._events.emit("store.reopened", f"{self.url}: the store refused, and is asked with the credentials of now")
+        return True
 
     def _wait(self, pause_s: float, cancel: threading.Event | None) -> None:
         while pause_s > 0 and not (cancel is not None and cancel.is_set()):

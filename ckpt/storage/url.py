@@ -10,6 +10,7 @@ package that brings a backend for another scheme is found by its entry point bef
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os.path
 import re
@@ -51,8 +52,8 @@ def open(
     """
     settings = settings or read()
     url = canonical(url)
-    backend = _factory(scheme_of(url))(url)
-    return Retrying(backend, settings.retry_s, events, contact_s=contact_s)
+    make = functools.partial(_factory(scheme_of(url)), url)
+    return Retrying(make(), settings.retry_s, events, reopen=make, contact_s=contact_s)
 
 
 def canonical(url: str) -> str:

@@ -26,7 +26,7 @@ from ckpt.agent.peers.sockets import Address
 from ckpt.errors import AgentError, CkptError, NotLed, Superseded
 from ckpt.events import Event, Events
 from ckpt.format.declaration import encode_layout
-from ckpt.settings import Settings
+from ckpt.settings import Settings, store_environment
 from ckpt.tasks import Tasks
 from ckpt.trainer.levels import Levels
 from ckpt.trainer.slots import Offer, Plan, Slots, hashes_but
@@ -181,6 +181,7 @@ class Link:
             "verdict": self._verdict,
             "standing": self._still_standing() if resume else [],
             "notices": Sources.of(self.settings).fields(),
+            "store_env": store_environment(),
         }
         answer = self.connection.request(
             "join",

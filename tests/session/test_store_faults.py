@@ -80,7 +80,7 @@ def test_a_bucket_that_comes_back_takes_the_next_save(store: Proxy, rclone: Serv
 def test_a_right_that_is_lost_in_mid_run_fails_that_save_at_once_and_not_the_next(
     store: Proxy, method: str, key: str, code: str
 ) -> None:
-    """Asking again would not help, so nobody does; rights that come back are used."""
+    """It is asked once more, with the credentials of now, and not again; rights that come back are used."""
     job, found, seen = make(), [], Seen()
     with ckpt.Checkpointer(URL, job.state, sinks=(seen,)) as ck:
         for step in ck.steps(5):
@@ -94,7 +94,8 @@ def test_a_right_that_is_lost_in_mid_run_fails_that_save_at_once_and_not_the_nex
                 with pytest.raises(ckpt.SaveFailed, match="credentials"):
                     lost.wait("store", timeout_s=60)
                 asked = [line for line in store.met if "/alive/" not in line]
-                assert len(asked) == len(set(asked)) == 1
+                assert len(set(asked)) == 1
+                assert len(asked) <= 2
                 store.heal()
                 ck.save().wait("store", timeout_s=60)
     wait_agent_gone(URL)

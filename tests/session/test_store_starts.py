@@ -17,7 +17,7 @@ from tests.servers import Server
 from tests.session import proxy as proxies
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.proxy import CUT, HELD, RESET, Fault, Proxy, answer
-from tests.session.runs import RUN, URL, Seen, kill_agent, run
+from tests.session.runs import RUN, URL, Seen, agent_status, kill_agent, run
 from tests.session.scripts import losses_of, train
 
 SLOW_DOWN = answer(503, "SlowDown")
@@ -56,6 +56,48 @@ def test_a_job_that_is_started_again_with_new_credentials_saves_with_them(
         wait_agent_gone(URL)
         assert ck.receipt["committed_step"] == 5
         assert found == losses(5)
+
+
+def test_a_job_and_its_restart_take_credentials_from_a_rewritten_file(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store refuses the first key in mid-run, and the second at the restart. One agent serves both."""
+    file = tmp_path / "credentials"
+
+    def rotate(former: str, key_id: str) -> None:
+        if former:
+            store.fail(answer(403, "InvalidAccessKeyId"), who=former)
+        file.with_suffix(".new").write_text(f"[default]\naws_access_key_id = {key_id}\naws_secret_access_key = any\n")
+        file.with_suffix(".new").rename(file)
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("CKPT_LINGER_S", "60")
+    with proxies.proxy(moto) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.at.endpoint)
+        rotate("", "first")
+        job, found = make(), []
+        with pytest.raises(KeyError), ckpt.Checkpointer(URL, job.state) as ck:  # noqa: PT012
+            for step in ck.steps(5):
+                found.append(job.train(step))
+                ck.step()
+                ck.save().wait("store", timeout_s=60)
+                if step == 1:
+                    rotate("first", "second")
+                if step == 2:
+                    raise KeyError("the job ends, and its agent does not")
+        pid = agent_status(URL)["pid"]
+        rotate("second", "third")
+        again = make(seed=9)
+        with ckpt.Checkpointer(URL, again.state) as ck:
+            assert ck.restored.step == 2
+            assert agent_status(URL)["pid"] == pid
+            for step in ck.steps(4):
+                found.append(again.train(step))
+        wait_agent_gone(URL)
+        assert ck.receipt["committed_step"] == 4
+        assert found == losses(4)
 
 
 @pytest.mark.parametrize("fault", [SLOW_DOWN, RESET, CUT], ids=lambda f: f.name)

@@ -11,7 +11,16 @@ import pytest
 from ckpt.backends.local import open_local
 from ckpt.backends.memory import open_memory
 from ckpt.clock import ManualClock
-from ckpt.errors import AccessDenied, AlreadyExists, DamagedData, NotFound, StorageError, TransientError, Unsettled
+from ckpt.errors import (
+    AccessDenied,
+    AlreadyExists,
+    DamagedData,
+    NotFound,
+    StorageError,
+    TransientError,
+    Unsettled,
+    UsageError,
+)
 from ckpt.events import Event, Events
 from ckpt.storage import PutMode
 from ckpt.storage.retry import PAUSE_MAX_S, Retrying
@@ -76,6 +85,41 @@ def test_an_error_that_stays_is_raised_at_once(error) -> None:
         with pytest.raises(error, match="planned"):
             call(setting.store)
     assert setting.pauses_s == []
+
+
+def test_a_store_that_refuses_is_opened_anew_and_asked_once_more() -> None:
+    setting = Setting(Rule("*", Fault.BEFORE, count=99, error=AccessDenied))
+    setting.memory.put("a/k", [b"data"])
+    for name, call in _operations().items():
+        store = Retrying(setting.faulty, 60.0, setting.store._events, reopen=lambda: setting.memory)
+        call(store)
+        assert store.inner is setting.memory, name
+    assert setting.pauses_s == []
+    assert {event.name for event in setting.events} == {"store.reopened"}
+
+
+def test_a_store_that_goes_on_refusing_is_asked_twice_for_each_operation() -> None:
+    setting = Setting()
+    opened: list[FaultyBackend] = []
+
+    def reopen() -> FaultyBackend:
+        opened.append(FaultyBackend(setting.memory, [Rule("*", Fault.BEFORE, count=99, error=AccessDenied)]))
+        return opened[-1]
+
+    store = Retrying(reopen(), 60.0, reopen=reopen)
+    for _ in range(3):
+        with pytest.raises(AccessDenied, match="planned"):
+            store.get("k", 10)
+    assert sum(len(each.log) for each in opened) == 2 * 3
+
+
+def test_credentials_that_cannot_be_read_leave_the_refusal_as_the_error() -> None:
+    def reopen() -> FaultyBackend:
+        raise UsageError("the file is half written")
+
+    setting = Setting(Rule("get", Fault.BEFORE, error=AccessDenied))
+    with pytest.raises(AccessDenied, match="planned"):
+        Retrying(setting.faulty, 60.0, reopen=reopen).get("k", 10)
 
 
 def test_pauses_grow_are_jittered_and_end_by_the_deadline() -> None:
