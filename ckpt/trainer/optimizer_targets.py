@@ -192,9 +192,22 @@ class OptimizerTargets:
         tensor, parted = live, self.wants.is_parted(name, pieces.boxes)
         fits = isinstance(live, torch.Tensor) and found.fits(self.wants.cutter.pieces(param.like(live), name))
         if parted or not fits:
-            tensor = _new_state(found, path, param, flags, pieces.shape)
+            tensor = self._new_state(found, path, param, flags, pieces.shape)
         self.wants.fill(name, self.wants.cutter.pieces(param.like(tensor), name))
         return tensor
+
+    def _new_state(
+        self, found: Found, path: trees.Path, param: Param, flags: Any, whole: tuple[int, ...]
+    ) -> torch.Tensor:
+        """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
+        dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
+        order = self.wants.order(found, len(shape))
+        on_device = isinstance(flags, dict) and (flags.get("capturable") or flags.get("fused"))
+        if not shape and path[-1] in HOST_STATE and not on_device:
+            return torch.empty((), dtype=dtype)
+        if shape == whole and path[-1] not in HOST_STATE:
+            return empty_like(param.tensor, dtype, order)
+        return replicated_like(param.tensor, shape, dtype, order)
 
 
 def _flags(group: Any) -> set[str]:
@@ -217,14 +230,3 @@ def _as_before(live: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(live, (int, float)):
         return value.item()
     return value
-
-
-def _new_state(found: Found, path: trees.Path, param: Param, flags: Any, whole: tuple[int, ...]) -> torch.Tensor:
-    """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
-    dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
-    on_device = isinstance(flags, dict) and (flags.get("capturable") or flags.get("fused"))
-    if not shape and path[-1] in HOST_STATE and not on_device:
-        return torch.empty((), dtype=dtype)
-    if shape == whole and path[-1] not in HOST_STATE:
-        return empty_like(param.tensor, dtype)
-    return replicated_like(param.tensor, shape, dtype)

@@ -57,7 +57,8 @@ class Shared:
     """By path: `data`, `objects` (with their own load_state_dict), `optimizers`, and by path and key the `extra`
     state of `modules`; of those that say themselves how they are loaded, the `versions` of their modules' formats.
     `classes`: the names of those of optimizers and objects. `aliases`: other names of tensors, and the name that each
-    was saved under."""
+    was saved under. `orders`: of the dimensions in memory, from the outermost, of tensors that were not row-major; None
+    where they were not saved."""
 
     data: Mapping[str, Tree] = field(default_factory=dict)
     objects: Mapping[str, Tree] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class Shared:
     versions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     classes: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[int]] | None = None
 
     @staticmethod
     def parse(tree: Any) -> Shared:
@@ -90,7 +92,8 @@ class Shared:
                 versions[path] = _versions(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
-        return Shared(data, objects, optimizers, modules, versions, classes, _get(tree, "aliases", dict))
+        aliases, orders = _get(tree, "aliases", dict), _orders(tree)
+        return Shared(data, objects, optimizers, modules, versions, classes, aliases, orders)
 
     def kind_of(self, path: str) -> str | None:
         kinds = {"module": self.modules, "optimizer": self.optimizers, "object": self.objects, "value": self.data}
@@ -151,7 +154,11 @@ def merge_shared(trees: Sequence[Any]) -> Any:
                 objects[path] = {"kind": "module", "extra": extra, "versions": versions}
             elif _get(body, "kind", str) == "optimizer" == _get(objects[path], "kind", str):
                 objects[path] = _join_optimizers(objects[path], body)
-    return {"objects": objects, "aliases": aliases}
+    merged: dict[str, Any] = {"objects": objects, "aliases": aliases}
+    told = [orders for tree in trees if (orders := _orders(tree)) is not None]
+    if told:
+        merged["orders"] = {name: order for orders in reversed(told) for name, order in orders.items()}
+    return merged
 
 
 def differing(trees: Sequence[Any], before: Sequence[Any] = ()) -> set[str]:
@@ -278,6 +285,18 @@ def _versions(body: Any) -> dict[str, int]:
     if not all(isinstance(name, str) and isinstance(number, int) for name, number in versions.items()):
         raise DamagedData("the stored versions of a module's format are not numbers by name")
     return versions
+
+
+def _orders(tree: Any) -> dict[str, Sequence[int]] | None:
+    if "orders" not in tree:
+        return None
+    orders: dict[str, Sequence[int]] = _get(tree, "orders", dict)
+    for order in orders.values():
+        if not isinstance(order, (list, tuple)) or not all(type(dim) is int for dim in order):
+            raise DamagedData("the stored values have an order of dimensions that is not known")
+        if sorted(order) != list(range(len(order))):
+            raise DamagedData(f"the stored values have an order of dimensions that is none: {order!s:.80}")
+    return orders
 
 
 def _tree(body: Any) -> Tree:

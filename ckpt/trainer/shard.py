@@ -6,6 +6,7 @@ tensors are views of the live memory, and keep it alive.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -162,6 +163,24 @@ def storage_of(tensor: torch.Tensor) -> int:
             return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return 0
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a plain tensor as they lie in memory, from the outermost to the innermost. None where that is
+    their own order, and where the elements do not lie densely (expanded, a part of a larger tensor)."""
+    return _order(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    # Of two dimensions of one stride, that of one element lies inside: so it gets that stride again.
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
+    dense = 1
+    for dim in reversed(order):
+        if shape[dim] > 1 and strides[dim] != dense:
+            return None
+        dense *= shape[dim]
+    return None if order == tuple(range(len(shape))) else order
 
 
 def dense_bytes(dense: torch.Tensor) -> torch.Tensor:

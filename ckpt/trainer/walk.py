@@ -42,7 +42,7 @@ from ckpt.trainer.nodes import (
     OptimizerNode,
 )
 from ckpt.trainer.optimizers import OptimizerView, Owners
-from ckpt.trainer.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, storages
+from ckpt.trainer.shard import Cutter, Pieces, Shard, dense_bytes, is_dtensor, live_parts, order_of, storages
 from ckpt.types import SMALL_BYTES
 
 HASH_BLOCK_BYTES = 8 << 20
@@ -87,8 +87,9 @@ class _Seen:
 @dataclass(frozen=True, slots=True)
 class Scan:
     """The structure of a state. `found`: by node, its tensors under all their names. `tensors`: by canonical name, each
-    once. `aliases`: the other names of some, and the name that each is saved under. `fixed`: payloads that hold no
-    value that could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
+    once. `aliases`: the other names of some, and the name that each is saved under. `orders`: of the dimensions in
+    memory, of tensors that are dense and not row-major (shard.order_of). `fixed`: payloads that hold no value that
+    could change. `extras`: by module node, its modules with extra state. `volatile`: nodes that say only
     when asked what tensors they hold, and what they said. `constants`: of the values, what stays as it is."""
 
     nodes: list[Node]
@@ -99,6 +100,7 @@ class Scan:
     volatile: list[tuple[Node, _Answer]]
     tensors: dict[str, tuple[Named, Pieces]]
     aliases: dict[str, str]
+    orders: dict[str, list[int]]
     constants: values.Constants
 
     def ask(self, node: Node) -> _Answer:
@@ -220,7 +222,7 @@ class StateWalker:
             "generators": generators.read(self.streams(scan.nodes)),
             "loaders": {node.path: trees.embed(position(node.value), node.path) for node in loaders},
         }
-        return {"objects": objects, "aliases": scan.aliases}, own
+        return {"objects": objects, "aliases": scan.aliases, "orders": scan.orders}, own
 
     def strays(self, walk: Walk, shared: Any) -> list[str]:
         """The tensors that `shared`, values for the structure of that walk, refers to and the walk does not have: a
@@ -280,9 +282,10 @@ class StateWalker:
         world = math.prod(size for _, size in self.coordinate.mesh)
         tensors, aliases = _unique(all_nodes, found, owners, views, Cutter(world))
         _check_kept(all_nodes, found, views)
-        parts = [*fixed.values(), aliases, *(part for view in views.values() for part in view.constants())]
+        orders = _orders(tensors)
+        parts = [*fixed.values(), aliases, orders, *(part for view in views.values() for part in view.constants())]
         constants = values.Constants(parts)
-        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, constants)
+        return Scan(all_nodes, found, views, fixed, extras, volatile, tensors, aliases, orders, constants)
 
 
 def _answer(read: tuple[list[Named], dict[str, Any]]) -> _Answer:
@@ -321,6 +324,12 @@ def _unique(
         tensors[name] = (Named(name, shard, named.trained or id(bare) in trained), pieces)
     refused.check()
     return tensors, aliases
+
+
+def _orders(tensors: Mapping[str, tuple[Named, Pieces]]) -> dict[str, list[int]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        found = ((name, order_of(pieces.live[0])) for name, (_, pieces) in tensors.items() if pieces.live)
+        return {name: list(order) for name, order in found if order is not None}
 
 
 def _check_kept(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import UsageError
+from ckpt.errors import DamagedData, UsageError
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.assemble import part_owner
 from ckpt.plan.reshard import Mismatch, Want
@@ -192,21 +192,31 @@ class Wants:
 
     def fresh(self, name: str, like: Any = None) -> Any:
         """A new tensor that will be filled with what the checkpoint has under this name: placed, and a Shard, as `like`
-        is, if that has the same global shape, else whole and on the CPU. None where the checkpoint has none, which is
-        noted."""
+        is, if that has the same global shape, else whole and on the CPU; with its dimensions in memory as they were.
+        None where the checkpoint has none, which is noted."""
         found = self.find(name)
         if found is None or found.shape is None:
             self.missing(name)
             return None
-        dtype = dtype_of(found)
+        dtype, order = dtype_of(found), self.order(found, len(found.shape))
         if isinstance(like, Shard) and like.global_shape == found.shape:
-            new: torch.Tensor | Shard = like.like(empty_like(like.tensor, dtype))
+            new: torch.Tensor | Shard = like.like(empty_like(like.tensor, dtype, order))
         elif isinstance(like, torch.Tensor) and tuple(like.shape) == found.shape:
-            new = empty_like(like, dtype)
+            new = empty_like(like, dtype, order)
         else:
-            new = torch.empty(found.shape, dtype=dtype)
+            new = empty(found.shape, dtype, order)
         self.fill(name, self.cutter.pieces(new, name))
         return new
+
+    def order(self, found: Found, dims: int) -> Sequence[int] | None:
+        """Of the dimensions in memory, from the outermost, as they were saved; None where that was not saved.
+        Errors: DamagedData."""
+        if self.saved.orders is None:
+            return None
+        order = self.saved.orders.get(found.name, range(dims))
+        if len(order) != dims:
+            raise DamagedData(f"{found.name} has {dims} dimensions, and the stored order of them has {len(order)}")
+        return order
 
     def tree(self, saved: Tree, live: Mapping[str, Any]) -> Callable[[], Any]:
         """What gives, once all is filled, the saved values with new tensors in their places; these are placed as the
@@ -236,27 +246,46 @@ def dtype_of(found: Found) -> torch.dtype:
     return DTYPES[found.dtype]
 
 
-def empty_like(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A new tensor of the same shape, strides, device and placement, without gradient."""
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, order: Sequence[int] | None, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """A new tensor, with its dimensions in memory in that order, from the outermost; None: in their own."""
+    return torch.empty_permuted(shape, tuple(order or range(len(shape))), dtype=dtype, device=device)
+
+
+def empty_like(tensor: Any, dtype: torch.dtype | None = None, order: Sequence[int] | None = None) -> torch.Tensor:
+    """A new tensor of the same shape, device and placement, without gradient, with its dimensions in memory in that
+    order; None: in that of `tensor`."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    if order is None or hasattr(local, "local_shards"):
+        new, stride = torch.empty_like(local.detach(), dtype=dtype), tensor.stride()
+    else:
+        new = empty(local.shape, dtype or local.dtype, order, local.device)
+        stride = empty(tensor.shape, new.dtype, order, "meta").stride()
     if not is_dtensor(tensor):
-        return torch.empty_like(tensor.detach(), dtype=dtype)
-    return _distributed(torch.empty_like(tensor._local_tensor.detach(), dtype=dtype), tensor, tensor.placements)
+        return new
+    return _distributed(new, tensor.shape, stride, tensor.device_mesh, tensor.placements)
 
 
-def replicated_like(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor of that shape on the device of `tensor`; on every rank of its mesh if it is a DTensor."""
-    local = torch.empty(shape, dtype=dtype, device=tensor.device)
+def replicated_like(
+    tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A new tensor of that shape on the device of `tensor`, with its dimensions in memory in that order; on every rank
+    of its mesh if it is a DTensor."""
+    local = empty(shape, dtype, order, tensor.device)
     if not is_dtensor(tensor) or not shape:
         return local
     from torch.distributed.tensor import Replicate
 
-    return _distributed(local, local, [Replicate()] * tensor.device_mesh.ndim, tensor.device_mesh)
+    return _distributed(local, shape, local.stride(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
 
 
-def _distributed(local: torch.Tensor, like: Any, placements: Sequence[Any], mesh: Any = None) -> torch.Tensor:
+def _distributed(
+    local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], mesh: Any, placements: Sequence[Any]
+) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     new: torch.Tensor = DTensor.from_local(
-        local, mesh or like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
     return new

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Net(nn.Module):
         self.tied.weight = self.inner.weight
         self.norm = nn.BatchNorm1d(8)
         self.low = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.spun = nn.Parameter(torch.randn(40, 8))
         self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
         self.gain = nn.Parameter(torch.tensor(1.0))
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
@@ -54,8 +55,24 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
         x = self.drop(self.norm(self.tied(self.inner(x).relu())))
+        x = x + (self.spun @ x.mT).mT.mean(1, keepdim=True)
         x = self.low(x.to(torch.bfloat16)).float() * self.gain
         return (x * self.turn.detach().real).square().mean()
+
+
+class Turned(torch.optim.Optimizer):
+    """Its state is in memory column by column, as SOAP's is: what linalg.qr gives is."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            held = self.state[parameter]
+            if not held:
+                held["basis"] = torch.linalg.qr(torch.randn(len(parameter), len(parameter)))[0]
+            parameter -= self.param_groups[0]["lr"] * held["basis"] @ parameter.grad.nan_to_num(0, 0, 0)
 
 
 class Average:
@@ -111,9 +128,10 @@ class Job:
         random.seed(seed)
         np.random.seed(seed)
         self.model = Net()
-        apart = {self.model.turn, self.model.idle}
+        apart = {self.model.turn, self.model.idle, self.model.spun}
         self.optim = torch.optim.AdamW((p for p in self.model.parameters() if p not in apart), lr=1e-2, amsgrad=True)
         self.twist = torch.optim.Adam([self.model.turn], lr=1e-2)  # a scaler takes no complex gradients
+        self.turned = Turned([self.model.spun])
         self.idle = torch.optim.SGD([self.model.idle], lr=0.1)  # never steps, and has no state
         self.sched = torch.optim.lr_scheduler.MultiStepLR(self.optim, [2, 5])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
@@ -131,6 +149,7 @@ class Job:
             "model": self.model,
             "optim": self.optim,
             "twist": self.twist,
+            "turned": self.turned,
             "idle": self.idle,
             "sched": self.sched,
             "scaler": self.scaler,
@@ -158,6 +177,7 @@ class Job:
         self.scaler.update()
         (self.model.turn - loss.detach() * 1j).abs().square().sum().backward()
         self.twist.step()
+        self.turned.step()
         self.sched.step()
         self.average.update()
         self.shadow.update(self.model)
@@ -190,9 +210,9 @@ def facts(job: Job, state: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in [*job.model.state_dict(keep_vars=True).items(), *shadow.items(), *job.tensors.items()]:
         found[name] = bits_of(tensor)
     for number, parameter in enumerate(job.model.parameters()):
-        for optim in (job.optim, job.twist):
+        for optim in (job.optim, job.twist, job.turned):
             for name, value in optim.state.get(parameter, {}).items():
-                found[f"optim {number} {name}"] = bits_of(value)
+                found[f"optim {number} {name}"] = (*bits_of(value), value.stride())
     for number, mean in enumerate(job.average.mean):
         found[f"average {number}"] = bits_of(mean)
     for name, generator in {"bits": job.bits.get_state(), "torch": torch.get_rng_state()}.items():

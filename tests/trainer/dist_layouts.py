@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -227,11 +227,42 @@ def special(rank: int, world: int) -> None:
     targets.finish()
     assert torch.equal(held.tensor._local_tensor, whole[rank : rank + 1])
 
+    column_major(mesh, rank, world)
+
     sums = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     crooked = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False, shape=(40,), stride=(1,))
     for tensor, message in ((sums, "x: a DTensor with a Partial placement"), (crooked, "declare such a part with")):
         with pytest.raises(UsageError, match=message):
             walker_of({"x": tensor}, rank, world).walk()
+
+
+def column_major(mesh: DeviceMesh, rank: int, world: int) -> None:
+    """State of an optimizer in memory column by column: sharded as its parameter is, and replicated."""
+    whole = torch.arange(8.0 * world).reshape(4, 2 * world).t()
+
+    def job(fill: bool) -> dict[str, Any]:
+        model = nn.Module()
+        model.table = nn.Parameter(distribute_tensor(torch.zeros(2 * world, 4), mesh, [Shard(0)]))
+        optim = torch.optim.SGD(model.parameters())
+        if fill:
+            local = whole[2 * rank : 2 * rank + 2].t().contiguous().t()
+            basis = DTensor.from_local(whole[:3, :3].t().contiguous().t(), mesh, [Replicate()])
+            optim.state[model.table] = {"q": DTensor.from_local(local, mesh, [Shard(0)]), "basis": basis}
+        return {"model": model, "optim": optim}
+
+    saved, fresh = job(True), job(False)
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, rt.save_rank(walker_of(saved, rank, world), rank, world))
+    checkpoint = rt.assemble_ranks(ranks)
+    targets = rt.plan(walker_of(fresh, rank, world), checkpoint)
+    rt.fill(targets, checkpoint)
+    targets.finish()
+    ((_, before),), ((_, now),) = saved["optim"].state.items(), fresh["optim"].state.items()
+    for key, tensor in before.items():
+        assert now[key].placements == tensor.placements
+        assert now[key].stride() == tensor.stride()
+        assert now[key]._local_tensor.stride() == tensor._local_tensor.stride() == (1, 2 if key == "q" else 3)
+        assert torch.equal(now[key]._local_tensor, tensor._local_tensor)
 
 
 COORDINATES = dict.fromkeys(("plain", "ddp", "fsdp"), "rank={}")
