@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.checkpoint import Checkpoint, TensorInfo
     from ckpt.errors import (
         AccessDenied,
         AgentError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt.plan.placement import Parity, Replicas
     from ckpt.policy.adaptive import Adaptive
     from ckpt.policy.every import Best, Every, Keep, Limits
+    from ckpt.reader import Reader, open
     from ckpt.session import Checkpointer, Handle, Restored
     from ckpt.trainer.shard import Shard
     from ckpt.trainer.workers import shield_worker
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Checkpoint": "ckpt.checkpoint",
+    "TensorInfo": "ckpt.checkpoint",
+    "Reader": "ckpt.reader",
+    "open": "ckpt.reader",
     "Checkpointer": "ckpt.session",
     "Handle": "ckpt.session",
     "Restored": "ckpt.session",
@@ -56,6 +62,7 @@ __all__ = [
     "Adaptive",
     "AgentError",
     "Best",
+    "Checkpoint",
     "Checkpointer",
     "CkptError",
     "CommitFailed",
@@ -69,6 +76,7 @@ __all__ = [
     "NewerFormat",
     "NoCheckpoint",
     "Parity",
+    "Reader",
     "Replicas",
     "Restored",
     "RunInUse",
@@ -77,7 +85,9 @@ __all__ = [
     "StateMismatch",
     "StorageError",
     "Superseded",
+    "TensorInfo",
     "UsageError",
+    "open",
     "shield_worker",
 ]
 

@@ -12,6 +12,7 @@ EXPORTED = [
     "Adaptive",
     "AgentError",
     "Best",
+    "Checkpoint",
     "Checkpointer",
     "CkptError",
     "CommitFailed",
@@ -25,6 +26,7 @@ EXPORTED = [
     "NewerFormat",
     "NoCheckpoint",
     "Parity",
+    "Reader",
     "Replicas",
     "Restored",
     "RunInUse",
@@ -33,7 +35,9 @@ EXPORTED = [
     "StateMismatch",
     "StorageError",
     "Superseded",
+    "TensorInfo",
     "UsageError",
+    "open",
     "shield_worker",
 ]
 

@@ -35,16 +35,19 @@ MAY_IMPORT = {
     "agent": BELOW_AGENT,
     "trainer": BELOW_TRAINER,
     "session": BELOW_SESSION,
+    "checkpoint": BELOW_AGENT,
+    "reader": BELOW_AGENT | {"checkpoint"},
     "integrations": BELOW_SESSION | {"session"},
     "simulate": BELOW_AGENT,
-    "cli": BELOW_SESSION | {"session", "simulate", "", "backends"},
+    "cli": BELOW_SESSION | {"session", "simulate", "", "backends", "reader", "checkpoint"},
     "__main__": {"cli"},
-    "": BELOW_SESSION | {"session"},  # ckpt/__init__.py; only lazily, see below
+    "": BELOW_SESSION | {"session", "reader", "checkpoint"},  # ckpt/__init__.py; only lazily, see below
 }
-LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session"}}
+LAZY_ONLY = {"cli": {"session", "trainer", ""}, "": BELOW_SESSION | {"session", "reader", "checkpoint"}}
 
 TORCH = {"trainer", "session", "integrations"}
-TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/predict/training.py"}  # writing .pt; ckpt predict train
+# Writing .pt; tensors in the dtype that was saved; ckpt predict train.
+TORCH_IN_FUNCTIONS = {"ckpt/store/export.py", "ckpt/store/tensors.py", "ckpt/predict/training.py"}
 ENVIRONMENT = {
     "ckpt/settings.py",
     "ckpt/agent/client.py",  # hands the whole environment on to the agent

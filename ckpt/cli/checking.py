@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli import out, target
+from ckpt import reader
+from ckpt.cli import out
 from ckpt.cli.exits import Exit
 from ckpt.errors import UsageError
 from ckpt.storage.names import naming, shown
 from ckpt.types import counted
 
 if TYPE_CHECKING:
-    from ckpt.format.manifest import Record
-    from ckpt.storage import Backend
-    from ckpt.store.diff import Diff
-    from ckpt.store.lineage import CommitRef
+    from ckpt.store.diff import ChangedValue, Diff
     from ckpt.store.run import RunView
     from ckpt.store.verify import Verified
 
@@ -34,29 +32,24 @@ def verify(
     """Read and hash everything, and name what is damaged.
 
     Without an option: every checkpoint of the line. The exit status is 1 if anything is damaged."""
-    from ckpt.store.run import Run
-    from ckpt.store.verify import verify as verify_all
-
     if newest and which is not None:
         raise UsageError("--newest and --step each name one checkpoint; give one of them")
-    with target.store(url) as store:
-        run = Run(store)
-        view = target.view(store)
+    with reader.open(url) as run:
         if which is not None or newest:
-            refs = [target.choose(url, view, which)]
+            chosen = [run.newest if which is None else run.find(which)]
         else:
-            refs = sorted([*view.line, *(view.branches if every else [])])
-        if not refs and not view.damaged:
-            raise target.none_yet(url, view)
-        records = [each for ref in refs for each in view.records[ref.identity]]
-        with target.held(store, refs), out.progress("verifying", json=json) as report:
-            results = verify_all(run, records, report)
+            chosen = [*run.checkpoints, *(run.branches if every else ())]
+            chosen.sort(key=lambda each: each.ref)
+        if not chosen and not run.view.damaged:
+            raise run.none_yet
+        with run.held(chosen), out.progress("verifying", json=json) as report:
+            results = run.verify(chosen, report)
         damaged_claims: list[dict[str, Any]] = [
-            {"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(view)
+            {"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(run.view)
         ]
     good = not damaged_claims and all(result.is_good or result.is_retired for result in results)
     if json:
-        out.as_json({"url": store.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
+        out.as_json({"url": run.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
     else:
         _say(results)
         for claim in damaged_claims:
@@ -91,11 +84,11 @@ def _facts(result: Verified) -> dict[str, Any]:
 
 
 def _say(results: list[Verified]) -> None:
-    names = Counter(target.name_of(result.ref) for result in results)
+    names = Counter(result.ref.identity.tick.label for result in results)
     for result in results:
-        step = target.name_of(result.ref)
+        step = result.ref.identity.tick.label
         if names[step] > 1:  # one of them is on a branch
-            step += f" of epoch {result.ref.identity.epoch}"
+            step += f" of start {result.ref.identity.epoch}"
         if result.is_good:
             frames = counted(result.frames, "frame")
             out.say(f"step {step}: good, {frames}, {out.size(result.checked_bytes)} read and hashed")
@@ -125,40 +118,24 @@ def diff(
     """Say which tensors and values differ, and how far.
 
     The exit status is 1 if anything differs."""
-    from ckpt.store.diff import diff as compare
-    from ckpt.store.reader import FrameReader, any_readable
-    from ckpt.store.run import Run
-
-    with target.store(url) as store, target.store(other or url) as other_store, ExitStack() as stack:
-        one, two = _chosen(store, url, first), _chosen(other_store, other or url, second)
-        stack.enter_context(target.held(store, one if other else [*one, *two]))
+    with reader.open(url) as run, reader.open(other or url) as other_run, ExitStack() as stack:
+        one = run.find(first)
+        two = other_run.newest if second is None else other_run.find(second)
+        stack.enter_context(run.held([one] if other else [one, two]))
         if other:
-            stack.enter_context(target.held(other_store, two))
-        stack.enter_context(target.or_another())
+            stack.enter_context(other_run.held([two]))
         report = stack.enter_context(out.progress("comparing", json=json))
-
-        def compared(ours: Record, theirs: Record) -> Diff:
-            return compare(FrameReader(store, ours), FrameReader(other_store, theirs), only or (), report)
-
-        found = any_readable(
-            Run(store), one, lambda ours: any_readable(Run(other_store), two, lambda theirs: compared(ours, theirs))
-        )
+        found = one.diff(two, only or (), report)
     if json:
         out.as_json({"differ": not found.is_equal, **asdict(found)})
     else:
         places = (f" of {shown(url)}", f" of {shown(other)}") if other else ("", "")
-        names = [f"{target.name_of(refs[0])}{place}" for refs, place in zip((one, two), places, strict=True)]
-        if names[0] == names[1] and one[0].identity != two[0].identity:  # one of them is on a branch
-            names = [str(refs[0].identity) for refs in (one, two)]
+        names = [f"{each.label}{place}" for each, place in zip((one, two), places, strict=True)]
+        if names[0] == names[1] and one.identity != two.identity:  # one of them is on a branch
+            names = [each.identity for each in (one, two)]
         _say_diff(found, *names)
     if not found.is_equal:
         raise typer.Exit(Exit.DIFFERENT)
-
-
-def _chosen(store: Backend, url: str, which: str | None) -> list[CommitRef]:
-    """Its records."""
-    view = target.view(store)
-    return view.records[target.choose(url, view, which).identity]
 
 
 def _say_diff(found: Diff, *steps: str) -> None:
@@ -180,10 +157,18 @@ def _say_diff(found: Diff, *steps: str) -> None:
         out.say(f"only in step {steps[0]}: {name}")
     for name, before, after in found.retyped:
         out.say(f"{name}: {before} in step {steps[0]}, {after} in step {steps[1]}")
-    for path in found.values:
-        out.say(f"value: {path}")
+    for value in found.values:
+        out.say(f"{value.path}: {_change(value, *steps)}")
     differ = len(found.changed) + len(found.added) + len(found.removed) + len(found.retyped)
     out.say(
         f"step {steps[0]} and step {steps[1]}: {counted(len(found.equal), 'tensor')} equal, {differ} differing; "
         f"{counted(len(found.values), 'value')} differing"
     )
+
+
+def _change(value: ChangedValue, *steps: str) -> str:
+    if value.before is None or value.after is None:
+        return f"{value.before or value.after}, only in step {steps[value.before is None]}"
+    if value.before == value.after:  # what differs is behind the end of these short texts
+        return f"differs ({value.before})"
+    return f"{value.before} -> {value.after}"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt.cli import live, out, target
+from ckpt import reader
+from ckpt.cli import live, out
 from ckpt.errors import DamagedData, RunInUse, UsageError
 from ckpt.storage.names import naming, shown
 from ckpt.types import Identity, counted
@@ -34,18 +35,15 @@ def branch(
     What came after it stays, as a branch: `ckpt ls --all`."""
     from ckpt.settings import read
     from ckpt.store.branch import branch as begin_branch
-    from ckpt.store.run import Run
 
-    with target.store(url) as store:
-        run = Run(store)
-        view = target.view(store)
-        ref = target.choose(url, view, at)
-        run.watch_other(view, LAUNCH, read().heartbeat_s, take_over=take_over)
-        claim = begin_branch(run, ref.identity)
+    with reader.open(url) as run:
+        chosen = run.find(at)
+        run.run.watch_other(run.view, LAUNCH, read().heartbeat_s, take_over=take_over)
+        claim = begin_branch(run.run, chosen.ref.identity)
     if json:
-        out.as_json({"url": store.url, "epoch": str(claim.epoch), "parent": str(ref.identity)})
+        out.as_json({"url": run.url, "epoch": str(claim.epoch), "parent": chosen.identity})
     else:
-        out.say(f"the next start of {shown(url)} goes on from step {target.name_of(ref)} ({ref.identity})")
+        out.say(f"the next start of {shown(url)} goes on from step {chosen.label} ({chosen.identity})")
 
 
 def prune(
@@ -98,19 +96,16 @@ def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
 def _identities(url: str, which: list[str]) -> list[str]:
     if not which:
         return []
-    with target.store(url) as store:
-        view = target.view(store)
-        return [str(target.choose(url, view, each).identity) for each in which]
+    with reader.open(url) as run:
+        return [run.find(each).identity for each in which]
 
 
 def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool, json: bool) -> dict[str, Any]:
     from ckpt.settings import read
     from ckpt.store.prune import Pruner
-    from ckpt.store.run import Run
 
-    with target.store(url) as store:
-        run = Run(store)
-        view = target.view(store)
+    with reader.open(url) as opened:
+        run, view = opened.run, opened.view
         if yes:  # then nobody else may be deciding: a job on another host, perhaps
             try:
                 run.watch_other(view, LAUNCH, read().heartbeat_s)
@@ -119,7 +114,7 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool,
                 raise RunInUse(text) from exc
             view = run.view()
         pruner = Pruner(run, None)
-        plan = pruner.plan(view, keep, [target.choose(url, view, each).identity for each in also])
+        plan = pruner.plan(view, keep, [opened.find(each).ref.identity for each in also])
         pruner.check_metric(view, keep)
         if yes and check and plan.retire:
             _check_newest(run, view, url, json)
@@ -137,7 +132,7 @@ def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
     if not found.is_good:
         why = naming(found.problems[0].key, found.problems[0].what)
         raise DamagedData(
-            f"step {target.name_of(found.ref)}, the newest of {shown(url)}, is damaged ({why})"
+            f"step {found.ref.identity.tick.label}, the newest of {shown(url)}, is damaged ({why})"
             ": nothing was let go, since what is older may be what the run has left. Let the damaged one go first "
             "(ckpt branch to an older step, then ckpt prune --also), or give --no-check"
         )

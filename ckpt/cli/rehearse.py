@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckpt import reader
 from ckpt.cli import live, out, target
 from ckpt.cli.exits import Exit
 from ckpt.errors import AgentError, CkptError, UsageError
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     import psutil
 
     from ckpt.agent.client import Connection
-    from ckpt.storage import Backend
     from ckpt.store.lineage import CommitRef
+    from ckpt.store.run import Run as StoredRun
     from ckpt.types import Epoch, Identity
 
 STDERR = 2  # the descriptor
@@ -317,23 +318,23 @@ class Compared:
 def compare(straight: str, killed: str, back_at: int) -> Compared:
     """The newest checkpoints of both, bit for bit, and the first ones that both have, if no restart was before them:
     none up to step `back_at`."""
-    with target.store(straight) as left, target.store(killed) as right:
-        lines = [target.view(store).line for store in (left, right)]
+    with reader.open(straight) as left, reader.open(killed) as right:
+        lines = [run.view.line for run in (left, right)]
         first_steps = [{ref.identity.tick: ref for ref in line} for line in lines]
         both = first_steps[0].keys() & first_steps[1].keys()
         common = min((tick for tick in both if tick.step <= back_at), default=None)
-        ends = [_Checkpoint(store, line[-1]) for store, line in zip((left, right), lines, strict=True)]
+        ends = [_Checkpoint(run.run, line[-1]) for run, line in zip((left, right), lines, strict=True)]
         steps = [end.step for end in ends]
         found = [f"step: {steps[0]} undisturbed, {steps[1]} after the kill"] if steps[0] != steps[1] else []
         found += _tensors(*ends)
         unchanged = set(ends[0].parts)
-        for store, line, end in zip((left, right), lines, ends, strict=True):  # its only checkpoint proves nothing
-            unchanged &= set(end.parts) - set(_values(_Checkpoint(store, line[0]), end)) if len(line) > 1 else set()
+        for run, line, end in zip((left, right), lines, ends, strict=True):  # its only checkpoint proves nothing
+            unchanged &= set(end.parts) - set(_values(_Checkpoint(run.run, line[0]), end)) if len(line) > 1 else set()
         values = _values(*ends)
         unused = [part for part in values if part in unchanged]
         early: list[str] = []
         if common is not None:
-            begun = [_Checkpoint(store, refs[common]) for store, refs in zip((left, right), first_steps, strict=True)]
+            begun = [_Checkpoint(run.run, refs[common]) for run, refs in zip((left, right), first_steps, strict=True)]
             early = [
                 *_tensors(*begun),
                 *(f"value {path}" for part, path in _values(*begun).items() if part not in unused),
@@ -346,11 +347,11 @@ class _Checkpoint:
     """`parts`: the values, two levels deep, such as "rank=0['generators']['torch']", and the dicts above them by their
     keys alone."""
 
-    def __init__(self, store: Backend, ref: CommitRef) -> None:
+    def __init__(self, run: StoredRun, ref: CommitRef) -> None:
         from ckpt.store.reader import FrameReader, load_values, open_record
 
         self.step = ref.identity.tick.step
-        self.reader = FrameReader(store, open_record(store, ref))
+        self.reader = FrameReader(run.backend, open_record(run.backend, ref))
         values = load_values(self.reader)
         others = {f"{coordinate} shared": tree for coordinate, tree in values.own_shared.items()}
         trees = {"shared": values.shared, **others, **values.own}

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ckpt.cli import out, target
+from ckpt import reader
+from ckpt.cli import out
 from ckpt.errors import StorageError, UsageError
 from ckpt.types import counted
-
-if TYPE_CHECKING:
-    from ckpt.format.manifest import Record
-    from ckpt.store.export import Exported
 
 
 class Form(enum.StrEnum):
@@ -27,7 +24,7 @@ class Form(enum.StrEnum):
 
 def restore(
     url: out.Url,
-    to: Annotated[str, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder.")],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="x.safetensors, x.pt, or a folder (no ending).")],
     which: out.Which = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only tensors of that name.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Convert floats: bfloat16, ...")] = None,
@@ -40,25 +37,17 @@ def restore(
 ) -> None:
     """Write the tensors of a checkpoint to a file or a folder.
 
-    A name that ends in .safetensors or .pt gives one file; any other a folder of .safetensors files with the index
-    that Hugging Face reads. It takes some 100 MiB of memory beside the libraries, however large the checkpoint is."""
-    from ckpt.store.export import export
-    from ckpt.store.reader import FrameReader, any_readable
-    from ckpt.store.run import Run
-
+    A name that ends in .safetensors or .pt gives one file; one without an ending a folder of .safetensors files with
+    the index that Hugging Face reads. It takes some 100 MiB of memory, however large the checkpoint is."""
     if not to or "://" in to:
         raise UsageError(f"--to {to!r}: give a file or folder of this machine; from there it can be copied anywhere")
     path, shard_size = Path(to), out.parse_size("--shard-bytes", shard_bytes)
-    with target.store(url) as store:
-        view = target.view(store)
-        ref = target.choose(url, view, which)
-        records = view.records[ref.identity]
-        with target.or_another(), target.held(store, records), out.progress("restoring", json=json) as report:
-
-            def made_of(record: Record) -> Exported:
-                return export(
-                    FrameReader(store, record),
-                    path,
+    with reader.open(url) as run:
+        chosen = run.newest if which is None else run.find(which)
+        with run.held([chosen]), out.progress("restoring", json=json) as report:
+            try:
+                made = chosen.export(
+                    to,
                     format=form.value if form else None,
                     only=only or (),
                     dtype=dtype,
@@ -66,15 +55,19 @@ def restore(
                     shard_bytes=shard_size,
                     progress=report,
                 )
-
-            try:
-                made = any_readable(Run(store), records, made_of)
             except OSError as exc:
                 raise StorageError(f"cannot write {path}: {exc}") from exc
             except ImportError as exc:
                 raise UsageError(f"{path}: this format is written by torch, which cannot be imported: {exc}") from exc
     if json:
         files = [str(file) for file in made.files]
-        out.as_json({"identity": str(ref.identity), "files": files, "tensors": made.tensors, "bytes": made.bytes})
+        facts = {"identity": chosen.identity, "files": files, "tensors": made.tensors, "bytes": made.bytes}
+        out.as_json({**facts, "firsts": list(made.firsts)})
     else:
-        out.say(f"step {target.name_of(ref)}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {path}")
+        out.say(f"step {chosen.label}: {counted(made.tensors, 'tensor')}, {out.size(made.bytes)}, in {path}")
+        if made.firsts:
+            more = f" and {len(made.firsts) - 3} more" if len(made.firsts) > 3 else ""
+            out.say(
+                f"the ranks had different copies of {', '.join(made.firsts[:3])}{more}: the first rank's were written, "
+                "which a start on another number of ranks takes, too (--only 'NAME@*' writes all)"
+            )

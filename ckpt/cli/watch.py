@@ -123,10 +123,10 @@ class Looker:
 
 def store_facts(url: str) -> dict[str, Any]:
     """What a start would go on from. Errors: NoCheckpoint; StorageError."""
-    from ckpt.cli import target
+    from ckpt import reader
 
-    with target.store(url) as store:
-        run = target.view(store)
+    with reader.open(url) as opened:
+        run = opened.view
     newest, line = run.newest_epoch, run.line
     return {
         "store": {

@@ -6,6 +6,7 @@ at a time, however the two were sharded.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from ckpt.format import values
 from ckpt.format.manifest import Manifest, TensorSpec
 from ckpt.plan.reshard import Cut
+from ckpt.store import trees
 from ckpt.store.numbers import INTEGERS, Bits, distances, values_of
 from ckpt.store.reader import FrameReader, load_values
 from ckpt.store.slabs import check_globs, chosen, cuts_by_want, exported_name, slabs_of, stream
@@ -41,16 +43,26 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedValue:
+    """A value that differs. `path`: as the user calls it, such as "optim.param_groups[0].lr", or "rank=0 loader.at" for
+    what a rank has of its own. `before`, `after`: as short texts; None where there is no such value."""
+
+    path: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """`added`, `removed`: only in the second, only in the first. `retyped`: (name, before, after) where dtype or shape
-    differ. `values`: up to 50 paths in the values that differ, such as "shared['epoch']" or "rank=0['loader'][3]"."""
+    differ. `values`: up to 50 of those that differ."""
 
     equal: tuple[str, ...]
     changed: tuple[Changed, ...]
     added: tuple[str, ...]
     removed: tuple[str, ...]
     retyped: tuple[tuple[str, str, str], ...]
-    values: tuple[str, ...]
+    values: tuple[ChangedValue, ...]
 
     @property
     def is_equal(self) -> bool:
@@ -163,51 +175,83 @@ def _signed(by_frame: Mapping[int, Sequence[Cut]], signs: Sequence[tuple[int, in
     return sorted((c.at, c.shape, c.strides, c.offset, signs[f]) for f, its_cuts in by_frame.items() for c in its_cuts)
 
 
-def _changed_values(first: FrameReader, second: FrameReader) -> tuple[str, ...]:
+def _changed_values(first: FrameReader, second: FrameReader) -> tuple[ChangedValue, ...]:
     ours, theirs = load_values(first), load_values(second)
-    found: list[str] = []
-    pairs: list[tuple[str, Any, Any]] = [("shared", ours.shared, theirs.shared)]
+    pairs: list[tuple[str, Any, Any]] = [("", ours.shared, theirs.shared)]
     for coordinate in sorted({*ours.own_shared, *theirs.own_shared}):
         a, b = ours.own_shared.get(coordinate, ours.shared), theirs.own_shared.get(coordinate, theirs.shared)
-        pairs.append((f"{coordinate} shared", a, b))
+        pairs.append((coordinate, a, b))
     for coordinate in sorted({*ours.own, *theirs.own}):
         pairs.append((coordinate, ours.own.get(coordinate), theirs.own.get(coordinate)))
-    for name, a, b in pairs:
-        for path in differences(a, b, name):
-            found.append(path)
-            if len(found) == PATHS_MAX:
-                return tuple(found)
-    return tuple(found)
+    found = (_changed(owner, each) for owner, a, b in pairs for each in _differences(a, b, ()))
+    return tuple(itertools.islice(found, PATHS_MAX))
+
+
+def _changed(owner: str, found: _Difference) -> ChangedValue:
+    before, after = (None if each is _NOTHING else trees.value_text(each) for each in (found.before, found.after))
+    return ChangedValue(trees.path_text(owner, found.path), before, after)
 
 
 def differences(a: Any, b: Any, path: str) -> Iterator[str]:
     """The paths at which two trees of values would be restored otherwise: to other bits (so that NaN equals itself), to
     another type, or a dict to other keys or another order of them, which has a path of its own."""
+    for found in _differences(a, b, ()):
+        yield path + "".join(_raw(each) for each in found.path)
+
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """`before`, `after`: the parts that differ; _NOTHING where a tree has no such part."""
+
+    path: tuple[trees.Step, ...]
+    before: Any
+    after: Any
+
+
+def _differences(a: Any, b: Any, path: tuple[trees.Step, ...]) -> Iterator[_Difference]:
     if values.encode(a) == values.encode(b):
         return
     if type(a) is not type(b):
-        yield path
+        yield _Difference(path, a, b)
         return
     for name in ("maxlen", "default_factory"):
-        if getattr(a, name, None) != getattr(b, name, None):
-            yield f"{path}.{name}"
+        ours, theirs = getattr(a, name, None), getattr(b, name, None)
+        if ours != theirs:
+            yield _Difference((*path, (trees.Kind.ATTRIBUTE, name)), ours, theirs)
     if isinstance(a, dict):
-        ours, theirs = _by_key(a), _by_key(b)
-        for code in [*ours, *(code for code in theirs if code not in ours)]:
-            where = f"{path}[{ours.get(code, theirs.get(code))!r}]"
-            if code in ours and code in theirs:
-                yield from differences(a[ours[code]], b[theirs[code]], where)
-            else:
-                yield where
-        if ours.keys() == theirs.keys() and list(ours) != list(theirs):
-            yield f"{path}{ORDER}"
+        yield from _of_dicts(a, b, path)
     elif isinstance(a, (list, tuple, deque)):
-        for i, (x, y) in enumerate(zip(a, b, strict=False)):
-            yield from differences(x, y, f"{path}[{i}]")
-        for i in range(*sorted((len(a), len(b)))):
-            yield f"{path}[{i}]"
+        for i, (x, y) in enumerate(itertools.zip_longest(a, b, fillvalue=_NOTHING)):
+            here = (*path, (trees.Kind.INDEX, i))
+            if x is _NOTHING or y is _NOTHING:
+                yield _Difference(here, x, y)
+            else:
+                yield from _differences(x, y, here)
     else:
-        yield path
+        yield _Difference(path, a, b)
+
+
+def _of_dicts(a: dict[Any, Any], b: dict[Any, Any], path: tuple[trees.Step, ...]) -> Iterator[_Difference]:
+    ours, theirs = _by_key(a), _by_key(b)
+    for code in [*ours, *(code for code in theirs if code not in ours)]:
+        here = (*path, (trees.Kind.KEY, ours.get(code, theirs.get(code))))
+        if code in ours and code in theirs:
+            yield from _differences(a[ours[code]], b[theirs[code]], here)
+        else:
+            x, y = a[ours[code]] if code in ours else _NOTHING, b[theirs[code]] if code in theirs else _NOTHING
+            yield _Difference(here, x, y)
+    if ours.keys() == theirs.keys() and list(ours) != list(theirs):
+        yield _Difference((*path, (trees.Kind.NOTE, ORDER)), [*ours.values()], [*theirs.values()])
+
+
+def _raw(step: trees.Step) -> str:
+    kind, value = step
+    if kind is trees.Kind.NOTE:
+        return str(value)
+    return f".{value}" if kind is trees.Kind.ATTRIBUTE else f"[{value!r}]"
 
 
 def _by_key(tree: dict[Any, Any]) -> dict[bytes, Any]:

@@ -2,8 +2,8 @@
 
 Tensors are streamed in parts of some MiB, so that memory stays at what `slabs` says (about 75 MiB, 95 where numbers are
 converted, with what the heap keeps for the next part), however large the checkpoint is. What is being written has
-another name until it is whole and on the disk. A rank's own tensor is called `<name>@<coordinate>`. Values are not
-exported.
+another name until it is whole and on the disk. Ranks' copies of one tensor are one tensor by the rule of
+store/tensors.py; other copies are called `<name>@<coordinate>`. Values are not exported.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ckpt.errors import StorageError, UsageError
+from ckpt.format.manifest import TensorSpec
 from ckpt.format.safetensors import SafetensorsWriter, TensorHead, check_heads
 from ckpt.plan.reshard import Want
 from ckpt.store.numbers import FLOATS, TARGETS, converted
 from ckpt.store.reader import FrameReader
-from ckpt.store.slabs import check_globs, chosen, exported_name, slabs_of, stream
+from ckpt.store.slabs import check_globs, exported_name, matching, slabs_of, stream
+from ckpt.store.tensors import Named, named
 
 Format = Literal["safetensors", "sharded", "torch"]
 
@@ -37,11 +39,13 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """`files`: what was written. `bytes`: of the tensors, after conversion."""
+    """`files`: what was written. `bytes`: of the tensors, after conversion. `firsts`: names of buffers that differ
+    between ranks, of which the first rank's was written."""
 
     files: tuple[Path, ...]
     tensors: int
     bytes: int
+    firsts: tuple[str, ...] = ()
 
 
 def export(
@@ -57,22 +61,24 @@ def export(
 ) -> Exported:
     """Writes the tensors whose name matches one of the globs `only` (all without one).
 
-    `format`: by default by the name: .safetensors, .pt or .pth, else a folder. `dtype`: floating-point tensors become
-    this. `strip`: a prefix that is taken off the names that have it. `shard_bytes`: the size of a file in a folder.
+    `format`: by default by the name: .safetensors, .pt or .pth, or a folder without an ending. `dtype`: floating-point
+    tensors become this. `strip`: a prefix that is taken off names. `shard_bytes`: the size of a file in a folder.
     `progress(done, total)`: bytes of the checkpoint.
     The .pt format needs torch. Errors: UsageError (`to` exists; no tensor matches a glob or has the prefix; two names
     become one; a dtype that the format does not have); DamagedData; StorageError; OSError."""
     path = Path(to)
-    format = format or _format_of(path)
+    format = format or _format_of(to)
     if path.exists() and not (format == "sharded" and path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} is there already; remove it, or give another name")
     if dtype is not None and dtype not in TARGETS:
         raise UsageError(f"dtype {dtype!r}: floating-point tensors can become {', '.join(TARGETS)}")
-    specs = chosen(reader.record.manifest, only)
-    check_globs(only, [exported_name(spec) for spec in specs], str(reader.record.identity))
-    if not specs:
+    tensors = named(reader)
+    chosen = _chosen(tensors, only)
+    check_globs(only, [*chosen, *tensors.copies], str(reader.record.identity))
+    if not chosen:
         raise UsageError(f"{reader.record.identity} has no tensors")
-    names = _stripped([exported_name(spec) for spec in specs], strip)
+    short, specs = _stripped(list(chosen), strip), list(chosen.values())
+    names = {exported_name(spec): short[name] for name, spec in chosen.items()}
     heads = [TensorHead(names[exported_name(s)], _target(s.dtype, dtype), s.shape) for s in specs]
     metadata = {"format": "pt", "ckpt": str(reader.record.identity)}
     with _under_another_name(path) as temporary:
@@ -85,7 +91,18 @@ def export(
         with sink:
             _copy(reader, [want for spec in specs for want in slabs_of(spec)], names, dtype, sink, progress)
     files = sorted(path.iterdir()) if format == "sharded" else [path]
-    return Exported(tuple(files), len(heads), sum(head.bytes for head in heads))
+    firsts = tuple(name for name in tensors.firsts if name in chosen)
+    return Exported(tuple(files), len(heads), sum(head.bytes for head in heads), firsts)
+
+
+def _chosen(tensors: Named, only: Sequence[str]) -> dict[str, TensorSpec]:
+    """By name. A glob that matches no name chooses among the ranks' copies, but for those that are chosen already."""
+    found = {name: tensors.specs[name] for name in matching(tensors.specs, only)}
+    for glob in only:
+        if not matching(tensors.specs, [glob]):
+            found.update((name, tensors.copies[name]) for name in matching(tensors.copies, [glob]))
+    taken = {exported_name(spec): name for name, spec in sorted(found.items(), reverse=True)}
+    return {name: spec for name, spec in sorted(found.items()) if taken[exported_name(spec)] == name}
 
 
 class _Sink(Protocol):
@@ -94,10 +111,19 @@ class _Sink(Protocol):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
-def _format_of(path: Path) -> Format:
+def _format_of(to: str | os.PathLike[str]) -> Format:
+    """By its name. A folder has no ending, is there already, or is written with a / at its end. Errors: UsageError."""
+    path = Path(to)
     if path.suffix == ".safetensors":
         return "safetensors"
-    return "torch" if path.suffix in (".pt", ".pth") else "sharded"
+    if path.suffix in (".pt", ".pth"):
+        return "torch"
+    if path.suffix and not path.is_dir() and not os.fspath(to).endswith("/"):
+        raise UsageError(
+            f"{path}: nothing is known of the ending {path.suffix}; give a file that ends in .safetensors, .pt or "
+            ".pth, or a folder, whose name has no ending or a / behind it; or say the format"
+        )
+    return "sharded"
 
 
 def _target(dtype: str, wanted: str | None) -> str:

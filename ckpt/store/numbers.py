@@ -44,7 +44,7 @@ def values_of(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
     """As float64 (complex128 for complex kinds); None where the dtype is not one of numbers."""
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         if dtype in FLOATS:
-            return _exact(bits, dtype).astype(np.float64)
+            return exact(bits, dtype).astype(np.float64)
         if dtype == "complex32":
             parts = np.ascontiguousarray(bits)[..., None].view(np.float16).astype(np.float64)
             return parts[..., 0] + 1j * parts[..., 1]
@@ -71,13 +71,14 @@ def converted(bits: Bits, dtype: str, target: str) -> Bits:
     if dtype == target:
         return bits
     with np.errstate(over="ignore", invalid="ignore"):
-        exact = _exact(bits, dtype)
+        numbers = exact(bits, dtype)
         if target == "bfloat16":
-            return _to_bfloat16(exact)
-        return exact.astype(_NUMPY[target])
+            return _to_bfloat16(numbers)
+        return numbers.astype(_NUMPY[target])
 
 
-def _exact(bits: Bits, dtype: str) -> npt.NDArray[Any]:
+def exact(bits: Bits, dtype: str) -> npt.NDArray[Any]:
+    """The same numbers in a dtype that NumPy has; `dtype` is one of FLOATS."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype in _NUMPY:

@@ -22,11 +22,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
-from ckpt.policy.every import Best, Keep
+from ckpt.policy.every import Keep
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, decode_json
@@ -49,7 +49,7 @@ def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, M
 
     The newest stays always; all stay where `keep` has no rule, or only one by a metric that none has. Of several at one
     step (a save, and then the exit) the rules by number count the newest."""
-    best = None if keep.best is None else _best(line, keep.best, metrics)
+    best = None if keep.best is None else best_of(line, keep.best.metric, keep.best.mode, metrics)
     if keep.last is None and keep.every is None and best is None:
         return set(line)
     newest = {identity.tick.step: identity for identity in line}
@@ -61,15 +61,24 @@ def retention(line: Sequence[Identity], keep: Keep, metrics: Mapping[Identity, M
     return kept
 
 
-def _best(line: Iterable[Identity], best: Best, metrics: Mapping[Identity, Mapping[str, float]]) -> Identity | None:
+def best_of(
+    line: Iterable[Identity], metric: str, mode: Literal["min", "max"], metrics: Mapping[Identity, Mapping[str, float]]
+) -> Identity | None:
     """Of equal ones the newest; one that is not a number is none."""
-    sign = 1.0 if best.mode == "min" else -1.0
+    sign = 1.0 if mode == "min" else -1.0
     found, lowest = None, float("inf")
     for identity in line:
-        value = sign * metrics.get(identity, {}).get(best.metric, float("nan"))
+        value = sign * metrics.get(identity, {}).get(metric, float("nan"))
         if value <= lowest:
             found, lowest = identity, value
     return found
+
+
+def unknown_metric(metric: str, known: Iterable[Mapping[str, float]]) -> UsageError:
+    """That no checkpoint has this metric. `known`: the metrics of each checkpoint."""
+    names = sorted({name for metrics in known for name in metrics})
+    there = ", ".join(names[:20]) or "none: ck.save(metrics=) gives them"
+    return UsageError(f"no checkpoint has a metric {metric!r}; there are {there}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +177,9 @@ class Pruner:
         checkpoint of the line has: it is misspelt, and what is best would go."""
         if keep.best is None:
             return
-        known = {name for ref in view.line for name in self._metrics_of.get(ref, {})}
-        if keep.best.metric not in known:
-            raise UsageError(
-                f"no checkpoint has a metric {keep.best.metric!r}; nothing was let go. There are "
-                f"{', '.join(sorted(known)[:20]) or 'none: ck.save(metrics=) gives them'}"
-            )
+        known = [self._metrics_of.get(ref, {}) for ref in view.line]
+        if not any(keep.best.metric in metrics for metrics in known):
+            raise unknown_metric(keep.best.metric, known)
 
     def execute(self, plan: PrunePlan) -> int:
         """Carries the plan out, empty or not, and aborts uploads that nobody will end, older than the grace: how many.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -36,8 +36,13 @@ def exported_name(item: TensorSpec | Want) -> str:
 
 def chosen(manifest: Manifest, only: Sequence[str] = ()) -> list[TensorSpec]:
     """The tensors (no values) whose exported name matches one of the globs, in order of name; all without a glob."""
-    specs = [spec for spec in manifest.tensors if not spec.values]
-    return [s for s in specs if not only or any(fnmatchcase(exported_name(s), glob) for glob in only)]
+    specs = {exported_name(spec): spec for spec in manifest.tensors if not spec.values}
+    return [specs[name] for name in matching(specs, only)]
+
+
+def matching(names: Iterable[str], only: Sequence[str]) -> list[str]:
+    """Those that match one of the globs, in order; all without a glob."""
+    return [name for name in names if not only or any(fnmatchcase(name, glob) for glob in only)]
 
 
 def check_globs(only: Sequence[str], names: Collection[str], of: str) -> None:

@@ -13,11 +13,12 @@ from ckpt.format.manifest import Manifest, Record
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.reader import FrameReader, each_values, is_missing, open_record
-from ckpt.store.run import Run
+from ckpt.store.run import Run, in_parallel
 from ckpt.store.slabs import exported_name
 from ckpt.types import Identity, counted
 
 NAMED_MAX = 20
+LOOKS_MAX = 16  # at once, at packs
 _Place = tuple[str, int, int, int, int, int]  # pack, offset, codec, raw hash (2), raw length
 
 
@@ -73,6 +74,42 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
     return [_checkpoint(run, records) for records in by_checkpoint.values()]
 
 
+def check_whole(run: Run, record: Record, *, read: bool) -> Record:
+    """The record itself. `read`: its frames are read and hashed; else it is only looked whether its packs are there.
+
+    Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
+    if read:
+        lengths = record.manifest.frames["length"].tolist()
+        FrameReader(run.backend, record).read(range(len(lengths)), lambda frame: None, _Scratch(lengths))
+        return record
+
+    def look(pack: tuple[str, int]) -> None:
+        key, size = pack
+        try:
+            found = run.backend.head(key).size
+        except NotFound as exc:
+            raise DamagedData(f"{key} is missing, which the record of {record.identity} names: {exc}") from exc
+        if found < size:
+            raise DamagedData(f"{key} has {found} bytes, and not the {size} that were recorded")
+
+    in_parallel(look, record.packs, LOOKS_MAX)
+    return record
+
+
+class _Scratch:
+    """Memory for one frame at a time in each thread, for a reader that only hashes."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._local = threading.local()
+
+    def __call__(self, frame: int) -> memoryview:
+        length = self._lengths[frame]
+        if len(getattr(self._local, "one", b"")) < length:
+            self._local.one = bytearray(length)
+        return memoryview(self._local.one)[:length]
+
+
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """One record."""
@@ -107,12 +144,6 @@ def _verify_one(
     meter.add(sum(lengths) - sum(lengths[frame] for frame in todo))
     reader = FrameReader(run.backend, record)
     bad: dict[int, Exception] = {}
-    buffers = threading.local()
-
-    def out(frame: int) -> memoryview:
-        if len(getattr(buffers, "one", b"")) < lengths[frame]:
-            buffers.one = bytearray(lengths[frame])
-        return memoryview(buffers.one)[: lengths[frame]]
 
     def deliver(frame: int) -> None:
         meter.add(lengths[frame])
@@ -123,7 +154,7 @@ def _verify_one(
         bad[frame] = error
         meter.add(lengths[frame])
 
-    reader.read(todo, deliver, out, failed)
+    reader.read(todo, deliver, _Scratch(lengths), failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
     problems += _other_sizes(record, sizes, {problem.key for problem in problems})

@@ -15,13 +15,13 @@ import torch
 from ckpt.errors import DamagedData, NoCheckpoint, StateMismatch, UsageError
 from ckpt.format.manifest import Record, TensorSpec
 from ckpt.format.safetensors import SafetensorsReader, TensorHead
+from ckpt.plan.alike import first_owners
 from ckpt.plan.layout import Entry
 from ckpt.plan.reshard import Want
 from ckpt.storage import open as open_store
 from ckpt.store.reader import FrameReader, load_values, newest_readable
 from ckpt.store.run import Run
 from ckpt.trainer import names
-from ckpt.trainer.alike import first_owners
 from ckpt.trainer.fill import Filler
 from ckpt.trainer.nodes import ModuleNode
 from ckpt.trainer.saved import Shared, merge_shared

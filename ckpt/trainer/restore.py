@@ -14,11 +14,11 @@ from ckpt.events import Events
 from ckpt.format import values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Manifest
+from ckpt.plan.alike import alike, first_owners
 from ckpt.plan.reshard import cuts
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks
 from ckpt.trainer import collective
-from ckpt.trainer.alike import alike, first_owners
 from ckpt.trainer.asked import Asked
 from ckpt.trainer.fetch import fetch
 from ckpt.trainer.fill import Filler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_two_checkpoints_of_one_step_are_told_apart_as_ls_does(tmp_path: Path, m
     assert "step 3.2" in ckpt(monkeypatch, "branch", tmp_path, "--at", "3.2").out
 
 
-def test_of_one_step_on_the_line_and_on_a_branch_the_epoch_is_said(
+def test_of_one_step_on_the_line_and_on_a_branch_the_start_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = begin(tmp_path)
@@ -129,8 +130,8 @@ def test_of_one_step_on_the_line_and_on_a_branch_the_epoch_is_said(
     save(tmp_path, second, 2)
     said = ckpt(monkeypatch, "verify", tmp_path, "--all").out
     assert "step 1: good" in said
-    assert f"step 2 of epoch {first}: good" in said
-    assert f"step 2 of epoch {second}: good" in said
+    assert f"step 2 of start {first}: good" in said
+    assert f"step 2 of start {second}: good" in said
 
 
 @pytest.mark.parametrize("what", ["commits", "data"])
@@ -205,7 +206,7 @@ def test_what_retention_deleted_while_it_was_read_is_no_damage(tmp_path: Path, m
 
 
 def test_where_no_lease_can_be_taken_it_is_said_and_all_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A store that is full, or may only be read, is the one that one most wants to read from."""
     url = tmp_path / "run"
@@ -214,8 +215,9 @@ def test_where_no_lease_can_be_taken_it_is_said_and_all_is_read(
     for words in (["verify"], ["diff", "40"], ["restore", "--to", tmp_path / "x.safetensors"]):
         said = ckpt(monkeypatch, words[0], url, *words[1:])
         assert said.code == 0, said.err
-        assert said.err.startswith("warning: no lease can be taken"), words
-        assert said.err.count("\n") == 1
+        assert "no lease can be taken" in caplog.text, words
+        assert caplog.text.count("\n") == 1
+        caplog.clear()
     assert ckpt(monkeypatch, "show", url).err == ""  # one request needs none
 
 
@@ -246,11 +248,42 @@ def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch:
     assert body["changed"][0]["max_abs"] == pytest.approx(0.5, rel=1e-6)
     assert body["added"] == ["new"]
     assert body["differ"] is True
-    assert any("position" in path for path in body["values"])
+    assert body["values"] == [{"path": "rank=0 loader.position", "before": "1", "after": "9"}]
     text = ckpt(monkeypatch, "diff", tmp_path, "1", "2")
     assert text.code == 1
     assert "model.bias" in text.out
     assert "only in step 2: new" in text.out
+    assert "rank=0 loader.position: 1 -> 9\n" in text.out
+
+
+def test_diff_says_values_as_the_user_calls_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(lr: float, more: dict[str, Any], noise: bytes) -> dict[str, Any]:
+        group = {"params": ("w",), "value": {"lr": lr, "betas": (0.9, lr)}, "tensors": []}
+        extra = {"0._extra_state": {"value": {"scale": lr}, "tensors": []}}
+        return {
+            "objects": {
+                "optim": {"kind": "optimizer", "groups": [group], "state": [-1], "skeletons": []},
+                "sched": {"kind": "object", "value": {"T_max": 100, **more}, "tensors": []},
+                "model": {"kind": "module", "extra": extra},
+                "noise": {"kind": "data", "value": noise, "tensors": []},
+            },
+            "aliases": {},
+        }
+
+    epoch = begin(tmp_path)
+    own = {"loaders": {"loader": {"value": {"at": 1}, "tensors": []}}, "generators": {}}
+    save(tmp_path, epoch, 1, arrays(1), shared=state(0.001, {}, bytes(100)), own=own)
+    moved = {"loaders": {"loader": {"value": {"at": 2}, "tensors": []}}, "generators": {}}
+    save(tmp_path, epoch, 2, arrays(1), shared=state(0.0005, {"last_epoch": 7}, b"1" * 100), own=moved)
+    assert ckpt(monkeypatch, "diff", tmp_path, "1").out.splitlines() == [
+        "optim.param_groups[0].lr: 0.001 -> 0.0005",
+        "optim.param_groups[0].betas[1]: 0.001 -> 0.0005",
+        "sched.last_epoch: 7, only in step 2",
+        "model['0._extra_state'].scale: 0.001 -> 0.0005",
+        "noise: differs (100 bytes)",
+        "rank=0 loader.at: 1 -> 2",
+        "step 1 and step 2: 3 tensors equal, 0 differing; 6 values differing",
+    ]
 
 
 def test_diff_tells_checkpoints_of_one_step_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_a_run_without_checkpoints_is_no_checkpoint_at_all(tmp_path: Path, monke
 
 
 def test_a_store_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.cli.target.CONTACT_S", 0.5)
+    monkeypatch.setattr("ckpt.reader.CONTACT_S", 0.5)
     with socket.socket() as taken:  # bound, never listening: whoever connects is refused
         taken.bind(("127.0.0.1", 0))
         where = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{taken.getsockname()[1]}", "AWS_REGION": "us-east-1"}

@@ -31,15 +31,28 @@ def test_ls_all_shows_branches_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(row["step"], row["where"]) for row in found] == [(10, "line"), (20, "line"), (30, "branch"), (40, "line")]
 
 
-def test_ls_long_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ls_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     epoch = begin(tmp_path)
     save(tmp_path, epoch, 1, metrics={"val_loss": 0.5})
-    row = ckpt(monkeypatch, "ls", tmp_path, "--long", "--json").json["checkpoints"][0]
+    row = ckpt(monkeypatch, "ls", tmp_path, "--json").json["checkpoints"][0]
     assert row["metrics"] == {"val_loss": 0.5}
     assert row["bytes"] >= sum(array.nbytes for array in arrays(1).values())
     assert 0 < row["stored"] <= row["bytes"]
-    assert row["referred"] == 0
-    assert "val_loss=0.5" in ckpt(monkeypatch, "ls", tmp_path, "-l").out
+    assert (row["shared"], row["start"]) == (0, 1)
+    text = ckpt(monkeypatch, "ls", tmp_path).out
+    assert text.split()[:6] == ["step", "saved", "age", "start", "stored", "metrics"]
+    assert "val_loss=0.5" in text
+    assert "MiB   val_loss" in text
+    assert "bytes" in ckpt(monkeypatch, "ls", tmp_path, "--long").out
+
+
+def test_ls_quick_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, begin(tmp_path), 1)
+    for record in (tmp_path / "commits").iterdir():
+        record.write_bytes(b"")
+    assert ckpt(monkeypatch, "ls", tmp_path).code == Exit.DIFFERENT
+    said = ckpt(monkeypatch, "ls", tmp_path, "--quick")
+    assert (said.code, said.out.splitlines()[0].split()) == (0, ["step", "saved", "age", "start"])
 
 
 def test_a_damaged_record_costs_its_own_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +136,10 @@ def test_a_checkpoint_within_a_step_is_found_by_the_name_that_ls_gives_it(
 ) -> None:
     epoch = begin(tmp_path)
     saved = [save(tmp_path, epoch, Tick(300, sub)) for sub in (0, 1, 2)]
-    listed = [line.split()[0] for line in ckpt(monkeypatch, "ls", tmp_path).out.splitlines()[2:]]
+    *lines, explained = ckpt(monkeypatch, "ls", tmp_path).out.splitlines()[2:]
+    listed = [line.split()[0] for line in lines]
     assert listed == ["300", "300.1", "300.2"]
+    assert explained == "300.1: saved after step 300 had ended, by ck.save(), ck.poll() or at the exit"
     for name, identity in {"300.0": saved[0], "300.1": saved[1], "300.2": saved[2], "300": saved[2]}.items():
         assert ckpt(monkeypatch, "show", tmp_path, "--step", name, "--json").json["identity"] == str(identity)
     for name, identity in zip(listed, saved, strict=True):

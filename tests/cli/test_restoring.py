@@ -114,6 +114,37 @@ def test_what_was_restored_is_called_as_ls_calls_it(tmp_path: Path, monkeypatch:
     assert "step 3.1: " in ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors").out
 
 
+@pytest.mark.parametrize("name", ["x.bin", "x.ckpt", "x.h5", "x.pt.tmp"])
+def test_an_ending_of_which_nothing_is_known_leads_to_those_there_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "run")
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name)
+    assert said.code == Exit.USAGE
+    assert ".safetensors, .pt or .pth, or a folder" in said.err
+    assert not (tmp_path / name).exists()
+    assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / name, "--format", "torch").code == 0
+    assert ckpt(monkeypatch, "restore", tmp_path / "run", "--to", f"{tmp_path}/v1.5/").code == 0
+    assert (tmp_path / "v1.5" / "model.safetensors.index.json").exists()
+
+
+def test_what_ddp_and_batch_norm_saved_on_two_ranks_loads_into_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    script, to = Path(__file__).with_name("ddp_norm.py"), tmp_path / "model.safetensors"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*torchrun, script, tmp_path / "run"], check=True, timeout=120, capture_output=True)
+    said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", to, "--only", "model.*", "--strip", "model.")
+    assert said.code == 0
+    assert "different copies of model.1.running_mean, model.1.running_var: the first rank's were written" in said.out
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in load_file(to).items()})
+    with torch.no_grad():
+        assert model[1].running_mean.tolist() == pytest.approx(torch.load(tmp_path / "run.0.pt").tolist())
+
+
 def test_no_tensor_of_that_name_is_a_wrong_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_run(tmp_path / "run")
     said = ckpt(monkeypatch, "restore", tmp_path / "run", "--to", tmp_path / "x.safetensors", "--only", "nothing.*")

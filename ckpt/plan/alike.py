@@ -14,7 +14,9 @@ from typing import Any
 from ckpt.format.manifest import Manifest
 from ckpt.types import ITEMSIZE, SMALL_BYTES
 
-Frames = Callable[[Collection[int]], Mapping[int, bytes]]  # their raw bytes; all ranks ask for the same, in turn
+Frames = Callable[
+    [Collection[int]], Mapping[int, bytes | bytearray]
+]  # their raw bytes; all ranks ask for the same, in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +95,5 @@ def _sum(runs: list[_Run]) -> int:
     return sum(run.length for run in runs)
 
 
-def _bytes(copy: _Copy, frames: Mapping[int, bytes]) -> bytes:
+def _bytes(copy: _Copy, frames: Mapping[int, bytes | bytearray]) -> bytes:
     return b"".join(frames[run.frame][run.offset : run.offset + run.length] for run in copy.runs)
