@@ -31,6 +31,7 @@ MODULE = {
     "verify": "checking",
     "diff": "checking",
     "restore": "restoring",
+    "cp": "copying",
     "branch": "managing",
     "prune": "managing",
     "rehearse": "rehearse",
@@ -50,7 +51,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
         help="Look at, check, move and mend the checkpoints of a training run.",
         epilog=EXITS,
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )

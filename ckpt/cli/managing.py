@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,16 +12,17 @@ import typer
 from ckpt import reader
 from ckpt.cli import live, out
 from ckpt.errors import DamagedData, RunInUse, UsageError
+from ckpt.policy.every import Best, Keep
 from ckpt.storage.names import naming, shown
 from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
-    from ckpt.policy.every import Keep
-    from ckpt.store.prune import PrunePlan
+    from ckpt.store.prune import PrunePlan, Pruner
     from ckpt.store.run import Run, RunView
 
 LAUNCH = "ckpt command line"  # the launch that this is, for whoever watches the store
+NO_GRACE_S = -2.0  # below zero, since some stores tell whole seconds only
 SILENT_S = 2.0  # how long an agent is waited for without a word
 
 
@@ -53,6 +55,7 @@ def prune(
     best: Annotated[str | None, typer.Option("--best", metavar="METRIC:min|max", help="Keep the best one.")] = None,
     also: Annotated[list[str] | None, typer.Option("--also", metavar="STEP", help="Let this one go, too.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, it is only said what would be done.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="For a full disk: delete at once, without the grace.")] = False,
     check: Annotated[
         bool,
         typer.Option("--check/--no-check", help="With --yes: read and hash the newest first: others may be needed."),
@@ -62,13 +65,20 @@ def prune(
     """Let old checkpoints and leftovers go. Without --yes nothing is changed.
 
     What goes is retired first; its data is deleted by a later prune, once nobody can still need it. Of a run that no
-    job is at work on the newest checkpoint is read and hashed before, as `ckpt verify --newest` does."""
+    job is at work on the newest checkpoint is read and hashed before, as `ckpt verify --newest` does. --now breaks
+    who reads what goes, and holds no lease: a start that is restoring it, for instance."""
     from ckpt.storage import canonical
 
     keep = _keep(last, every, best)
     sock = live.find_agent(url)
     if sock is None:
-        body = _prune_closed(url, keep, also or [], yes, check, json)
+        body = _prune_closed(url, keep, also or [], yes, now, check, json)
+    elif now:
+        sock.close()
+        raise UsageError(
+            f"--now: an agent serves {shown(url)} here, and may be at work on what goes. Prune without --now, or end "
+            "the job first"
+        )
     else:
         with live.talk(sock) as agent:  # a running job has one decider, and that is its agent
             options = {"last": keep.last, "every": keep.every, "best": keep.best and [keep.best.metric, keep.best.mode]}
@@ -76,7 +86,7 @@ def prune(
     if json:
         out.as_json({"url": shown(canonical(url)), "done": yes, **body})
     else:
-        _say_plan(body, yes)
+        _say_plan(body, yes, now)
 
 
 def _ask_agent(agent: Connection, request: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +110,11 @@ def _identities(url: str, which: list[str]) -> list[str]:
         return [run.find(each).identity for each in which]
 
 
-def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool, json: bool) -> dict[str, Any]:
+def _prune_closed(
+    url: str, keep: Keep, also: list[str], yes: bool, now: bool, check: bool, json: bool
+) -> dict[str, Any]:
     from ckpt.settings import read
-    from ckpt.store.prune import Pruner
+    from ckpt.store.prune import GRACE_S, Pruner
 
     with reader.open(url) as opened:
         run, view = opened.run, opened.view
@@ -113,13 +125,38 @@ def _prune_closed(url: str, keep: Keep, also: list[str], yes: bool, check: bool,
                 text = f"{exc}. It need not stop for a prune: run that on its host, where its agent does it"
                 raise RunInUse(text) from exc
             view = run.view()
-        pruner = Pruner(run, None)
+        pruner = Pruner(run, None, grace_s=NO_GRACE_S if now else GRACE_S)
         plan = pruner.plan(view, keep, [opened.find(each).ref.identity for each in also])
         pruner.check_metric(view, keep)
         if yes and check and plan.retire:
             _check_newest(run, view, url, json)
+        if yes and now:
+            return _prune_now(pruner, view, plan)
         aborted = pruner.execute(plan) if yes else 0
     return _plan_facts(plan, aborted)
+
+
+def _prune_now(pruner: Pruner, view: RunView, plan: PrunePlan) -> dict[str, Any]:
+    """Retires and deletes in one go. Where a disk is so full that it has no room for a tombstone the records go first:
+    after that nobody finds these checkpoints, and a tombstone has room."""
+    from ckpt.store import keys
+
+    going = set(plan.retire) - pruner.leased()
+    records = [keys.record_key(ref.identity, ref.writer) for ref in view.commits if ref.identity in going]
+    first = replace(plan, records=(*plan.records, *records))
+    aborted = pruner.execute(first)
+    second = pruner.plan(pruner.run.view(), Keep())
+    aborted += pruner.execute(second)
+    sizes = {keys.record_key(ref.identity, ref.writer): ref.size for ref in view.commits}
+    done = replace(
+        first,
+        waiting=tuple(sorted({*second.waiting, *(set(plan.retire) - going)})),
+        packs=(*first.packs, *second.packs),
+        deleted_bytes=first.deleted_bytes + second.deleted_bytes + sum(sizes[key] for key in records),
+        freed_later_bytes=second.freed_later_bytes,
+        blocked=second.blocked,
+    )
+    return _plan_facts(done, aborted)
 
 
 def _check_newest(run: Run, view: RunView, url: str, json: bool) -> None:
@@ -146,8 +183,6 @@ def _plan_facts(plan: PrunePlan, aborted: int) -> dict[str, Any]:
 
 
 def _keep(last: int | None, every: int | None, best: str | None) -> Keep:
-    from ckpt.policy.every import Best, Keep
-
     if best is None:
         return Keep(last, every)
     metric, _, mode = best.rpartition(":")
@@ -161,32 +196,57 @@ def _named(identity: str) -> str:
     return f"step {Identity.parse(identity).tick.label}, {identity}"
 
 
-def _say_plan(body: dict[str, Any], yes: bool) -> None:
+def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
+    """No line is longer than 80 characters, but for what is wrong with a record."""
     from ckpt.store.prune import GRACE_S
 
     done = "" if yes else "would be "
     for name, text in (
-        ("retire", "retired: restored no more, deleted after the grace"),
-        ("abandoned", "retired, as commits that never happened"),
-        ("waiting", "waiting for their grace to end"),
+        ("retire", f"{done}retired:"),
+        ("abandoned", f"{done}retired, as commits that never happened:"),
+        ("waiting", "waiting for their grace to end, or for who reads them:"),
     ):
-        for identity in body.get(name, ()):
-            out.say(f"{'' if name == 'waiting' else done}{text}: {_named(identity)}")
-    deleted = [*body.get("records", ()), *body.get("packs", ()), *body.get("leases", ())]
-    for key in deleted:
-        out.say(f"{done}deleted: {key}")
-    for identity in body.get("damaged", ()):
-        out.say(f"not counted as kept, not being whole: {_named(identity)} (see ckpt verify)")
+        _say_list(text, map(_named, body.get(name, ())))
+    deleted = [*body.get("records", ()), *body.get("packs", ())]
+    _say_list(f"{done}deleted:", _by_checkpoint(deleted, body.get("leases", ())))
+    _say_list("not counted as kept, not being whole (see ckpt verify):", map(_named, body.get("damaged", ())))
     if body.get("blocked"):
         out.say(f"no data can be deleted: {body['blocked']}")
     if aborted := body.get("uploads_aborted"):
         out.say(f"ended: {counted(aborted, 'upload')} that nobody would have finished")
-    if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting")):
+    if not deleted and not any(body.get(name) for name in ("retire", "abandoned", "waiting", "leases")):
         if not aborted:
             out.say("nothing to do" if yes else "nothing to do; --yes also ends uploads that nobody will finish")
         return
-    out.say(f"{done}deleted now: {out.size(body.get('deleted_bytes', 0))}")
-    later = out.size(body.get("freed_later_bytes", 0))
-    out.say(f"deleted by a prune {GRACE_S / 60:.0f} minutes after it was retired, or later: {later}")
+    at_once, later = body.get("deleted_bytes", 0), body.get("freed_later_bytes", 0)
+    out.say(f"{done}deleted now: {out.size(at_once + (later if now and not yes else 0))}")
+    if not now:
+        out.say(f"deleted by a prune {GRACE_S / 60:.0f} minutes after it was retired, or later: {out.size(later)}")
+    if body.get("retire"):
+        out.say("what is retired is restored and listed no more")
     if not yes:
         out.say("nothing was changed; --yes does it")
+
+
+def _say_list(title: str, lines: Iterable[str]) -> None:
+    for number, line in enumerate(lines):
+        if not number:
+            out.say(title)
+        out.say(f"  {line}")
+
+
+def _by_checkpoint(deleted: Iterable[str], leases: Collection[str]) -> Iterator[str]:
+    """The objects of each checkpoint, counted: their keys are for programs, which have --json."""
+    from ckpt.store import keys
+
+    found: dict[Identity, list[int]] = {}
+    for key in deleted:
+        record, pack = keys.parse_record(key), keys.parse_pack(key)
+        identity = record[0] if record is not None else pack.identity if pack is not None else None
+        if identity is not None:
+            found.setdefault(identity, [0, 0])[record is None] += 1
+    for identity, counts in sorted(found.items()):
+        parts = (counted(count, noun) for count, noun in zip(counts, ("record", "pack"), strict=True) if count)
+        yield f"{_named(str(identity))}: {', '.join(parts)}"
+    if leases:
+        yield f"{counted(len(leases), 'lease')} of readers that are gone"

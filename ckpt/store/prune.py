@@ -181,6 +181,10 @@ class Pruner:
         if not any(keep.best.metric in metrics for metrics in known):
             raise unknown_metric(keep.best.metric, known)
 
+    def leased(self) -> set[Identity]:
+        """The checkpoints that readers hold. Errors: StorageError."""
+        return self._leases(self.run.backend.now_s())[0]
+
     def execute(self, plan: PrunePlan) -> int:
         """Carries the plan out, empty or not, and aborts uploads that nobody will end, older than the grace: how many.
         May be done again after any failure. Errors: Superseded; StorageError."""

@@ -80,7 +80,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
     Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
         lengths = record.manifest.frames["length"].tolist()
-        FrameReader(run.backend, record).read(range(len(lengths)), lambda frame: None, _Scratch(lengths))
+        FrameReader(run.backend, record).read(range(len(lengths)), lambda frame: None, Scratch(lengths))
         return record
 
     def look(pack: tuple[str, int]) -> None:
@@ -96,7 +96,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
     return record
 
 
-class _Scratch:
+class Scratch:
     """Memory for one frame at a time in each thread, for a reader that only hashes."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ def _verify_one(
         bad[frame] = error
         meter.add(lengths[frame])
 
-    reader.read(todo, deliver, _Scratch(lengths), failed)
+    reader.read(todo, deliver, Scratch(lengths), failed)
     good.update(places[frame] for frame in todo if frame not in bad)
     problems = _problems(record, bad)
     problems += _other_sizes(record, sizes, {problem.key for problem in problems})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ckpt as ckpt_package
+from ckpt.backends.local import LocalBackend
 from ckpt.cli.exits import Exit
 from tests.cli.stores import a_run, begin, ckpt, save
 
@@ -23,7 +26,10 @@ def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     before = _files(tmp_path)
     said = ckpt(monkeypatch, "prune", tmp_path, "--last", "1")
     assert said.code == 0
-    assert said.out.count("would be retired") == 2
+    lines = said.out.splitlines()
+    assert lines[0] == "would be retired:"
+    assert [line.split(",")[0] for line in lines[1:3]] == ["  step 10", "  step 20"]
+    assert max(map(len, lines)) <= 80
     assert "deleted by a prune 15 minutes after it was retired, or later: " in said.out
     assert "nothing was changed" in said.out
     assert _files(tmp_path) == before
@@ -36,6 +42,44 @@ def test_prune_with_yes_retires_what_the_rules_let_go(tmp_path: Path, monkeypatc
     assert body["done"] is True
     assert _steps(monkeypatch, tmp_path) == [20, 40]
     assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+
+
+def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = a_run(tmp_path)
+    words = ["prune", tmp_path, "--last", "1", "--now"]
+    dry = ckpt(monkeypatch, *words).out
+    assert "nothing was changed" in dry
+    assert "minutes" not in dry
+    with ckpt_package.open(tmp_path) as run, run.held([run.find(20)]):
+        said = ckpt(monkeypatch, *words, "--yes")
+        assert said.code == 0, said.err
+        assert max(map(len, said.out.splitlines())) <= 80
+        assert f"  step 10, {saved[0]}: 1 record, " in said.out
+        assert f"waiting for their grace to end, or for who reads them:\n  step 20, {saved[1]}" in said.out
+        assert not (tmp_path / "data" / str(saved[0])).exists() or not list(
+            (tmp_path / "data" / str(saved[0])).iterdir()
+        )
+        assert run.find(20).tensor("model.bias").shape == (10,)
+    assert ckpt(monkeypatch, *words, "--yes").code == 0
+    assert ckpt(monkeypatch, "verify", tmp_path).code == 0
+    assert not any(path.startswith(f"commits/{saved[1]}") for path in _files(tmp_path))
+
+
+def test_prune_now_finds_room_for_its_tombstones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records go before tombstones come: on a disk that is quite full these have no room otherwise."""
+    saved, order = a_run(tmp_path), list[str]()
+    for name in ("put", "delete"):
+        former = getattr(LocalBackend, name)
+
+        def noted(self: LocalBackend, what: Any, *more: Any, name: str = name, former: Any = former) -> Any:
+            keys = [what] if isinstance(what, str) else [*what]
+            order.extend(f"{name} {key}" for key in keys)
+            return former(self, keys[0] if name == "put" else keys, *more)
+
+        monkeypatch.setattr(LocalBackend, name, noted)
+    assert ckpt(monkeypatch, "prune", tmp_path, "--last", "1", "--now", "--yes").code == 0
+    seen = [each for each in order if str(saved[0]) in each]
+    assert [each.split("/")[0] for each in seen][:3] == ["delete commits", "put retired", "delete data"]
 
 
 def test_prune_lets_nothing_go_where_the_newest_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +139,7 @@ def test_where_a_record_that_cannot_be_read_is_in_the_way_prune_says_the_way_out
     way_out = said.partition("ckpt prune ")[2].split()[:2]
     assert way_out == ["--also", str(saved[0])]
     said = ckpt(monkeypatch, "prune", tmp_path, *way_out, "--yes").out
-    assert f"retired: restored no more, deleted after the grace: step {saved[0].tick.label}, {saved[0]}" in said
+    assert f"retired:\n  step {saved[0].tick.label}, {saved[0]}\n" in said
     assert "--also" not in said
     assert "--also" not in ckpt(monkeypatch, "prune", tmp_path, "--last", "1").out
 

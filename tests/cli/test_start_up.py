@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,21 @@ def test_help_imports_the_commands_and_nothing_heavy(words: list[str]) -> None:
 @pytest.mark.parametrize("command", ["ls", "doctor", "restore"])
 def test_the_help_of_one_command_imports_no_other_command(command: str) -> None:
     assert _heavy(command, "--help") == set()
+
+
+@pytest.mark.parametrize("words", [[], ["ls"], ["predict", "train"], ["rehearse"]], ids=" ".join)
+def test_h_is_help_everywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = stores.ckpt(monkeypatch, *words, "-h")
+    assert (said.code, "Usage: ckpt" in said.out, "-h, --help" in said.out) == (0, True, True)
+
+
+@pytest.mark.parametrize(("typed", "found"), [("ckpt re", {"restore", "rehearse"}), ("ckpt prune --n", {"--now"})])
+def test_the_shell_completes_commands_and_options(typed: str, found: set[str]) -> None:
+    asked = {"_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['ckpt']; from ckpt.cli.main import main; main()"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, timeout=60)
+    assert set(done.stdout.split()) >= found
+    assert not [word for word in done.stdout.split() if not word.startswith(typed.split()[-1])]
 
 
 def test_listing_a_local_run_imports_neither_torch_nor_a_storage_library(tmp_path: Path) -> None:

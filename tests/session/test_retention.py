@@ -138,7 +138,7 @@ def test_a_prune_of_a_running_job_at_any_moment_costs_it_nothing(
             elif step % 2:
                 said = command(monkeypatch, "prune", tmp_path, "--last", "1", "--yes")
                 assert said.code == 0, said
-                retired += said.out.count("retired: restored no more")
+                retired += said.out.count("retired:\n  step ")
                 last = max(listed(tmp_path, monkeypatch))
                 assert last >= newest
                 newest = last

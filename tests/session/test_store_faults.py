@@ -185,7 +185,10 @@ def test_a_prune_beside_a_commit_under_way_looks_at_once_and_deletes_once_that_h
             assert handle.level != "store"
             store.heal()
             said, wrong = waiting.communicate(timeout=60)
-        assert (waiting.returncode, said.count("retired: restored no more")) == (0, 1), wrong
+        assert (waiting.returncode, said.count("\nretired:\n  step ") + said.startswith("retired:\n  step ")) == (
+            0,
+            1,
+        ), wrong
         handle.wait("store", timeout_s=60)
     wait_agent_gone(URL)
 

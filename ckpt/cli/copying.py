@@ -1,0 +1,63 @@
+"""ckpt cp: a run, or some of its checkpoints, at another URL."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt import reader
+from ckpt.cli import out, target
+from ckpt.errors import UsageError
+from ckpt.storage.names import shown
+from ckpt.types import Identity, counted
+
+
+def cp(
+    url: out.Url,
+    to: Annotated[str, typer.Argument(metavar="TO", help="The URL of the copy: nothing, or an earlier copy.")],
+    which: Annotated[
+        list[str] | None, typer.Option("--step", metavar="STEP", help="Only this one. May be given again.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Branches too.")] = False,
+    json: out.Json = False,
+) -> None:
+    """Copy the checkpoints of a run to another URL.
+
+    Everything is hashed on the way. Run it again after a failure: what is there already is not copied again."""
+    from ckpt.storage import canonical
+    from ckpt.store.run import Run
+    from ckpt.store.transfer import transfer
+
+    if which and every:
+        raise UsageError("--step and --all each say what is copied; give one of them")
+    if canonical(url) == canonical(to):
+        raise UsageError(f"{shown(url)} and {shown(to)} are one URL; give another one for the copy")
+    with reader.open(url) as run, target.store(to) as store:
+        chosen = [run.find(each) for each in which] if which else [*run.checkpoints, *(run.branches if every else ())]
+        if not chosen:
+            raise run.none_yet
+        lineage = run.view.lineage
+        ends = {each.ref.identity.epoch for each in chosen} if which else {run.view.newest_epoch}
+        epochs = {each for end in ends if end is not None for each, _ in lineage.chain(end)}
+        epochs |= run.view.epochs if every else set()
+        with run.held(chosen), out.progress("copying", json=json) as report:
+            identities = [each.ref.identity for each in chosen]
+            done = transfer(run.run, Run(store), run.view, identities, sorted(epochs), report)
+    if json:
+        facts = {"copied": done.copied, "there": done.there, "retired": done.retired}
+        names = {name: [*map(str, found)] for name, found in facts.items()}
+        out.as_json({"url": run.url, "to": store.url, **names, "bytes": done.bytes})
+        return
+    for found, text in (
+        (done.copied, f"copied to {shown(to)}, {out.size(done.bytes)} in packs"),
+        (done.there, "there already"),
+        (done.retired, "retired there, so not copied again"),
+    ):
+        if found:
+            out.say(f"{counted(len(found), 'checkpoint')} {text}: {_steps(found)}")
+
+
+def _steps(found: tuple[Identity, ...]) -> str:
+    labels = [each.tick.label for each in found]
+    return ", ".join(labels if len(labels) < 9 else [*labels[:4], "...", *labels[-3:]])

@@ -1,0 +1,183 @@
+"""Copying checkpoints of a run to another store, each checked on the way.
+
+Order of writes: the claims of the epochs that lead to the checkpoints; then, oldest checkpoint first, its packs, and its
+record last. So a copy that is broken off leaves whole checkpoints, and packs that the next try finds.
+
+Must-invariants:
+- An object has the same key and the same bytes at both stores, so identities and the line stay what they are.
+- A record is put when every frame that it names was decoded and hashed: out of the bytes that were put, or, where the
+  target had the pack before, out of what the target gives back.
+- A store that holds anything of another run is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ckpt.errors import AlreadyExists, DamagedData, NotFound, Unsettled, UsageError
+from ckpt.format.manifest import Record
+from ckpt.format.record import RECORD_BYTES_MAX
+from ckpt.storage.contract import Backend, Buffer, PutMode
+from ckpt.store import keys
+from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
+from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, any_readable
+from ckpt.store.run import Run, RunView, in_parallel
+from ckpt.store.verify import Scratch
+from ckpt.types import Epoch, Identity
+
+PACKS_MAX = 4  # on the way at once
+_CLOSED_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """`copied`: checkpoints that are new at the target. `there`: those that it had. `retired`: those that were let go
+    there, and stay so. `bytes`: of packs that were put."""
+
+    copied: tuple[Identity, ...]
+    there: tuple[Identity, ...]
+    retired: tuple[Identity, ...]
+    bytes: int
+
+
+def transfer(
+    source: Run,
+    target: Run,
+    view: RunView,
+    chosen: Sequence[Identity],
+    epochs: Sequence[Epoch],
+    progress: Callable[[int, int], None] | None = None,
+) -> Transferred:
+    """Copies these checkpoints of `view`, and the claims of these epochs. May be done again after any failure: what is
+    there already is left as it is. `progress(done, total)`: bytes of packs, from any thread.
+
+    Errors: UsageError where the target holds another run; DamagedData names what is damaged at the source, after all
+    that is older was copied; StorageError."""
+    there = target.view()
+    foreign = sorted(there.epochs - view.epochs)
+    if foreign:
+        raise UsageError(
+            f"{target.backend.url} holds another run (epoch {foreign[-1]}); give a URL where nothing is saved, or that "
+            "of an earlier copy of this run"
+        )
+    todo = [each for each in sorted(chosen) if each not in there.records and each not in there.retired]
+    _copy_claims(source, target, view, epochs)
+    copier = _Copier(source, target, progress)
+    copier.weigh([view.records[each] for each in todo])
+    for each in todo:
+        copier.copy(view.records[each])
+    return Transferred(
+        copied=tuple(todo),
+        there=tuple(each for each in sorted(chosen) if each in there.records),
+        retired=tuple(each for each in sorted(chosen) if each in there.retired and each not in there.records),
+        bytes=copier.put_bytes,
+    )
+
+
+def _copy_claims(source: Run, target: Run, view: RunView, epochs: Sequence[Epoch]) -> None:
+    damaged = dict(view.damaged)
+    for epoch in sorted(epochs):
+        key = keys.epoch_key(epoch)
+        if key in damaged:
+            raise DamagedData(f"{damaged[key]}: without it nothing says what epoch {epoch} went on from")
+        if epoch in view.lineage.claims:
+            _put_once(target.backend, key, source.backend.get(key, CLAIM_BYTES_MAX))
+        closed = keys.closed_key(epoch)
+        if epoch in view.closed:
+            _put_once(target.backend, closed, source.backend.get(closed, _CLOSED_BYTES_MAX))
+
+
+def _put_once(backend: Backend, key: str, body: bytes) -> None:
+    try:
+        backend.put(key, [body], PutMode.IF_ABSENT)
+    except (AlreadyExists, Unsettled) as exc:
+        try:
+            found = backend.get(key, CLAIM_BYTES_MAX + len(body))
+        except NotFound:
+            raise exc from None
+        if found != body:
+            raise UsageError(f"{backend.url}: {key} is there already, with other content; give another URL") from exc
+
+
+class _Copier:
+    """`put_bytes`: of the packs that were put so far."""
+
+    def __init__(self, source: Run, target: Run, progress: Callable[[int, int], None] | None) -> None:
+        self.put_bytes = 0
+        self._source, self._target, self._progress = source, target, progress
+        self._sizes = {info.key: info.size for info in target.backend.list(keys.DATA)}
+        self._good: set[tuple[str, int, int, int]] = set()  # frames that were checked: pack, offset, raw hash
+        self._total = 0
+
+    def weigh(self, checkpoints: Sequence[Sequence[CommitRef]]) -> None:
+        """Finds out how many bytes are to be put."""
+        packs: dict[str, int] = {}
+        for refs in checkpoints:
+            packs.update(any_readable(self._source, refs, lambda record: record.packs))
+        self._total = sum(size for key, size in packs.items() if self._sizes.get(key) != size)
+
+    def copy(self, refs: Sequence[CommitRef]) -> None:
+        """One checkpoint. Its record is the first that can be read. Errors: DamagedData."""
+        made = any_readable(self._source, refs, lambda record: record)
+        frames = self._unchecked(made)
+        missing = [n for n, (key, size) in enumerate(made.packs) if n in frames and self._sizes.get(key) != size]
+        have = [frame for n in frames.keys() - set(missing) for frame in frames[n]]
+        again = self._damaged(made, have)
+        packs = sorted({*missing, *again})
+        largest = max((made.packs[n][1] for n in packs), default=1)
+        width = max(1, min(PACKS_MAX, HELD_BYTES_MAX // max(1, largest)))
+        in_parallel(lambda n: self._copy_pack(made, n, frames[n]), packs, width)
+        self._good.update(self._places(made))
+        key = keys.record_key(made.identity, made.writer)
+        _put_once(self._target.backend, key, self._source.backend.get(key, RECORD_BYTES_MAX))
+
+    def _places(self, made: Record) -> list[tuple[str, int, int, int]]:
+        hashes = made.manifest.frames[["hash_hi", "hash_lo"]].tolist()
+        places = made.places[["pack", "offset"]].tolist()
+        return [(made.packs[n][0], at, *value) for (n, at), value in zip(places, hashes, strict=True)]
+
+    def _unchecked(self, made: Record) -> dict[int, list[int]]:
+        """Frames that were not checked yet, by pack."""
+        found: dict[int, list[int]] = {}
+        for frame, (place, pack) in enumerate(zip(self._places(made), made.places["pack"].tolist(), strict=True)):
+            if place not in self._good:
+                found.setdefault(pack, []).append(frame)
+        return found
+
+    def _damaged(self, made: Record, frames: Sequence[int]) -> set[int]:
+        """Packs at the target in which one of these frames is not what was recorded: they are put once more."""
+        bad: set[int] = set()
+
+        def failed(frame: int, error: Exception) -> None:
+            if not isinstance(error, DamagedData):
+                raise error
+            bad.add(int(made.places["pack"][frame]))
+
+        out = Scratch(made.manifest.frames["length"].tolist())
+        FrameReader(self._target.backend, made).read(frames, lambda frame: None, out, failed)
+        return bad
+
+    def _copy_pack(self, made: Record, number: int, frames: Sequence[int]) -> None:
+        key, size = made.packs[number]
+        try:
+            data = self._source.backend.get_range(key, 0, size)
+        except NotFound as exc:
+            raise DamagedData(f"{key} is missing, which the record of {made.identity} names: {exc}") from exc
+        out = Scratch(made.manifest.frames["length"].tolist())
+        FrameReader(cast(Backend, _InMemory(data)), made).read(frames, lambda frame: None, out)
+        self._target.backend.put(key, [data])
+        self.put_bytes += size
+        if self._progress is not None:
+            self._progress(self.put_bytes, self._total)
+
+
+class _InMemory:
+    """The bytes of one pack, for a reader of frames."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = memoryview(data).cast("B")
+
+    def get_range(self, key: str, start: int, length: int) -> Any:
+        return self._data[start : start + length]
