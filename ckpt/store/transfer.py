@@ -1,7 +1,7 @@
 """Copying checkpoints of a run to another store, each checked on the way.
 
-Order of writes: the claims of the epochs that lead to the checkpoints; then, oldest checkpoint first, its packs, and its
-record last. So a copy that is broken off leaves whole checkpoints, and packs that the next try finds.
+Order of writes: the claims of the epochs that lead to the checkpoints; then, oldest checkpoint first, its packs, and
+its record last. So a copy that is broken off leaves whole checkpoints, and packs that the next try finds.
 
 Must-invariants:
 - An object has the same key and the same bytes at both stores, so identities and the line stay what they are.

@@ -44,7 +44,7 @@ def test_the_help_of_one_command_imports_no_other_command(command: str) -> None:
 @pytest.mark.parametrize("words", [[], ["ls"], ["predict", "train"], ["rehearse"]], ids=" ".join)
 def test_h_is_help_everywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said = stores.ckpt(monkeypatch, *words, "-h")
-    assert (said.code, "Usage: ckpt" in said.out, "-h, --help" in said.out) == (0, True, True)
+    assert (said.code, "-h, --help" in said.out) == (0, True)
 
 
 @pytest.mark.parametrize(("typed", "found"), [("ckpt re", {"restore", "rehearse"}), ("ckpt prune --n", {"--now"})])
