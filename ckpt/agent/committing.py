@@ -269,7 +269,11 @@ class Committing(Basis):
 
     def _beaten(self, done: Future[None]) -> None:
         self._beating = False
-        if error := failure(done):
+        error = failure(done)
+        if isinstance(done.exception(), Superseded):
+            self.supersede(error)
+            self.group.give_up()
+        elif error:
             log.info("no heartbeat: %s", error)
 
     def _close(self, reason: str) -> None:

@@ -122,7 +122,8 @@ class Keeper:
         for identity in self.copies.identities:
             found.add_epoch(None, identity.epoch, 0)  # who keeps a copy has not seen how far that run came
         elsewhere = (each for each in (self.fence.floor, self.newest_elsewhere) if each.number)
-        for epoch in (*self._store.begun, *elsewhere):  # the store may never have heard of them: a start outdoes all
+        # The store may never have heard of these: a start outdoes all.
+        for epoch in (*self._store.claims.begun, *elsewhere):
             found.add_epoch(None, epoch, 0)
         return found
 

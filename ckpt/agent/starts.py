@@ -174,12 +174,12 @@ class Starts(Keeper):
         """On a thread: the store's listing, once nobody else is at work there."""
         run = self._store.run(impatient=memory)
         view = run.view()
-        if view.newest_epoch in self._store.begun:
+        if view.newest_epoch in self._store.claims.begun:
             return view  # ours: we know who is at work in it
         before = (view.newest_epoch, view.closed)
         run.watch_other(view, start.launch, self._settings.heartbeat_s, take_over=start.take_over)
         if view.newest_epoch is not None:
-            self._store.passed.add(view.newest_epoch)
+            self._store.claims.passed.add(view.newest_epoch)
         return view if view.newest_epoch is None or view.newest_epoch in before[1] else run.view()
 
     def _looked(self, start: Start, memory: bool, done: Future[RunView]) -> None:
@@ -281,11 +281,10 @@ class Starts(Keeper):
         self._find_part(start, chosen, lambda: self._offer_candidate(start, chosen, damaged))
 
     def _new_job(self, start: Start) -> Job:
-        begun = {*self._store.begun, *start.inventory.steps, self._newest_epoch()}  # the latter: since it was asked
+        claims = self._store.claims
+        begun = {*claims.begun, *start.inventory.steps, self._newest_epoch()}  # the latter: since it was asked
         epoch = candidates.begin(start.view, self._remembered(start), begun)
-        self._store.begun.add(epoch)
-        if start.take_over:
-            self._store.insisting.add(epoch)
+        claims.began(epoch, start.view, start.take_over)
         others = self._remote_ranks(epoch, start.world, start.nodes)
         self.current = Job(self._services, epoch, start.world, start.launch, start.peer, start.nodes, others)
         return self.current
@@ -500,7 +499,7 @@ class Starts(Keeper):
         job = self.current = Job(self._services, epoch, world, claim.launch, peer, nodes, others)
         for node in nodes[1:]:
             self._call_again(node.name)
-        self._store.begun.add(epoch)
+        self._store.claims.begun.add(epoch)
         job.recover_from_trainers()
         job.begin_training(claim, resumed=True)
         return job

@@ -14,7 +14,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
-from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, RunInUse, StorageError, Superseded, UsageError
+from ckpt.agent.claims import Claims
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, Superseded, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt.plan.layout import Array
     from ckpt.storage.contract import Backend
     from ckpt.store.commit import Committed, Committer, Elsewhere
-    from ckpt.store.lineage import Claim, CommitRef, Lineage
+    from ckpt.store.lineage import Claim, CommitRef
     from ckpt.store.packs import Written
     from ckpt.store.prune import Pruner
     from ckpt.store.reader import FrameReader
@@ -127,17 +128,13 @@ class StoreSide:
         """`owner`: the name of this node in the keys of its packs."""
         self.url = url
         self.events = events
-        self.begun: set[Epoch] = set()  # by this agent: none of them is another's
-        self.insisting: set[Epoch] = set()  # of those, the ones that were begun with take_over
-        self.passed: set[Epoch] = set()  # of others, that a start has found to be over, or was to take over
+        self.claims = Claims(url, self.run, settings.heartbeat_s, events)
         self._settings = settings
         self._owner = owner
         self._lock = threading.Lock()
-        self._watching = threading.Lock()
         self._runs: dict[bool, Run] = {}
         self._old: list[Run] = []
         self._committers: dict[tuple[str, float | None], Committer] = {}
-        self._claimed: set[Epoch] = set()
         self._base: Record | None = None
         self._unsure: Identity | None = None  # the newest whose commit has failed since: its record may be there
         self._pruners: dict[Epoch | None, Pruner] = {}  # each remembers the records that it has read
@@ -159,50 +156,25 @@ class StoreSide:
         return self.run().backend
 
     def claim(self, claim: Claim) -> None:
-        """Once; where it is there already, nothing happens. Made late, it takes the run from no living job that it did
-        not go on from and that has begun meanwhile: that is watched first, as at entry.
-
-        Errors: Superseded by such a job; StorageError; UsageError."""
-        run = self.run()
-        if claim.epoch not in self._claimed and claim.epoch not in (epochs := run.epochs()):
-            if claim.epoch not in self.insisting:
-                self._watch_others(run, claim, max(epochs, default=claim.epoch))
-            run.claim(claim)
-        self._claimed.add(claim.epoch)
-
-    def _watch_others(self, run: Run, claim: Claim, newest: Epoch) -> None:
-        """Errors: see `claim`."""
-        from ckpt.store.lineage import Lineage
-
-        if newest >= claim.epoch or self._is_passed(newest, Lineage([claim]), claim):
-            return  # under a newer one it is on no line: see `check`
-        with self._watching:  # the claim at entry and that before the first commit wait once
-            view = run.view()
-            newest = view.newest_epoch or newest
-            if newest >= claim.epoch or self._is_passed(newest, Lineage([*view.claims, claim]), claim):
-                return
-            try:
-                run.watch_other(view, claim.launch, self._settings.heartbeat_s)
-            except RunInUse as exc:
-                raise Superseded(
-                    f"{claim.epoch} began without the store, and what it knew of the run is not what is there: {exc}"
-                ) from exc
-            self.passed.add(newest)
-
-    def _is_passed(self, newest: Epoch, lineage: Lineage, claim: Claim) -> bool:
-        return newest in self.begun or newest in self.passed or newest in dict(lineage.chain(claim.epoch))
+        """Once; where it is there already, nothing happens. Errors: as Claims.claim."""
+        self.claims.claim(claim)
 
     def is_claimed(self, epoch: Epoch) -> bool:
-        return epoch in self._claimed
+        return self.claims.is_claimed(epoch)
 
     def heartbeat(self, epoch: Epoch, count: int) -> None:
-        """Errors: StorageError."""
-        if epoch in self._claimed:
-            self.run(impatient=True).heartbeat(epoch, count, self._settings.heartbeat_s)
+        """Looks now and then, ever less often, at whether the store has shown something late.
+
+        Errors: StorageError; Superseded, see Claims."""
+        if self.is_claimed(epoch):
+            run = self.run(impatient=True)
+            run.heartbeat(epoch, count, self._settings.heartbeat_s)
+            if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ..
+                self.claims.look(run, epoch)
 
     def end(self, epoch: Epoch, reason: str) -> None:
         """Errors: StorageError."""
-        if epoch in self._claimed:
+        if self.is_claimed(epoch):
             self.run(impatient=True).close(epoch, reason)
 
     def reader(self, refs: Collection[CommitRef]) -> FrameReader:
@@ -235,6 +207,12 @@ class StoreSide:
         """`elsewhere`, `cancel`: see Committer.commit.
         Errors: SaveFailed; Superseded when another agent's newer epoch owns the run, or as `claim`; StorageError."""
         epoch = claim.epoch
+
+        def check() -> None:
+            self.check(epoch)
+            self.claims.check_first(epoch)
+
+        self.claims.check_refused(epoch)
         with contextlib.suppress(LostStore):
             self.check(epoch)
         self.claim(claim)
@@ -245,7 +223,7 @@ class StoreSide:
             checkpoint.identity,
             checkpoint.manifest,
             checkpoint.frame,
-            check=lambda: self.check(epoch),
+            check=check,
             base=self._base,
             owner=self._owner,
             metrics=checkpoint.metrics,
@@ -254,6 +232,7 @@ class StoreSide:
             elsewhere=elsewhere,
         )
         self._base, self._unsure = done.record, None
+        self.claims.settled(epoch)
         return done
 
     def _settle_base(self, failed: Identity) -> None:
@@ -335,16 +314,20 @@ class StoreSide:
         """Errors: Superseded by an epoch that was not begun here; those that were, went on from this one. LostStore
         where our claim is gone, and so probably all that was there: nothing may be referred to."""
         run = self.run()
-        claimed = epoch in self._claimed  # before it is listed: the claim may land meanwhile
+        claimed = self.is_claimed(epoch)  # before it is listed: the claim may land meanwhile
         epochs = run.epochs()
         if claimed and epoch not in epochs:
-            self._claimed.discard(epoch)
+            self.claims.lost(epoch)
             self._base = self._unsure = None
             text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
-        if any(each > epoch and each not in self.begun for each in epochs):
-            run.check(epoch)
+        if any(each > epoch and each not in self.claims.begun for each in epochs):
+            try:
+                run.check(epoch)
+            except Superseded as exc:
+                self.claims.refuse(epoch, str(exc))
+                raise
 
     def prune(
         self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE
@@ -358,7 +341,7 @@ class StoreSide:
 
         run = self.run()
         view = run.view()
-        if epoch is None and what is not Pass.LOOK and view.newest_epoch not in self.begun:
+        if epoch is None and what is not Pass.LOOK and view.newest_epoch not in self.claims.begun:
             run.watch_other(view, LAUNCH, self._settings.heartbeat_s)
             view = run.view()
         with self._lock:

@@ -205,6 +205,31 @@ class Lineage:
                 best[ref.identity] = min(ref, best.get(ref.identity, ref))
         return sorted(best.values())
 
+    def overlooked(
+        self, epoch: Epoch, commits: Iterable[CommitRef], retired: Collection[Identity], seen: Collection[Identity]
+    ) -> list[CommitRef]:
+        """The commits that the start of `epoch` has passed over without knowing of them, by identity: another start
+        made them meanwhile, or they were listed late. `seen`: the checkpoints that it has listed.
+
+        What belongs to epochs up to the newest claimed ancestor is that ancestor's affair, but for the ancestor's own
+        commits after the fork."""
+        chain = dict(self.chain(epoch))
+        ancestor = max((each for each in chain if each != epoch and each in self.epochs), default=None)
+        fork = chain[ancestor] if ancestor is not None else None
+
+        def is_overlooked(identity: Identity) -> bool:
+            if identity in seen or identity in retired:
+                return False
+            if identity.epoch == ancestor and fork is not None:
+                return identity.tick > fork.tick
+            return identity.epoch not in chain and (ancestor is None or identity.epoch > ancestor)
+
+        best: dict[Identity, CommitRef] = {}
+        for ref in commits:
+            if is_overlooked(ref.identity):
+                best[ref.identity] = min(ref, best.get(ref.identity, ref))
+        return sorted(best.values())
+
     def superseded_by(self, epoch: Epoch) -> Epoch | None:
         """The newest epoch, if it is newer than `epoch`. (An ancestor never is: its number is smaller.)"""
         newest = self.newest

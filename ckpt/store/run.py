@@ -77,6 +77,11 @@ class RunView:
             found.setdefault(ref.identity, []).append(ref)
         return found
 
+    def overlooked(self, claim: Claim, seen: Collection[Identity]) -> list[CommitRef]:
+        """What the start with that claim has passed over without knowing of it: see Lineage.overlooked."""
+        lineage = Lineage([*self.claims, claim], self.epochs)
+        return lineage.overlooked(claim.epoch, self.commits, self.retired, seen)
+
     @property
     def newest_epoch(self) -> Epoch | None:
         return self.lineage.newest
@@ -148,6 +153,10 @@ class Run:
             if found != body:
                 raise UsageError(f"{key} is claimed by another start; begin a new epoch") from exc
         self._claims[claim.epoch] = claim
+
+    def retract(self, epoch: Epoch) -> None:
+        """Takes a claim back, by who has put it, where nothing was committed under it."""
+        self.backend.delete([keys.epoch_key(epoch), keys.alive_key(epoch)])
 
     def close(self, epoch: Epoch, reason: str) -> None:
         """Says that nothing more comes from that epoch. The first to say so is right."""

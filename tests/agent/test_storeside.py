@@ -179,7 +179,7 @@ class Late:
             self.other.close(self.epoch, "it came to its end")
         self.clock = Beating(lambda: self.beat() if lives else None)
         self.side = Side(self.store.client(), self.clock)
-        self.side.begun.add(A)
+        self.side.claims.begun.add(A)
 
     def beat(self) -> None:
         self.beats += 1
@@ -227,11 +227,11 @@ def test_a_late_claim_is_made_at_once_where_nobody_lives_whom_it_does_not_know(w
     if why == "it went on from that one":
         claim = Claim(A, Identity(B, Tick(40)), launch="A")
     elif why == "it was to take over":
-        side.insisting.add(A)
+        side.claims.insisting.add(A)
     elif why == "that one was looked at when it began":
-        side.passed.add(B)
+        side.claims.passed.add(B)
     elif why == "that one was begun here":
-        side.begun.add(B)
+        side.claims.begun.add(B)
     late.save(claim)
     assert late.clock.slept_s == 0.0
     assert steps(late.store) == [50]
@@ -256,7 +256,7 @@ def test_an_agent_without_a_job_prunes_a_run_that_nobody_is_at_work_on(whose: st
     for step in (10, 20):
         theirs.save(step)
     if whose == "begun here":
-        late.side.begun.add(B)
+        late.side.claims.begun.add(B)
     late.side.prune(None, Keep(last=1), what=Pass.ALL)
     assert late.clock.slept_s == (20.0 if whose == "another's that is silent" else 0.0)
     assert steps(late.store) == [20]

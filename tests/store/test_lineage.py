@@ -79,6 +79,28 @@ def test_of_two_starts_that_took_one_number_the_larger_nonce_is_the_newer() -> N
     assert lineage.superseded_by(b) is None
 
 
+def test_a_start_has_overlooked_what_others_committed_and_it_did_not_list() -> None:
+    claims = [Claim(epoch(1), None), Claim(epoch(2), identity(1, 10)), Claim(epoch(3), identity(1, 20))]
+    lineage = Lineage([*claims, Claim(epoch(4), identity(1, 20))])
+    commits = refs(identity(1, 20), identity(1, 30), identity(2, 20), identity(3, 30))
+    assert steps(lineage.overlooked(epoch(4), commits, (), [identity(1, 20), identity(2, 20)])) == [(1, 30), (3, 30)]
+    assert lineage.overlooked(epoch(4), commits, [identity(3, 30)], [ref.identity for ref in commits[:3]]) == []
+
+
+def test_what_an_ancestor_has_left_behind_is_overlooked_by_no_start_after_it() -> None:
+    claims = [Claim(epoch(1), None), Claim(epoch(2), identity(1, 10)), Claim(epoch(3), identity(1, 20))]
+    unclaimed = (Ancestor(epoch(4), identity(3, 30)),)
+    lineage = Lineage([*claims, Claim(epoch(5), identity(4, 40), unclaimed)])
+    commits = refs(identity(1, 30), identity(2, 20), identity(3, 30), identity(3, 35))
+    assert steps(lineage.overlooked(epoch(5), commits, (), ())) == [(3, 35)]
+
+
+def test_a_start_from_nothing_has_overlooked_all_that_is_there() -> None:
+    lineage = Lineage([Claim(epoch(1, 1), None), Claim(epoch(1, 2), None)])
+    commits = refs(identity(1, 10, nonce=1), identity(1, 20, nonce=1))
+    assert steps(lineage.overlooked(epoch(1, 2), commits, (), ())) == [(1, 10), (1, 20)]
+
+
 def test_a_step_that_two_epochs_ran_is_taken_from_the_newer_one_and_not_mixed() -> None:
     lineage = Lineage([Claim(epoch(1), None), Claim(epoch(2), identity(1, 10))])
     line = lineage.line(refs(identity(1, 10), identity(1, 20), identity(2, 20)), ())

@@ -1,0 +1,183 @@
+"""The claims of this agent's starts: when one takes the run, and when it is refused.
+
+A start may restore for minutes, and another one may claim the run meanwhile. So a start compares what it has listed
+with what the store holds later:
+
+1. A start lists the store, chooses its checkpoint, and remembers what it has seen (`began`).
+2. Once it has restored, `claim` lists again. The start is refused where another one has committed since, or lives.
+3. The claim is put, and the store is listed again: of two that claim at one moment at least one sees the other.
+   Where another start has committed, the claim is taken back, and this start is refused.
+4. Before its first record the same is looked at once more. From then on a newer claim ends it, and nothing else.
+
+A refusal is for good. A start of the same launch is a restart, and take_over=True says which one goes on: these two are
+not refused. What they have passed over is told with the command that goes back to it, and so are checkpoints of the
+parent's epoch that a store has listed late. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt.errors import RunInUse, Superseded
+from ckpt.events import Events
+from ckpt.storage.names import shown
+from ckpt.types import Epoch, Identity, counted
+
+if TYPE_CHECKING:
+    from ckpt.store.lineage import Claim, CommitRef
+    from ckpt.store.run import Run, RunView
+
+
+class Claims:
+    """`run`: opens the run, see StoreSide.run. All of them are epochs of this agent's jobs but for `passed`."""
+
+    def __init__(self, url: str, run: Callable[[], Run], heartbeat_s: float, events: Events) -> None:
+        self.begun: set[Epoch] = set()  # none of them is another's
+        self.insisting: set[Epoch] = set()  # of those, the ones that were begun with take_over
+        self.passed: set[Epoch] = set()  # of others, that a start has found to be over, or was to take over
+        self._url = url
+        self._run = run
+        self._heartbeat_s = heartbeat_s
+        self._events = events
+        self._claiming, self._telling = threading.Lock(), threading.Lock()
+        self._claimed: dict[Epoch, Claim] = {}
+        self._seen: dict[Epoch, frozenset[Identity]] = {}  # what the newest start has listed
+        self._unsettled: set[Epoch] = set()  # those without a commit
+        self._refused: dict[Epoch, str] = {}
+        self._told: set[Identity] = set()
+
+    def began(self, epoch: Epoch, view: RunView | None, insists: bool) -> None:
+        """A start of this agent. `view`: what it chose from; None: the store did not answer."""
+        self.begun.add(epoch)
+        self._unsettled.add(epoch)
+        self._seen = {epoch: frozenset(ref.identity for ref in view.commits) if view is not None else frozenset()}
+        if insists:
+            self.insisting.add(epoch)
+
+    def is_claimed(self, epoch: Epoch) -> bool:
+        return epoch in self._claimed
+
+    def lost(self, epoch: Epoch) -> None:
+        """The store has no claim of it any more: it is put again."""
+        self._claimed.pop(epoch, None)
+
+    def settled(self, epoch: Epoch) -> None:
+        """It has committed."""
+        self._unsettled.discard(epoch)
+
+    def refuse(self, epoch: Epoch, why: str) -> None:
+        """That epoch is told the same from now on. `why`: of the first time."""
+        self._refused.setdefault(epoch, why)
+
+    def check_refused(self, epoch: Epoch) -> None:
+        """Errors: Superseded."""
+        if epoch in self._refused:
+            raise Superseded(self._refused[epoch])
+
+    def claim(self, claim: Claim) -> None:
+        """Puts the claim, unless it is there. One claim after the other: the one at entry and the one before the first
+        commit wait once.
+
+        Errors: Superseded; StorageError; UsageError."""
+        epoch = claim.epoch
+        with self._claiming:
+            self.check_refused(epoch)
+            if epoch in self._claimed:
+                return
+            run = self._run()
+            if epoch not in run.epochs():
+                self._seen.setdefault(epoch, frozenset())
+                self._check_others(run, claim)
+                run.claim(claim)
+            self._look(run, claim)
+            self._claimed[epoch] = claim
+
+    def check_first(self, epoch: Epoch) -> None:
+        """Right before the first record: whether another start has committed. Errors: Superseded; StorageError."""
+        if epoch in self._unsettled:
+            self.look(self._run(), epoch)
+
+    def look(self, run: Run, epoch: Epoch) -> None:
+        """Lists the store and tells what was passed over. Errors: Superseded; StorageError."""
+        claim = self._claimed.get(epoch)
+        if claim is not None:
+            self._look(run, claim)
+
+    def _check_others(self, run: Run, claim: Claim) -> None:
+        """Before the claim. Errors: Superseded by one that has committed, or lives."""
+        view = self._look(run, claim)
+        newest = view.newest_epoch
+        if newest is None or newest >= claim.epoch or claim.epoch in self.insisting:
+            return  # under a newer one it is on no line: see StoreSide.check
+        if newest in self.begun or newest in self.passed or newest in _chain(view, claim):
+            return
+        try:
+            run.watch_other(view, claim.launch, self._heartbeat_s)
+        except RunInUse as exc:
+            why = f"another start claimed it while {claim.epoch} restored, or could not list it: {exc}"
+            self.refuse(claim.epoch, why)
+            raise Superseded(why) from exc
+        self.passed.add(newest)
+        self._look(run, claim)
+
+    def _look(self, run: Run, claim: Claim) -> RunView:
+        """What is there now. Errors: Superseded where another start has committed that this one knew nothing of: then
+        the claim is taken back, under which the next start would pass over what the other one has saved."""
+        view = run.view()
+        if claim.epoch not in self._seen:
+            return view  # its start was another agent's, which has claimed it
+        passed = view.overlooked(claim, self._seen[claim.epoch])
+        others = [ref for ref in passed if self._is_others(view, claim, ref.identity.epoch)]
+        if others and claim.epoch in self._unsettled and claim.epoch not in self.insisting:
+            why = _told_of_others(view, claim, others)
+            self.refuse(claim.epoch, why)
+            self._claimed.pop(claim.epoch, None)
+            if claim.epoch in view.epochs:
+                run.retract(claim.epoch)
+            raise Superseded(why)
+        with self._telling:
+            new = [ref for ref in passed if ref.identity not in self._told]
+            self._told.update(ref.identity for ref in new)
+        if new:
+            self._tell(claim, new)
+        return view
+
+    def _is_others(self, view: RunView, claim: Claim, epoch: Epoch) -> bool:
+        """Whether an epoch is of another job, and not one that this job went on from."""
+        known = view.lineage.claims.get(epoch)
+        is_restart = known is not None and known.launch == claim.launch
+        return not (is_restart or epoch in self.begun or epoch in _chain(view, claim))
+
+    def _tell(self, claim: Claim, passed: Sequence[CommitRef]) -> None:
+        newest = passed[-1].identity
+        went_on = f"went on from step {claim.parent.tick.label}" if claim.parent is not None else "began from nothing"
+        url = shown(self._url)
+        text = (
+            f"ckpt: {url} has {counted(len(passed), 'checkpoint')}, step {newest.tick.label} of epoch "
+            f"{newest.epoch.number} the newest, that this start did not find in the listing, or that came later: this "
+            f"job {went_on} instead. To go back: stop this job, run ckpt branch {url} --at {newest}, and start again"
+        )
+        parent = str(claim.parent) if claim.parent is not None else None
+        facts = {"newest": str(newest), "count": len(passed), "parent": parent}
+        self._events.emit("restore.overlooked", text, loud=True, **facts)
+
+
+def _chain(view: RunView, claim: Claim) -> set[Epoch]:
+    """The epoch of the claim, and its ancestors."""
+    from ckpt.store.lineage import Lineage
+
+    return {epoch for epoch, _ in Lineage([*view.claims, claim], view.epochs).chain(claim.epoch)}
+
+
+def _told_of_others(view: RunView, claim: Claim, others: Sequence[CommitRef]) -> str:
+    newest = others[-1].identity
+    known = view.lineage.claims.get(newest.epoch)
+    who = f"launch {known.launch!r} on host {known.host!r}" if known is not None else f"epoch {newest.epoch.number}"
+    went_on = f"it went on from step {claim.parent.tick.label}" if claim.parent is not None else "it began from nothing"
+    then = "" if newest.epoch in view.closed else ", once that job has ended, or now with take_over=True"
+    return (
+        f"{who} has saved step {newest.tick.label} since {claim.epoch} listed the run, and {went_on}. Start again: the "
+        f"start goes on from step {newest.tick.label}{then}"
+    )
