@@ -106,7 +106,7 @@ class Starts(Keeper):
 
     def _adopt_environment(self, fields: dict[str, Any]) -> None:
         """What leads to the store is what the newest start has."""
-        if adopt_store_environment(dict(fields.get("store_env") or {})):
+        if "store_env" in fields and adopt_store_environment(dict(fields["store_env"])):
             self._store.reopen()
 
     def _moves_of(self, start: Start) -> tuple[int, ...]:

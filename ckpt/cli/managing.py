@@ -198,8 +198,6 @@ def _named(identity: str) -> str:
 
 def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
     """No line is longer than 80 characters, but for what is wrong with a record."""
-    from ckpt.store.prune import GRACE_S
-
     done = "" if yes else "would be "
     for name, text in (
         ("retire", f"{done}retired:"),
@@ -221,7 +219,7 @@ def _say_plan(body: dict[str, Any], yes: bool, now: bool) -> None:
     at_once, later = body.get("deleted_bytes", 0), body.get("freed_later_bytes", 0)
     out.say(f"{done}deleted now: {out.size(at_once + (later if now and not yes else 0))}")
     if not now:
-        out.say(f"deleted by a prune {GRACE_S / 60:.0f} minutes after it was retired, or later: {out.size(later)}")
+        out.say(f"deleted by a prune {body['grace_s']:.0f} s after it was retired, or later: {out.size(later)}")
     if body.get("retire"):
         out.say("what is retired is restored and listed no more")
     if not yes:

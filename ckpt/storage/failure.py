@@ -45,10 +45,8 @@ def lost(url: str, what: str, why: object) -> TransientError:
 def make_room(url: str) -> str:
     """What to do about a store that is full."""
     how = f"ckpt prune {shown(url)} --last 2 --yes, where the newest two are all that you want to keep"
-    return (
-        f"make room ({how}, and once more 15 minutes later: then the data goes; it writes some bytes first, so that "
-        "where there is no room at all something else has to go before)"
-    )
+    again = ", and once more 15 minutes later: then the data goes" if "://" in url else ""
+    return f"make room ({how}{again}; it writes some bytes first, so that a store without any room needs another way)"
 
 
 def none_restorable(url: str) -> str:

@@ -13,12 +13,17 @@ records, then the packs. A pack goes only when
 What was left behind by commits that never happened (settled, without a record) is retired and deleted by the same
 two passes. The newest checkpoint of the line is never retired, and only what has its record and packs counts as kept.
 If a record that counts cannot be read, no pack is deleted: nobody knows what it refers to.
+
+In a folder a put is over when it returns, and readers hold leases. So there a checkpoint that was committed and retired
+has a short grace (FOLDER_GRACE_S) while nobody holds a lease. It has none where the disk has no room for another one
+like the newest: then a pass deletes what it has just retired.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,6 +41,7 @@ from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity, counted
 
 GRACE_S = 900.0
+FOLDER_GRACE_S = 10.0
 LEASE_REFRESH_S = 30.0
 LEASE_REFRESH_S_MAX = 600.0
 LEASE_CLOSE_S = 180.0  # longer than a refresh is tried again
@@ -87,7 +93,8 @@ class PrunePlan:
     were never committed. `waiting`: retired ones whose grace is not over. `damaged`: those of the line that do not
     count as kept: no record can be read, or a pack is not there in its size. `records`, `packs`, `leases`: keys that
     are deleted now. `deleted_bytes`: of those. `freed_later_bytes`: of packs that nothing will refer to once the grace
-    of all that is retired is over. `blocked`: why no pack can be deleted, or ""."""
+    of all that is retired is over. `grace_s`: of checkpoints that are retired. `blocked`: why no pack can be deleted,
+    or ""."""
 
     retire: tuple[Identity, ...]
     abandoned: tuple[Identity, ...]
@@ -98,6 +105,7 @@ class PrunePlan:
     leases: tuple[str, ...]
     deleted_bytes: int
     freed_later_bytes: int
+    grace_s: float
     blocked: str = ""
 
     def __bool__(self) -> bool:
@@ -126,8 +134,14 @@ class Pruner:
         listed = [(found, info) for info in self.run.backend.list(keys.DATA) if (found := keys.parse_pack(info.key))]
         whole = self._whole(view, {info.key: info.size for _, info in listed})
         retire = self._to_retire(whole, keep) | self._checked(also, view)
-        expired = {each for each, since_s in view.retired.items() if now_s - since_s > self.grace_s}
         leased, stale, lease_problem = self._leases(now_s)
+        grace_s = self._grace_of_retired_s(whole, bool(leased or lease_problem))
+
+        def is_over(since_s: float) -> bool:
+            """Whether the grace that began then is over. Without a grace the file system's clock does not matter."""
+            return grace_s == 0 or now_s - since_s > grace_s
+
+        expired = {each for each, since_s in view.retired.items() if is_over(since_s)}
         dead = {ref for ref in view.commits if ref.identity in expired and ref.identity not in leased}
         staying = [ref for ref in view.commits if ref not in dead]
         unread_one = next((ref for ref in staying if ref in unread), None)
@@ -153,8 +167,9 @@ class Pruner:
         abandoned = settled - committed - gone_later
         packs, packs_bytes, later_bytes = [], 0, 0
         for found, info in listed:
-            loose = found.identity in expired or found.identity in settled & committed
-            if loose and info.key not in live and now_s - info.modified_s > self.grace_s and not blocked:
+            failed = found.identity in settled & committed and now_s - info.modified_s > self.grace_s
+            loose = failed or (found.identity in expired and is_over(info.modified_s))
+            if loose and info.key not in live and not blocked:
                 packs.append(info.key)
                 packs_bytes += info.size
             elif info.key not in live_later and found.identity in gone_later | abandoned:
@@ -169,6 +184,7 @@ class Pruner:
             leases=tuple(sorted(stale)),
             deleted_bytes=sum(ref.size for ref in dead) + packs_bytes,
             freed_later_bytes=later_bytes,
+            grace_s=grace_s,
             blocked=blocked,
         )
 
@@ -214,7 +230,17 @@ class Pruner:
             loud=bool(plan.blocked),
             uploads_aborted=ended,
         )
+        if plan.retire and plan.grace_s == 0:
+            self.execute(self.plan(self.run.view(), Keep()))
         return ended
+
+    def _grace_of_retired_s(self, whole: Sequence[CommitRef], is_read: bool) -> float:
+        folder = self.run.backend.url
+        if "://" in folder:
+            return self.grace_s
+        if whole and shutil.disk_usage(folder).free < sum(size for _, size in self._packs_of[whole[-1]]):
+            return min(self.grace_s, 0.0)
+        return self.grace_s if is_read else min(self.grace_s, FOLDER_GRACE_S)
 
     def _whole(self, view: RunView, sizes: Mapping[str, int]) -> list[CommitRef]:
         """Of each checkpoint of the line that can be restored the record that can. Only these count: a line whose

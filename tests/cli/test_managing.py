@@ -30,7 +30,7 @@ def test_prune_without_yes_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert lines[0] == "would be retired:"
     assert [line.split(",")[0] for line in lines[1:3]] == ["  step 10", "  step 20"]
     assert max(map(len, lines)) <= 80
-    assert "deleted by a prune 15 minutes after it was retired, or later: " in said.out
+    assert "deleted by a prune 10 s after it was retired, or later: " in said.out
     assert "nothing was changed" in said.out
     assert _files(tmp_path) == before
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.store.run import Run
+from tests.cli.stores import opened
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.runs import Seen, run
 
@@ -27,6 +29,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(small_disk: Path) -> None:
+    """At the speed of the disk: what goes has no grace that would fill it."""
+    job, table = make(), torch.zeros(1 << 19)
+    url = small_disk / "run"
+    with ckpt.Checkpointer(url, {**job.state, "table": table}, codec="raw", keep=ckpt.Keep(last=2)) as ck:
+        for step in ck.steps(30):
+            job.train(step)
+            table.fill_(step)
+            ck.step()
+            ck.save().wait("store", timeout_s=60)
+    wait_agent_gone(url)
+    with opened(url) as store:
+        assert [ref.identity.tick.step for ref in Run(store).view().line][-2:] == [29, 30]
 
 
 def test_a_full_disk_fails_saves_until_there_is_room(small_disk: Path) -> None:

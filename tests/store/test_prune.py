@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.backends.local import open_local
 from ckpt.errors import StorageError, Superseded, TransientError, UsageError
 from ckpt.events import Event, Events
 from ckpt.policy.every import Best, Keep
@@ -18,7 +21,7 @@ from ckpt.storage.names import is_key
 from ckpt.store import keys
 from ckpt.store.commit import Committed, Committer
 from ckpt.store.lineage import Claim
-from ckpt.store.prune import Lease, PrunePlan, Pruner, retention
+from ckpt.store.prune import FOLDER_GRACE_S, Lease, PrunePlan, Pruner, retention
 from ckpt.store.reader import newest_readable, open_record
 from ckpt.store.run import Run
 from ckpt.types import Epoch, Identity, Tick
@@ -184,6 +187,39 @@ def test_the_first_pass_only_retires_and_the_second_deletes_after_the_grace() ->
     assert len(job.store.held(keys.COMMITS)) == 1
     assert len(job.store.held(keys.RETIRED)) == 2  # tombstones stay
     assert job.is_whole()
+
+
+def _in_folder(folder: Path) -> Job:
+    """Two checkpoints, the first retired."""
+    job = Job(store=open_local(str(folder)))
+    job.pruner = Pruner(job.run, job.epoch)
+    for step in (10, 20):
+        job.save(step)
+    job.pruner.execute(job.plan(Keep(last=1)))
+    return job
+
+
+def _age(folder: Path, by_s: float) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.utime(path, (path.stat().st_mtime - by_s,) * 2)
+
+
+def test_in_a_folder_that_nobody_reads_the_grace_is_short(tmp_path: Path) -> None:
+    job = _in_folder(tmp_path)
+    assert [each.tick.step for each in job.plan(Keep(last=1)).waiting] == [10]
+    _age(tmp_path, FOLDER_GRACE_S + 1)
+    plan = job.plan(Keep(last=1))
+    assert len(plan.records) == 1
+    assert plan.packs
+
+
+def test_a_reader_of_a_folder_keeps_the_long_grace(tmp_path: Path) -> None:
+    job = _in_folder(tmp_path)
+    _age(tmp_path, FOLDER_GRACE_S + 1)
+    with Lease(job.store, [job.run.view().line[-1].identity]):
+        assert job.plan(Keep(last=1)).records == ()
+    assert len(job.plan(Keep(last=1)).records) == 1
 
 
 def test_planning_changes_nothing() -> None:
