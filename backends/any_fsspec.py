@@ -166,6 +166,16 @@ class FsspecBackend:
         found = [(path, each) for path, each in self._find(check_prefix(prefix)) if is_key(path)]
         return iter(sorted((self._info(key, each) for key, each in found), key=lambda info: info.key))
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        path = f"{self._root}/{check_prefix(prefix)}".rstrip("/")
+        with self._translated(f"look below {prefix}"):
+            try:
+                found = self._fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        names = (posixpath.basename(each["name"].rstrip("/")) for each in found if each["type"] == "directory")
+        return sorted(name for name in names if is_key(name))
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)

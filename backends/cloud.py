@@ -256,6 +256,13 @@ class CloudBackend:
         found.sort(key=lambda info: info.key)  # not every store lists in order
         return iter(found)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        check_prefix(prefix)
+        with self._translated(f"look below {prefix}"):
+            found = obstore.list_with_delimiter(self._small, prefix.rstrip("/") or None)["common_prefixes"]
+        names = (each.rstrip("/").rpartition("/")[2] for each in found)
+        return sorted(name for name in names if is_key(name))
+
     def delete(self, keys: Iterable[str]) -> None:
         each = [check_key(key) for key in keys]
         if not each:

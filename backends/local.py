@@ -126,6 +126,15 @@ class LocalBackend:
             if is_key(key):
                 yield _info(key, found)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        folder = os.path.join(self.url, check_prefix(prefix))
+        with self._translated("list", folder):
+            try:
+                with os.scandir(folder) as entries:
+                    return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and is_key(e.name))
+            except FileNotFoundError:
+                return []
+
     def delete(self, keys: Iterable[str]) -> None:
         folders = set()
         for key in keys:

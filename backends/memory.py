@@ -85,6 +85,10 @@ class MemoryBackend:
             found = [each.info for key, each in self._store.objects.items() if key.startswith(prefix) and is_key(key)]
         yield from sorted(found, key=lambda info: info.key)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        rest = [info.key[len(prefix) :] for info in self.list(prefix)]
+        return sorted({key.partition("/")[0] for key in rest if "/" in key})
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             with self._store.lock:

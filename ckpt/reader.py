@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ckpt.checkpoint import Checkpoint, Progress
-from ckpt.errors import NoCheckpoint, StorageError, UsageError
+from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.storage.names import shown
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CONTACT_S = 15.0  # how long a store that does not answer at all is waited for
 RECORDS_MAX = 8  # read at once
+DEPTH_MAX = 3
+FOLDERS_MAX = 2000
 
 
 def open(url: str | os.PathLike[str]) -> Reader:
@@ -58,6 +60,29 @@ def open_store(url: str) -> Backend:
     settings = read()
     contact_s = CONTACT_S if settings.retry_s == read({}).retry_s else None
     return storage.open(url, settings=settings, contact_s=contact_s)
+
+
+def runs_below(url: str | os.PathLike[str]) -> list[str]:
+    """The URLs of runs below a folder or bucket, sorted: up to DEPTH_MAX levels down, in up to FOLDERS_MAX folders. Not
+    looked at is what lies in a run, or in a folder that may not be read. Errors: UsageError; StorageError."""
+    backend = open_store(os.fspath(url))
+    found: list[str] = []
+    left, seen = [""], 0
+    try:
+        while left and seen < FOLDERS_MAX:
+            prefix = left.pop(0)
+            seen += 1
+            try:
+                names = backend.folders(prefix)
+            except AccessDenied:
+                continue
+            if prefix and {"commits", "epochs"} & set(names):
+                found.append(f"{backend.url.rstrip('/')}/{prefix.rstrip('/')}")
+            elif prefix.count("/") < DEPTH_MAX:
+                left += [f"{prefix}{name}/" for name in names]
+    finally:
+        backend.close()
+    return sorted(found)
 
 
 class Reader:

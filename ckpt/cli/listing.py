@@ -28,8 +28,17 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, oldest first.
 
-    The last one is where the next start goes on. The exit status is 1 if a record that is read is damaged."""
-    with reader.open(url) as run:
+    The last one is where the next start goes on. The exit status is 1 if a record that is read is damaged. Of a folder
+    or bucket that is no run the runs below it are listed."""
+    try:
+        run = reader.open(url)
+    except NoCheckpoint:
+        below = reader.runs_below(url)
+        if not below:
+            raise
+        _say_runs(url, below, json)
+        return
+    with run:
         listed: Sequence[Checkpoint] = run.checkpoints
         if every:
             listed = sorted([*listed, *run.branches], key=lambda each: (each.step, each.sub))
@@ -47,6 +56,24 @@ def ls(
             out.say(f"{len(run.branches)} more on branches: ckpt ls --all {shown(url)}")
     if any(row.get("error") for row in rows):
         raise typer.Exit(Exit.DIFFERENT)
+
+
+def _say_runs(url: str, below: Sequence[str], json: bool) -> None:
+    rows: list[dict[str, Any]] = []
+    for each in below:
+        with reader.open(each) as run:
+            last = run.checkpoints[-1] if run.checkpoints else None
+            facts = (last.step, last.sub, last.label, last.listed_s) if last is not None else (None, None, "none", None)
+            names = dict(zip(("step", "sub", "label", "saved"), facts, strict=True))
+            rows.append({"url": run.url, "checkpoints": len(run.checkpoints), **names})
+    if json:
+        out.as_json({"url": url, "runs": [{k: v for k, v in row.items() if k != "label"} for row in rows]})
+        return
+    cells = [
+        [shown(row["url"]), row["checkpoints"], row["label"], out.ago(row["saved"]) if row["saved"] else ""]
+        for row in rows
+    ]
+    out.table(("run", "checkpoints", "newest", "saved"), cells, right=("checkpoints", "newest"))
 
 
 def _say(rows: Sequence[dict[str, Any]], listed: Sequence[Checkpoint], every: bool, long: bool, quick: bool) -> None:

@@ -71,6 +71,11 @@ class Backend(Protocol):
         order."""
         ...
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The names of the folders right below `prefix`, sorted, each fit to be a part of a key: for people who look
+        for runs. Asks for no more than that level, where the store can."""
+        ...
+
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes them; a key that is not there is no error."""
         ...

@@ -127,6 +127,9 @@ class Retrying:
             last = info.key
             yield info
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        return self._again(f"look below {prefix}", lambda: self.inner.folders(prefix))
+
     def delete(self, keys: Iterable[str]) -> None:
         each = list(keys)
         self._again(f"delete {counted(len(each), 'object')}", lambda: self.inner.delete(each))

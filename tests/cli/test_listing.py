@@ -46,6 +46,22 @@ def test_ls_says_what_was_stored_and_measured(tmp_path: Path, monkeypatch: pytes
     assert "bytes" in ckpt(monkeypatch, "ls", tmp_path, "--long").out
 
 
+def test_ls_of_a_folder_that_is_no_run_lists_the_runs_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run(tmp_path / "one")
+    save(tmp_path / "team" / "two", begin(tmp_path / "team" / "two"), Tick(7, 1))
+    begin(tmp_path / "team" / "began")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "latest").symlink_to("one")
+    found = ckpt(monkeypatch, "ls", tmp_path, "--json").json["runs"]
+    assert [(Path(each["url"]).relative_to(tmp_path).as_posix(), each["checkpoints"]) for each in found] == [
+        *(("one", 3), ("team/began", 0), ("team/two", 1))
+    ]
+    lines = ckpt(monkeypatch, "ls", tmp_path).out.splitlines()
+    assert [line.split()[1:3] for line in lines[2:]] == [["3", "40"], ["0", "none"], ["1", "7.1"]]
+    said = ckpt(monkeypatch, "ls", tmp_path / "notes")
+    assert (said.code, "no run has saved there" in said.err) == (Exit.NO_CHECKPOINT, True)
+
+
 def test_ls_quick_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, begin(tmp_path), 1)
     for record in (tmp_path / "commits").iterdir():

@@ -46,8 +46,8 @@ class Crash(BaseException):
 class Rule:
     """The `nth` call (from 1) of `operation` whose key matches the glob, and `count - 1` more, meet the fault.
 
-    `operation`: put, get, get_range, head, list, delete, now_s, abort_uploads, or * for any; list is matched by its
-    prefix, delete by its first key. `error`: what BEFORE, LOST_REPLY and LATE raise."""
+    `operation`: put, get, get_range, head, list, folders, delete, now_s, abort_uploads, or * for any; list and folders
+    are matched by their prefix, delete by its first key. `error`: what BEFORE, LOST_REPLY and LATE raise."""
 
     operation: str
     fault: Fault
@@ -132,6 +132,10 @@ class FaultyBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._operation("list", prefix):
             return iter(list(self.inner.list(prefix)))
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        with self._operation("folders", prefix):
+            return self.inner.folders(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         each = list(keys)

@@ -45,6 +45,15 @@ def keys(store: Backend, prefix: str = "") -> list[str]:
     return [info.key for info in store.list(prefix)]
 
 
+def test_the_folders_of_one_level_are_named_and_nothing_below_them(store: Backend) -> None:
+    for key in ("top", "b/commits/1", "b/x", "a/deep/er/1", "a-b/1", "other/a/1"):
+        store.put(key, [b"1"])
+    assert store.folders("") == ["a", "a-b", "b", "other"]
+    assert store.folders("a/") == ["deep"]
+    assert store.folders("b/") == ["commits"]
+    assert store.folders("a/deep/er/") == store.folders("nowhere/") == []
+
+
 @pytest.mark.parametrize("size", [0, 1, 4095, 300_000])
 def test_what_was_put_is_got_back(store: Backend, size: int, seed: int) -> None:
     data = random.Random(seed).randbytes(size)

@@ -97,6 +97,10 @@ class Sim:
         for info in self.inner.list(prefix):
             yield replace(info, modified_s=self.world.modified_s.get(info.key, 0.0))
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        self._alive()
+        return self.inner.folders(prefix)
+
     def abort_uploads(
         self, older_than_s: float, prefixes: Sequence[str] = ("",), is_ours: Callable[[str], bool] = is_key
     ) -> int:
