@@ -78,6 +78,13 @@ _METADATA_SERVICE = re.compile(
     r"169\.254\.169\.254|metadata\.google\.internal|/latest/(?:api/token|meta-data/iam)|/computeMetadata/v1/|"
     r"/metadata/identity/oauth2/"
 )
+_SERVICE = re.compile(r"https?://[^/\s]+")
+# Who is asked for credentials before the metadata service.
+_PROVIDERS = {
+    "s3": "the variables (AWS_ACCESS_KEY_ID, a web identity, a container's role), AWS_PROFILE and ~/.aws",
+    "gs": "the variables (GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SERVICE_ACCOUNT) and gcloud's own file",
+    "az": "the variables (AZURE_STORAGE_ACCOUNT_KEY, a SAS token, a client secret)",
+}
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|ContainerBeingDeleted|The specified (?:bucket|container) does not exist"
 )
@@ -409,8 +416,11 @@ class CloudBackend:
         if _METADATA_SERVICE.search(text):
             if self._is_known:
                 return lost(self.url, what, f"the credentials could not be renewed: {said}")
+            service = _SERVICE.search(said)
+            where = f" at {service[0]}" if service is not None else ""
             return AccessDenied(
-                f"{self.url}: no credentials were found, and this machine has no role that gives them; set {_TO_SET}"
+                f"{self.url}: no credentials were found. Asked were {_PROVIDERS[self._scheme]}, and last the role of "
+                f"this machine, by its metadata service{where}, which gave none. Set {_TO_SET}"
             )
         if status := _STATUS.search(text):
             return self._failed(what, int(status[1] or status[2]), said)

@@ -3,7 +3,8 @@
 A put writes a temporary file in the same folder, fsyncs it, renames it (IF_ABSENT: links it, which fails where the
 name is taken) and fsyncs the folder, and new folders into their parents: after the return it survives a power cut.
 A reader sees the old object, the new one, or none. A killed writer leaves a temporary file, whose name is no key;
-`abort_uploads` removes it. Symbolic links inside the folder are refused, so that nothing leaves it.
+`abort_uploads` removes it. Symbolic links inside the folder are refused, so that nothing leaves it. The one exception
+is a link in the place of a whole top folder, such as `data` on another disk: whoever made the store put it there.
 Objects are never mapped into memory: a file that someone truncates would end the process with SIGBUS.
 """
 
@@ -232,7 +233,7 @@ class LocalBackend:
             except FileNotFoundError:
                 pass
             except OSError as exc:
-                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last: it is a link
                     raise
                 return
             with self._lock:

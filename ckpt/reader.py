@@ -24,7 +24,7 @@ from ckpt.storage.names import shown
 if TYPE_CHECKING:
     from ckpt.storage import Backend
     from ckpt.store.run import Run, RunView
-    from ckpt.store.verify import Verified
+    from ckpt.store.verify import Unrecorded, Verified
 
 CONTACT_S = 15.0  # how long a store that does not answer at all is waited for
 RECORDS_MAX = 8  # read at once
@@ -187,6 +187,17 @@ class Reader:
 
         chosen = self.checkpoints if checkpoints is None else checkpoints
         return verify(self.run, [ref for each in chosen for ref in each.records], progress)
+
+    def unrecorded(self) -> list[Unrecorded]:
+        """Checkpoints whose packs are there and whose record is not, which no start can restore. Reads all records.
+
+        Errors: StorageError."""
+        from ckpt.store.verify import unrecorded
+
+        every = (*self.checkpoints, *self.branches)
+        self.read_records(every)
+        referred = {key for each in every if each.error is None for key, _ in each.record.packs}
+        return unrecorded(self.run, self.view, referred)
 
     @contextmanager
     def held(self, checkpoints: Collection[Checkpoint] | None = None) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from ckpt.types import counted
 if TYPE_CHECKING:
     from ckpt.store.diff import ChangedValue, Diff
     from ckpt.store.run import RunView
-    from ckpt.store.verify import Verified
+    from ckpt.store.verify import Unrecorded, Verified
 
 
 def verify(
@@ -40,22 +41,38 @@ def verify(
         else:
             chosen = [*run.checkpoints, *(run.branches if every else ())]
             chosen.sort(key=lambda each: each.ref)
+        unrecorded = run.unrecorded() if which is None else []
         if not chosen and not run.view.damaged:
+            for found in unrecorded:
+                out.say(_unrecorded(found), sys.stderr)
             raise run.none_yet
         with run.held(chosen), out.progress("verifying", json=json) as report:
             results = run.verify(chosen, report)
         damaged_claims: list[dict[str, Any]] = [
             {"key": key, "what": what, "tensors": []} for key, what in _wrong_claims(run.view)
         ]
-    good = not damaged_claims and all(result.is_good or result.is_retired for result in results)
+    good = not damaged_claims and not any(each.is_lost for each in unrecorded)
+    good = good and all(result.is_good or result.is_retired for result in results)
     if json:
-        out.as_json({"url": run.url, "good": good, "checkpoints": [*map(_facts, results)], "claims": damaged_claims})
+        gone = [asdict(each) | {"identity": str(each.identity)} for each in unrecorded]
+        facts = {"url": run.url, "good": good, "checkpoints": [*map(_facts, results)]}
+        out.as_json({**facts, "claims": damaged_claims, "unrecorded": gone})
     else:
         _say(results)
         for claim in damaged_claims:
             out.say(f"DAMAGED {naming(claim['key'], claim['what'])}")
+        for found in unrecorded:
+            out.say(_unrecorded(found))
     if not good:
         raise typer.Exit(Exit.DIFFERENT)
+
+
+def _unrecorded(each: Unrecorded) -> str:
+    what = f"{counted(each.packs, 'pack')} ({out.size(each.bytes)}) are there and no record"
+    name = f"step {each.identity.tick.label}, {each.identity}"
+    if each.is_lost:
+        return f"DAMAGED {name}: {what}, though other checkpoints refer to it: its record was removed"
+    return f"{name}: {what}: a commit that never ended, or its record was removed; a prune lets it go"
 
 
 def _wrong_claims(view: RunView) -> list[tuple[str, str]]:

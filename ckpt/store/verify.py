@@ -10,10 +10,11 @@ import numpy as np
 
 from ckpt.errors import CkptError, DamagedData, NotFound
 from ckpt.format.manifest import Manifest, Record
+from ckpt.storage.contract import ObjectInfo
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
 from ckpt.store.reader import FrameReader, each_values, is_missing, open_record
-from ckpt.store.run import Run, in_parallel
+from ckpt.store.run import Run, RunView, in_parallel
 from ckpt.store.slabs import exported_name
 from ckpt.types import Identity, counted
 
@@ -72,6 +73,37 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
         )
         by_checkpoint.setdefault(ref.identity, []).append(one)
     return [_checkpoint(run, records) for records in by_checkpoint.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecorded:
+    """A checkpoint whose packs lie in the store, and of which there is no record. `is_lost`: another checkpoint refers
+    to its packs, so the record was there. Else a commit never ended, or its record was removed: nobody knows."""
+
+    identity: Identity
+    packs: int
+    bytes: int
+    is_lost: bool
+
+
+def unrecorded(run: Run, view: RunView, referred: Collection[str]) -> list[Unrecorded]:
+    """By identity; without what was retired, and what may still be on its way: the newest of an epoch that is not over.
+
+    `referred`: the keys of packs to which records refer. Errors: StorageError."""
+    packs: dict[Identity, list[ObjectInfo]] = {}
+    for info in run.backend.list(keys.DATA):
+        found = keys.parse_pack(info.key)
+        if found is not None and found.identity not in view.records and found.identity not in view.retired:
+            packs.setdefault(found.identity, []).append(info)
+    newest = {ref.identity.epoch: ref.identity for ref in sorted(view.commits)}
+    listed = []
+    for identity, its in sorted(packs.items()):
+        epoch = identity.epoch
+        is_lost = any(info.key in referred for info in its)
+        is_over = epoch in view.closed or (view.newest_epoch is not None and epoch < view.newest_epoch)
+        if is_lost or is_over or (epoch in newest and identity < newest[epoch]):
+            listed.append(Unrecorded(identity, len(its), sum(info.size for info in its), is_lost))
+    return listed
 
 
 def check_whole(run: Run, record: Record, *, read: bool) -> Record:

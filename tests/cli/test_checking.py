@@ -10,10 +10,12 @@ import pytest
 
 from ckpt.cli.exits import Exit
 from ckpt.policy.every import Keep
+from ckpt.store.commit import Committer
 from ckpt.store.prune import Pruner
 from ckpt.store.run import Run
-from ckpt.types import Tick
+from ckpt.types import Identity, Tick
 from tests.cli.stores import a_run, arrays, begin, ckpt, opened, save
+from tests.store.build import floats, snapshot
 
 
 def _flip_a_bit(folder: Path) -> Path:
@@ -73,6 +75,45 @@ def test_verify_names_a_missing_pack_and_a_damaged_record(tmp_path: Path, monkey
     said = ckpt(monkeypatch, "verify", tmp_path, "--json")
     assert said.code == 1
     assert [each["step"] for each in said.json["checkpoints"] if not each["good"]] == [10, 40]
+
+
+def test_verify_names_what_has_packs_and_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that others refer to was there, and is damage. Of the rest nobody knows; what is on its way is not named."""
+    epoch = begin(tmp_path)
+    saved = [save(tmp_path, epoch, step) for step in (10, 20, 30)]
+    (newest,) = (tmp_path / "commits").glob(f"{saved[2]}-*")
+    newest.unlink()
+    said = ckpt(monkeypatch, "verify", tmp_path)
+    assert said.code == 0
+    assert f"step 30, {saved[2]}: 1 pack (" in said.out
+    assert "a commit that never ended, or its record was removed" in said.out
+    assert "step 30" in ckpt(monkeypatch, "verify", tmp_path, "--newest").out
+    (tmp_path / "closed" / str(epoch)).unlink()
+    assert "step 30" not in ckpt(monkeypatch, "verify", tmp_path).out, "a running job may be writing it"
+    (first,) = (tmp_path / "commits").glob(f"{saved[0]}-*")
+    first.unlink()
+    found = ckpt(monkeypatch, "verify", tmp_path, "--json")
+    assert (found.code, found.json["good"]) == (0, True), "each wrote its own packs"
+    assert [each["identity"] for each in found.json["unrecorded"]] == [str(saved[0])]
+
+
+def test_a_record_that_is_gone_is_damage_where_others_refer_to_its_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch, snap = begin(tmp_path), snapshot({"frozen": floats(1000)}, shared={})
+    base = None
+    with opened(tmp_path) as store:
+        for step in (1, 2):
+            what = Identity(epoch, Tick(step))
+            made = Committer(store, f"w{step}").commit(what, snap.manifest, snap.frame, check=lambda: None, base=base)
+            base = made.record
+    (first,) = (tmp_path / "commits").glob("*000000000001.*")
+    first.unlink()
+    said = ckpt(monkeypatch, "verify", tmp_path)
+    assert said.code == 1
+    assert "DAMAGED step 1, " in said.out
+    assert "its record was removed" in said.out
+    assert "step 2: good" in said.out
 
 
 def test_what_is_damaged_is_named_once_and_how_much_is_lost_with_it(
@@ -231,7 +272,7 @@ def test_bytes_behind_the_end_of_a_pack_are_named(tmp_path: Path, monkeypatch: p
     assert said.code == Exit.DIFFERENT
     assert f"step 40: DAMAGED {pack.relative_to(tmp_path)}: it has {pack.stat().st_size} bytes" in said.out
     said = ckpt(monkeypatch, "prune", tmp_path, "--last=1").out
-    assert f"not counted as kept, not being whole: step 40, {saved[-1]}" in said
+    assert f"not counted as kept, not being whole (see ckpt verify):\n  step 40, {saved[-1]}\n" in said
 
 
 def test_diff_says_which_tensors_differ_and_how_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -439,3 +439,20 @@ def test_a_put_that_is_broken_off_ends_soon_where_the_cache_cannot_be_bypassed(
             store.put("data/k", [bytes(chunk_bytes)] * chunks, cancel=cancel)
     assert sum(written) <= 8 << 20
     assert not [path for path in folder.rglob("*") if path.is_file()], "nor is the temporary file left"
+
+
+def test_a_top_folder_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "disk")
+    store = open_local(str(tmp_path / "run"))
+    store.put("data/a/1", [b"one"])
+    store.put("data/b", [b"two"])
+    assert [info.key for info in store.list("data/")] == ["data/a/1", "data/b"]
+    assert store.get("data/a/1", 9) == b"one"
+    store.delete(["data/a/1", "data/b"])
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert (tmp_path / "run" / "data").is_symlink()
+    store.put("data/c", [b"three"])
+    assert (tmp_path / "disk" / "c").read_bytes() == b"three"
+    store.close()
