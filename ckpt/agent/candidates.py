@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.errors import DamagedData
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def candidates(view: RunView | None, remembered: Sequence[Remembered]) -> list[C
     """The line, newest first. `view`: None when the store does not answer.
 
     Errors: DamagedData where nothing is left of the line because a claim cannot be read: that is no fresh run."""
-    from ckpt.store.lineage import CommitRef, Lineage
+    from ckpt.store.lineage import CommitRef, Lineage, broken_line
 
     told = [each.claim for each in remembered if each.claim is not None]
     claims = [*(view.claims if view is not None else ()), *told]
@@ -81,11 +80,9 @@ def candidates(view: RunView | None, remembered: Sequence[Remembered]) -> list[C
     retired = view.retired if view is not None else {}
     line = lineage.line([*commits, *(CommitRef(identity, MEMORY, 0) for identity in held)], retired)
     newest = lineage.newest
-    if not line and newest is not None and lineage.broken(newest) is not None:
-        raise DamagedData(
-            f"the run's line cannot be followed: nothing says what epoch {lineage.broken(newest)} went on from; begin "
-            "a branch at a checkpoint that is known to be good (ckpt ls --all, ckpt branch)"
-        )
+    broken = lineage.broken(newest) if newest is not None else None
+    if not line and broken is not None:
+        raise broken_line(broken)
     records: dict[Identity, list[CommitRef]] = {}
     for ref in sorted(commits):
         records.setdefault(ref.identity, []).append(ref)

@@ -78,7 +78,8 @@ def _say_runs(url: str, below: Sequence[str], json: bool) -> None:
 
 def _say(rows: Sequence[dict[str, Any]], listed: Sequence[Checkpoint], every: bool, long: bool, quick: bool) -> None:
     columns = ["step", "saved", "age", "start"]
-    columns += [] if quick else ["stored", *["bytes", "shared"] * long, "metrics"]
+    columns += [] if quick else ["stored", *["bytes", "shared"] * long]
+    columns += ["metrics"] * any(row.get("metrics") for row in rows)
     columns += ["where"] * every
     cells = [_cells({**row, "label": each.label}, columns) for row, each in zip(rows, listed, strict=True)]
     out.table(columns, cells, right=("step", "start", "stored", "bytes", "shared"))

@@ -46,7 +46,7 @@ def make_room(url: str) -> str:
     """What to do about a store that is full."""
     how = f"ckpt prune {shown(url)} --last 2 --yes, where the newest two are all that you want to keep"
     again = ", and once more 15 minutes later: then the data goes" if "://" in url else ""
-    return f"make room ({how}{again}; it writes some bytes first, so that a store without any room needs another way)"
+    return f"make room ({how}{again}; where no job runs and there is no room at all, give --now as well)"
 
 
 def none_restorable(url: str) -> str:

@@ -236,6 +236,15 @@ class Lineage:
         return newest if newest is not None and newest > epoch else None
 
 
+def broken_line(epoch: Epoch) -> DamagedData:
+    """The error that nothing says how an epoch began, so that nothing is left of its line."""
+    return DamagedData(
+        f"nothing says what epoch {epoch} went on from (its claim, epochs/{epoch}, is missing or damaged), so the "
+        "run's line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all, ckpt "
+        "branch)"
+    )
+
+
 def next_epoch(known: Iterable[Epoch]) -> Epoch:
     """A new epoch above all of `known`: those of the store and of whatever agents remember.
 

@@ -275,7 +275,7 @@ class Pruner:
             if view.line and identity == view.line[-1].identity:
                 raise UsageError(f"{identity} is the newest checkpoint of the run and stays")
             if identity not in committed:
-                raise UsageError(f"{identity} is not committed; see ckpt ls --all")
+                raise UsageError(f"{identity} is not committed to {self.run.backend.url}; see ckpt ls --all")
         return set(also) - set(view.retired)
 
     def _over(self, epoch: Epoch, view: RunView) -> bool:

@@ -21,7 +21,7 @@ from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Record
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
-from ckpt.store.lineage import CommitRef
+from ckpt.store.lineage import CommitRef, broken_line
 from ckpt.store.run import Run, RunView
 from ckpt.tasks import Tasks
 from ckpt.types import Identity
@@ -43,10 +43,7 @@ def candidates(view: RunView) -> list[CommitRef]:
     newest = view.newest_epoch
     broken = view.lineage.broken(newest) if newest is not None else None
     if not line and broken is not None:
-        raise DamagedData(
-            f"nothing says what epoch {broken} went on from ({keys.epoch_key(broken)} is missing or damaged), so its "
-            "line cannot be followed; begin a branch at a checkpoint that is known to be good (ckpt ls --all)"
-        )
+        raise broken_line(broken)
     return [ref for newest_first in reversed(line) for ref in view.records[newest_first.identity]]
 
 
@@ -83,6 +80,13 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
             "shows what is left"
         ) from wrong[0]
     raise next((exc for exc in wrong if isinstance(exc, NewerFormat)), wrong[0])
+
+
+def missing_pack(key: str, identity: Identity, cause: NotFound) -> DamagedData:
+    """The error that a pack is not there, which that checkpoint needs."""
+    error = DamagedData(f"{key} is missing, which the record of {identity} names: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def is_missing(error: Exception) -> bool:
@@ -240,8 +244,7 @@ class FrameReader:
                 return
             error: Exception = exc
         except NotFound as exc:
-            error = DamagedData(f"{key} is missing, which the record of {self.record.identity} names: {exc}")
-            error.__cause__ = exc
+            error = missing_pack(key, self.record.identity, exc)
         except StorageError as exc:
             error = exc
         else:

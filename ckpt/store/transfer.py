@@ -22,7 +22,7 @@ from ckpt.format.record import RECORD_BYTES_MAX
 from ckpt.storage.contract import Backend, Buffer, PutMode
 from ckpt.store import keys
 from ckpt.store.lineage import CLAIM_BYTES_MAX, CommitRef
-from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, any_readable
+from ckpt.store.reader import HELD_BYTES_MAX, FrameReader, any_readable, missing_pack
 from ckpt.store.run import Run, RunView, in_parallel
 from ckpt.store.verify import Scratch
 from ckpt.types import Epoch, Identity
@@ -164,7 +164,7 @@ class _Copier:
         try:
             data = self._source.backend.get_range(key, 0, size)
         except NotFound as exc:
-            raise DamagedData(f"{key} is missing, which the record of {made.identity} names: {exc}") from exc
+            raise missing_pack(key, made.identity, exc) from exc
         out = Scratch(made.manifest.frames["length"].tolist())
         FrameReader(cast(Backend, _InMemory(data)), made).read(frames, lambda frame: None, out)
         self._target.backend.put(key, [data])

@@ -13,7 +13,7 @@ from ckpt.format.manifest import Manifest, Record
 from ckpt.storage.contract import ObjectInfo
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef
-from ckpt.store.reader import FrameReader, each_values, is_missing, open_record
+from ckpt.store.reader import FrameReader, each_values, is_missing, missing_pack, open_record
 from ckpt.store.run import Run, RunView, in_parallel
 from ckpt.store.slabs import exported_name
 from ckpt.types import Identity, counted
@@ -120,7 +120,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
         try:
             found = run.backend.head(key).size
         except NotFound as exc:
-            raise DamagedData(f"{key} is missing, which the record of {record.identity} names: {exc}") from exc
+            raise missing_pack(key, record.identity, exc) from exc
         if found < size:
             raise DamagedData(f"{key} has {found} bytes, and not the {size} that were recorded")
 
