@@ -88,10 +88,7 @@ class Checkpoint:
 
     @property
     def record(self) -> Record:
-        if self._record is None:
-            self.use(lambda reader: None)
-        assert self._record is not None
-        return self._record
+        return self._record or self.use(lambda reader: reader.record)
 
     @cached_property
     def error(self) -> Exception | None:
@@ -234,9 +231,9 @@ class Checkpoint:
             return found
 
         try:
-            if self._record is not None:
+            if (known := self._record) is not None:
                 try:
-                    return of(self._record)
+                    return of(known)
                 except (DamagedData, NotFound):
                     self._record = None  # below it is said what is wrong, and another record may do
             return any_readable(self._run, self.records, of)
