@@ -27,9 +27,10 @@ from ckpt.policy.every import Every, Keep, Limits
 from ckpt.settings import Settings, read
 from ckpt.storage.names import shown
 from ckpt.tasks import Tasks, end_all
-from ckpt.trainer import entry, loaders
+from ckpt.trainer import entry
 from ckpt.trainer.asked import Asked, advise_interval, check_state, find_init, find_url, make_options
 from ckpt.trainer.levels import Level
+from ckpt.trainer.loader_watch import LoaderWatch
 from ckpt.trainer.parting import Parting
 from ckpt.trainer.receipt import Receipt
 from ckpt.trainer.saver import Saver, check_metrics
@@ -356,6 +357,7 @@ class Checkpointer:
         lines = self._write_events(settings.events, last)
         tasks = Tasks("trainer", pool_size=4)
         ends.append(tasks.close)
+        watch = LoaderWatch(self.state, self.events)
         try:
             saver, found = entry.enter(self._asked, settings, tasks, self.events, self._receipt, ends)
         except Superseded as exc:
@@ -364,7 +366,8 @@ class Checkpointer:
             updates = Updates(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
             updates.begin()
-            steps = Steps(found.tick.step, saver, updates, self.events)
+            watch.begin(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
+            steps = Steps(found.tick.step, saver, updates, watch, self.events)
             parting = Parting(saver.link, tasks, self.events, settings)
             appointments = Appointments(steps, saver, updates, parting)
             fail_all = functools.partial(saver.link.levels.fail_all, "the block was left before that was known")
@@ -395,7 +398,6 @@ class Checkpointer:
         if self.restored.identity is not None:
             self.events.emit("restored", self._receipt.restored_line(), **self._receipt.to_dict())
         if link.terms is not None and link.terms.rank == 0:
-            loaders.advise(parts.saver.walk.scan.nodes, self.events)
             advise_interval(self._policy, self._limits, self.events)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

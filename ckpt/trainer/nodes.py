@@ -233,19 +233,27 @@ def _kind(value: Any, path: str) -> type[Node] | None:
     if generators.is_generator(value):
         return GeneratorNode
     saves, loads = hasattr(value, "state_dict"), hasattr(value, "load_state_dict")
-    if saves and loads:
+    held = held_loader(value)
+    if saves and loads and hasattr(held, "state_dict"):
         is_loader = hasattr(value, "__iter__") or type(value).__module__.split(".")[0] == "torchdata"
         return LoaderNode if is_loader else ObjectNode
-    if isinstance(value, torch.utils.data.DataLoader):
+    if isinstance(held, torch.utils.data.DataLoader):
+        kind = "is" if held is value else f"is a {type(value).__name__} over"
+        more = "" if held is value else " (Accelerate: DataLoaderConfiguration(use_stateful_dataloader=True))"
         raise UsageError(
-            f"state[{path!r}] is a torch DataLoader, which has no position that could be saved; use "
-            "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments, or leave it out and "
-            "skip to the restored step yourself"
+            f"state[{path!r}] {kind} a torch DataLoader, which has no position that could be saved; use "
+            f"torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments{more}, or leave it out "
+            "and skip to the restored step yourself"
         )
     if saves or loads or isinstance(value, nn.parallel.DistributedDataParallel):
         missing = "load_state_dict" if saves else "state_dict"
         raise UsageError(f"state[{path!r}], a {type(value).__name__}, has no {missing}(); an object needs both")
     return None
+
+
+def held_loader(loader: Any) -> Any:
+    """The loader that one of Accelerate's holds, which has the position, or has none; of any other itself."""
+    return getattr(loader, "base_dataloader", loader)
 
 
 def _has_objects(value: Any, path: str, depth: int) -> bool:

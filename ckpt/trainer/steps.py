@@ -13,6 +13,7 @@ from typing import SupportsIndex
 from ckpt.agent.control import AMID, Kind, Place, Word
 from ckpt.errors import Leave, UsageError
 from ckpt.events import Events
+from ckpt.trainer.loader_watch import LoaderWatch
 from ckpt.trainer.parting import NOTICE_CODE, Parting
 from ckpt.trainer.saver import Saver
 from ckpt.trainer.updates import Updates
@@ -23,11 +24,12 @@ class Steps:
     """Counts from `start`, the restored step. `ended`: the last step that has. `sub`: how many polls and saves have
     come since."""
 
-    def __init__(self, start: int, saver: Saver, updates: Updates, events: Events) -> None:
+    def __init__(self, start: int, saver: Saver, updates: Updates, watch: LoaderWatch, events: Events) -> None:
         self.start = self.ended = start
         self.sub = 0
         self._saver = saver
         self._updates = updates
+        self._watch = watch
         self._events = events
         self._loop: object = None  # the newest one
         self._in_body = False  # of a loop
@@ -43,6 +45,8 @@ class Steps:
         updates.ended, updates.fenced, updates.collected = 0, False, collected
         updates.strangers.boundaries += 1
         self.ended, self.sub, self._ended_in_body = step, 0, True
+        if self._watch.is_open:
+            self._watch.boundary()
         return step
 
     def loop(self, last: int, end: Callable[[], None]) -> Iterator[int]:
@@ -76,6 +80,7 @@ class Steps:
 
     def next_tick(self) -> Tick:
         """Of a poll, a save or the exit, which is begun."""
+        self._watch.between()
         self.sub += 1
         self._saver.link.enter(self.ended + 1, self.sub)
         return self.tick

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from ckpt.events import Events
 from ckpt.notices.signals import is_caught
 from ckpt.tasks import Tasks
-from ckpt.trainer.nodes import LoaderNode, Node
+from ckpt.trainer.nodes import LoaderNode, Node, held_loader
 
 LOOK_S = 1.0  # until a worker is gone whose trainer has died: nobody else's signal ends it any more
 
@@ -80,7 +80,7 @@ def _unshielded(found: Sequence[Node], events: Events) -> list[tuple[DataLoader[
     """Each with its own `worker_init_fn`."""
     before: list[tuple[DataLoader[Any], Any]] = []
     for node in found:
-        loader = node.value
+        loader = held_loader(node.value)
         if not (isinstance(node, LoaderNode) and isinstance(loader, DataLoader) and loader.num_workers):
             continue
         if loader.worker_init_fn is shield_worker:
