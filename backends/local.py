@@ -20,7 +20,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TypeVar
 
 from ckpt.errors import (
     AccessDenied,
@@ -36,6 +37,8 @@ from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_wanted, make_room
 from ckpt.storage.files import opened, read_into
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
+
+T = TypeVar("T")
 
 WRITEV_CHUNKS_MAX = 1024  # IOV_MAX
 WRITEV_BYTES_MAX = 8 << 20  # between looks at whether a put is to be broken off
@@ -90,7 +93,7 @@ class LocalBackend:
 
     def get(self, key: str, size_max: int) -> bytes:
         path = self._path(key)
-        with self._translated("read", path), opened(path) as (fd, size):
+        with self._translated("read", path), self._opened(path) as (fd, size):
             if size > size_max:
                 raise DamagedData(f"{path} has {size} bytes where at most {size_max} are expected")
             parts = []
@@ -102,7 +105,7 @@ class LocalBackend:
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         check_range(start, length)
         path = self._path(key)
-        with self._translated("read", path), opened(path) as (fd, size):
+        with self._translated("read", path), self._opened(path) as (fd, size):
             if start + length > size:
                 raise DamagedData(f"{path} ends at byte {size}; bytes {start} to {start + length} were asked for")
             out = read_buffer(length)
@@ -112,13 +115,15 @@ class LocalBackend:
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._translated("look at", path):
-            found = os.stat(path, follow_symlinks=False)
+            found = self._seen(path, os.lstat)
         if not stat.S_ISREG(found.st_mode):
             raise NotFound(f"{path} is not a file")
         return _info(key, found)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for path, found in self._walk(os.path.join(self.url, check_prefix(prefix))):
+        folder = os.path.join(self.url, check_prefix(prefix))
+        self._refresh(folder)
+        for path, found in self._walk(folder):
             key = os.path.relpath(path, self.url)
             if is_key(key):
                 yield _info(key, found)
@@ -173,6 +178,28 @@ class LocalBackend:
 
     def _path(self, key: str) -> str:
         return os.path.join(self.url, check_key(key))
+
+    def _seen(self, path: str, look: Callable[[str], T]) -> T:
+        """What `look` finds there. Before it is said that nothing is there, the file system is asked anew."""
+        try:
+            return look(path)
+        except FileNotFoundError:
+            self._refresh(os.path.dirname(path))
+            return look(path)
+
+    def _opened(self, path: str) -> AbstractContextManager[tuple[int, int]]:
+        self._seen(path, os.lstat)
+        return opened(path)
+
+    def _refresh(self, folder: str) -> None:
+        """Opens the folders that lead there, from above the store's down. NFS keeps in its cache for up to a minute
+        that a name is not there, and asks its server anew about a folder that is opened."""
+        at = os.path.dirname(self.url)
+        below = os.path.relpath(folder, at).split(os.sep)
+        for part in ["", *below]:
+            at = os.path.join(at, part)
+            with suppress(OSError):
+                os.close(os.open(at, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _temporary(self, folder: str) -> tuple[str, int]:
         """A new file in that folder, which is made where it is missing. Someone who deletes the last object of a

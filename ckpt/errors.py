@@ -10,6 +10,7 @@
     |  |- TransientError     may succeed when tried again (503, reset, timeout); retried in one place only
     |  `- Unsettled          nobody knows whether it happened; settle it by reading back
     |- DamagedData         bytes that do not hash to what was recorded, or do not parse: names the object
+    |  |- MissingData        an object that a record names is not there, or not visible yet
     |  `- NewerFormat        sound, but written by a newer ckpt: a start does not fall back behind it
     |- NoCheckpoint        nothing restorable where it was looked for
     |- SaveFailed          a checkpoint did not reach the level that was waited for
@@ -70,6 +71,10 @@ class Unsettled(StorageError):
 
 class DamagedData(CkptError):
     kind = "damaged"
+
+
+class MissingData(DamagedData):
+    kind = "missing"
 
 
 class NewerFormat(DamagedData):

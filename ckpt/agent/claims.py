@@ -17,7 +17,7 @@ parent's epoch that a store has listed late. Thread-safe.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt.errors import RunInUse, Superseded
@@ -94,6 +94,16 @@ class Claims:
             self._look(run, claim)
             self._claimed[epoch] = claim
 
+    def check_newer(self, run: Run, epoch: Epoch, epochs: Collection[Epoch]) -> None:
+        """`epochs`: all that are claimed now. Errors: Superseded by a newer one that was not begun here; those that
+        were, went on from this one."""
+        if any(each > epoch and each not in self.begun for each in epochs):
+            try:
+                run.check(epoch)
+            except Superseded as exc:
+                self.refuse(epoch, str(exc))
+                raise
+
     def check_first(self, epoch: Epoch) -> None:
         """Right before the first record: whether another start has committed. Errors: Superseded; StorageError."""
         if epoch in self._unsettled:
@@ -123,11 +133,13 @@ class Claims:
         self._look(run, claim)
 
     def _look(self, run: Run, claim: Claim) -> RunView:
-        """What is there now. Errors: Superseded where another start has committed that this one knew nothing of: then
-        the claim is taken back, under which the next start would pass over what the other one has saved."""
+        """What is there now. Errors: Superseded by a newer start, or where another start has committed that this one
+        knew nothing of: then the claim is taken back, under which the next start would pass over what that one has
+        saved."""
         view = run.view()
         if claim.epoch not in self._seen:
             return view  # its start was another agent's, which has claimed it
+        self.check_newer(run, claim.epoch, view.epochs)
         passed = view.overlooked(claim, self._seen[claim.epoch])
         others = [ref for ref in passed if self._is_others(view, claim, ref.identity.epoch)]
         if others and claim.epoch in self._unsettled and claim.epoch not in self.insisting:

@@ -32,7 +32,7 @@ from ckpt.agent.moving import SAY_S, Progress
 from ckpt.agent.storeframes import StoreFrames
 from ckpt.agent.straight import Receiver
 from ckpt.agent.wire import Message
-from ckpt.errors import AgentError, DamagedData, NewerFormat, NotFound, StorageError
+from ckpt.errors import AgentError, DamagedData, MissingData, NewerFormat, NotFound, StorageError
 from ckpt.format.manifest import Manifest
 from ckpt.types import FRAMES_MAX, Identity
 
@@ -457,11 +457,14 @@ def _show(asked: Asked, region: int, arena: Arena) -> None:
 
 
 def kind_of(error: object) -> str:
-    """Of what ended a fetch: only what is "damaged" is struck out, and for all that this agent restores later."""
-    if isinstance(error, StorageError) and not isinstance(error, NotFound):
+    """Of what ended a fetch: only what is "damaged" or "missing" is struck out, and for all that this agent restores
+    later."""
+    if isinstance(error, NotFound):
+        return MissingData.kind
+    if isinstance(error, StorageError):
         return StorageError.kind
-    if isinstance(error, NewerFormat):
-        return NewerFormat.kind
+    if isinstance(error, NewerFormat | MissingData):
+        return error.kind
     return AgentError.kind if isinstance(error, AgentError | OSError | MemoryError) else DamagedData.kind
 
 

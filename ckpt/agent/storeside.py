@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.checkpoint import Checkpoint
 from ckpt.agent.claims import Claims
-from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, Superseded, UsageError
+from ckpt.errors import CkptError, DamagedData, NewerFormat, NotFound, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.plan.placement import Parity, Replicas
 from ckpt.policy.adaptive import Adaptive
@@ -329,12 +329,7 @@ class StoreSide:
             text = f"{shown(self.url)} has lost what was in it; the next save writes everything anew"
             self.events.emit("store.lost", f"ckpt: {text}", loud=True)
             raise LostStore(text)
-        if any(each > epoch and each not in self.claims.begun for each in epochs):
-            try:
-                run.check(epoch)
-            except Superseded as exc:
-                self.claims.refuse(epoch, str(exc))
-                raise
+        self.claims.check_newer(run, epoch, epochs)
 
     def prune(
         self, epoch: Epoch | None, keep: Keep, also: Collection[Identity] = (), what: Pass = Pass.DUE

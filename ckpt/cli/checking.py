@@ -113,7 +113,8 @@ def _say(results: list[Verified]) -> None:
             out.say(f"step {step}: retired meanwhile, and deleted")
             continue
         for problem in result.problems:
-            what = "another record of it is damaged:" if result.is_good else "DAMAGED"
+            wrong = "missing" if problem.is_missing else "damaged"
+            what = f"another record of it is {wrong}:" if result.is_good else wrong.upper()
             out.say(f"step {step}: {what} {naming(problem.key, problem.what)}")
             if problem.tensors and not result.is_good:
                 more = f" and {problem.tensors_more} more" if problem.tensors_more else ""

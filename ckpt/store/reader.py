@@ -1,9 +1,9 @@
 """Reading a checkpoint from the store: its record, and its frames by ranged gets, each checked by its hash.
 
 Frames that lie near one another in a pack are fetched together, several such runs at once, decoded straight into the
-memory that the caller gives. A pack that a record names and that is not there is damage: deleted by hand, or meanwhile
-by a prune, of a reader that holds no lease. `newest_readable` lists once more then, before it goes on to an older
-checkpoint.
+memory that the caller gives. A pack that a record names and that is not there is asked for again for some seconds,
+since some stores show a new object late. Then it counts as missing: deleted by hand, or by a prune of a reader that
+holds no lease. `newest_readable` lists once more then, before it goes on to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckpt.errors import DamagedData, NewerFormat, NoCheckpoint, NotFound, StorageError
+from ckpt.errors import DamagedData, MissingData, NewerFormat, NoCheckpoint, NotFound, StorageError
 from ckpt.format import codecs, record, values
 from ckpt.format.frames import frame_hash
 from ckpt.format.manifest import RANK_VALUES, VALUES, Record
 from ckpt.storage.contract import Backend
 from ckpt.store import keys
 from ckpt.store.lineage import CommitRef, broken_line
+from ckpt.store.patience import Patience
 from ckpt.store.run import Run, RunView
 from ckpt.tasks import Tasks
 from ckpt.types import Identity
@@ -47,10 +48,11 @@ def candidates(view: RunView) -> list[CommitRef]:
     return [ref for newest_first in reversed(line) for ref in view.records[newest_first.identity]]
 
 
-def open_record(backend: Backend, ref: CommitRef) -> Record:
-    """Errors: NotFound; DamagedData names the record."""
+def open_record(backend: Backend, ref: CommitRef, patience: Patience | None = None) -> Record:
+    """The record that a listing has shown. Errors: NotFound; DamagedData names the record."""
     key = keys.record_key(ref.identity, ref.writer)
-    return record.decode(backend.get(key, record.RECORD_BYTES_MAX), key)
+    patience = patience or Patience()
+    return record.decode(patience.get(lambda: backend.get(key, record.RECORD_BYTES_MAX)), key)
 
 
 def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record], T]) -> T:
@@ -60,9 +62,10 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
     Errors: NoCheckpoint where it was retired meanwhile; else, of the first that fails so, NewerFormat, DamagedData,
     NotFound; what `use` raises besides."""
     wrong: list[DamagedData | NotFound] = []
+    patience = Patience(run.clock)
     for ref in records:
         try:
-            found = use(open_record(run.backend, ref))
+            found = use(open_record(run.backend, ref, patience))
         except (DamagedData, NotFound) as exc:
             wrong.append(exc)
             continue
@@ -82,16 +85,16 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
     raise next((exc for exc in wrong if isinstance(exc, NewerFormat)), wrong[0])
 
 
-def missing_pack(key: str, identity: Identity, cause: NotFound) -> DamagedData:
+def missing_pack(key: str, identity: Identity, cause: NotFound) -> MissingData:
     """The error that a pack is not there, which that checkpoint needs."""
-    error = DamagedData(f"{key} is missing, which the record of {identity} names: {cause}")
+    error = MissingData(f"{key} is missing, which the record of {identity} names: {cause}")
     error.__cause__ = cause
     return error
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether it says that an object is not there (a pack: that is damage, caused by it)."""
-    return NotFound in (type(error), type(error.__cause__))
+    """Whether it says that an object is not there."""
+    return isinstance(error, NotFound | MissingData)
 
 
 def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
@@ -104,6 +107,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
     struck: set[CommitRef] = set()
     newer: tuple[Identity, NewerFormat] | None = None  # another record of the same checkpoint may still do
     listed_again = False
+    patience = Patience(run.clock)
     while True:
         left = [ref for ref in refs if ref not in struck]
         if newer is not None and (not left or left[0].identity != newer[0]):
@@ -117,7 +121,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 raise DamagedData(f"{run.backend.url}: of its newest checkpoints ({len(struck)}) none could be read")
             raise NoCheckpoint(f"no checkpoint is committed to {run.backend.url}")
         try:
-            return use(open_record(run.backend, left[0]))
+            return use(open_record(run.backend, left[0], patience))
         except (DamagedData, NotFound) as exc:
             struck.add(left[0])
             if isinstance(exc, NewerFormat):
@@ -153,6 +157,7 @@ class FrameReader:
         self.record = source
         self._gets = gets
         self._get_bytes = get_bytes
+        self._patience = Patience()
 
     def read(
         self,
@@ -236,7 +241,8 @@ class FrameReader:
     ) -> None:
         key = self.record.packs[get.pack][0]
         try:
-            data = memoryview(self.backend.get_range(key, get.start, get.length)).cast("B")
+            read = self._patience.get(lambda: self.backend.get_range(key, get.start, get.length))
+            data = memoryview(read).cast("B")
         except DamagedData as exc:
             if len(get.frames) > 1:  # the pack is cut short: what lies before may still be good
                 for frame in get.frames:

@@ -29,6 +29,7 @@ from ckpt.store.lineage import (
     encode_claim,
     next_epoch,
 )
+from ckpt.store.patience import Patience
 from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity
 
@@ -244,10 +245,11 @@ class Run:
         def read(epoch: Epoch) -> Claim | tuple[str, str]:
             key = keys.epoch_key(epoch)
             try:
-                return decode_claim(self.backend.get(key, CLAIM_BYTES_MAX), key)
+                return decode_claim(patience.get(lambda: self.backend.get(key, CLAIM_BYTES_MAX)), key)
             except (DamagedData, NotFound) as exc:
                 return key, str(exc)
 
+        patience = Patience(self.clock)
         missing = sorted(set(epochs) - set(self._claims))
         damaged: list[tuple[str, str]] = []
         for found in in_parallel(read, missing, _READERS):

@@ -181,7 +181,7 @@ def test_a_frame_that_arrives_damaged_from_the_last_source_ends_the_fetch(loop: 
     ("error", "kind"),
     [
         (TransientError("503 Slow Down"), "storage"),
-        (NotFound("there is no such record"), "damaged"),
+        (NotFound("there is no such record"), "missing"),
         (DamagedData("no record"), "damaged"),
         (MemoryError(), "agent"),
     ],

@@ -126,7 +126,7 @@ def test_what_is_damaged_is_named_once_and_how_much_is_lost_with_it(
     body = pack.read_bytes()
     pack.unlink()
     said = ckpt(monkeypatch, "verify", tmp_path).out
-    assert f"DAMAGED {pack.relative_to(tmp_path)} is missing" in said
+    assert f"MISSING {pack.relative_to(tmp_path)} is missing" in said
     assert "w18, w19 and 9 more\n" in said  # the values, too
     pack.write_bytes(body)
     for each in (record, claim):
@@ -154,7 +154,7 @@ def test_two_checkpoints_of_one_step_are_told_apart_as_ls_does(tmp_path: Path, m
     sorted((tmp_path / "data" / str(saved[1])).rglob("*.pack"))[0].unlink()
     said = ckpt(monkeypatch, "verify", tmp_path).out
     assert "step 3: good" in said
-    assert "step 3.1: DAMAGED" in said
+    assert "step 3.1: MISSING" in said
     assert "step 3.2: good" in said
     found = ckpt(monkeypatch, "verify", tmp_path, "--json").json["checkpoints"]
     assert [(each["step"], each["sub"]) for each in found] == [(3, 0), (3, 1), (3, 2)]

@@ -11,7 +11,16 @@ import pytest
 import xxhash
 
 from ckpt.backends.memory import open_memory
-from ckpt.errors import AccessDenied, DamagedData, NewerFormat, NoCheckpoint, NotFound, StorageError, TransientError
+from ckpt.errors import (
+    AccessDenied,
+    DamagedData,
+    MissingData,
+    NewerFormat,
+    NoCheckpoint,
+    NotFound,
+    StorageError,
+    TransientError,
+)
 from ckpt.events import Event, Events
 from ckpt.policy.every import Keep
 from ckpt.store import keys, reader
@@ -196,20 +205,20 @@ def test_a_store_that_fails_is_told_apart_from_damage(error: type[StorageError])
     assert sorted(frames.bad) == [0, 5]
 
 
-def test_a_pack_that_a_record_names_and_that_is_not_there_is_damage() -> None:
+def test_a_pack_that_a_record_names_and_that_is_not_there_is_missing() -> None:
     store = Sim()
     done = saved(store)
     lost = done.record.packs[0][0]
     store.delete([lost])
     source = FrameReader(store, done.record)
     every = range(len(done.record.places))
-    with pytest.raises(DamagedData, match=f"{lost} is missing") as found:
+    with pytest.raises(MissingData, match=f"{lost} is missing") as found:
         source.read_bytes(every)
     assert isinstance(found.value.__cause__, NotFound)
     frames = Frames(source)
     source.read(every, frames.deliver, frames.out, frames.failed)
     assert sorted(frames.bad) == [i for i, pack in enumerate(done.record.places["pack"].tolist()) if pack == 0]
-    assert all(isinstance(error, DamagedData) for error in frames.bad.values())
+    assert all(isinstance(error, MissingData) for error in frames.bad.values())
 
 
 @pytest.mark.parametrize("which", ["out", "deliver", "failed"])

@@ -382,7 +382,7 @@ def test_so_is_what_no_store_has_either_though_a_node_that_is_gone_may_have_the_
     start.turned.until(end)
     assert start.peers.unreached == {away}
     assert rank.outcome is not None
-    assert rank.outcome["kind"] == "damaged"
+    assert rank.outcome["kind"] == "missing"
 
 
 def test_what_every_node_that_has_it_gives_wrong_is_damaged(begin: Callable[..., Start]) -> None:
