@@ -101,8 +101,7 @@ def once(mib: int, step_s: float, moment: float, snapshots: int) -> Found:
             _await(log, processes, lambda lines: sum(line.get("event") == "commit.done" for line in lines) >= snapshots)
             time.sleep(moment)
             signalled_s = time.monotonic()
-            # not SIGTERM, which may be a launcher's restart: ranks that get nowhere for a second are ended by it
-            processes[-1].send_signal(signal.SIGUSR1)
+            processes[-1].send_signal(signal.SIGTERM)
             codes = [process.wait(LOST_S) for process in processes]
         finally:
             for process in processes:

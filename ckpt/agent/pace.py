@@ -23,7 +23,6 @@ class Pace:
         self.step, self.poll = 0, 0  # that the foremost rank has come to
         self.entered_s = -math.inf  # when the first rank came to that step
         self.is_shown = False  # whether a rank shows when that was; else it is when it was seen here
-        self.moved_s = -math.inf  # when a rank was last seen at a boundary, of a step or a poll, ahead of all others
         self.amid_step = 0  # in that one they poll where nothing can be taken
         self.measured_s: float | None = None  # what a step took of late
         self.polls_per_s = 0.0  # of the foremost rank, in that step
@@ -46,8 +45,6 @@ class Pace:
         step, poll = max(zip(steps, polls or [0] * len(steps), strict=True), default=(0, 0))
         if step != self.step:
             self.entered_s, self._polls_from = now_s, (now_s, poll)
-        if (step, poll) != (self.step, self.poll):
-            self.moved_s = now_s
         self.step, self.poll = step, poll
         shown = [s for at, s in zip(steps, since_s, strict=False) if at == step and s is not None and s <= now_s]
         self.is_shown = bool(shown)

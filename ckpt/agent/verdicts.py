@@ -1,9 +1,10 @@
 """Who leaves at which step: the verdict on a hold, once, for all ranks and for ever. Pure, as `group` is.
 
 - Ranks that hold at an appointed step wait, staged, for it. Held by all and staged by all: leave.
-- A SIGTERM to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
-  ends. Then the attempt ends at once, for all ranks: as soon as one of them is known to be gone, or none comes to a
-  boundary within a few steps. No launcher restarts by SIGUSR1: then only a rank that is gone ends it early.
+- A signal to a rank may be the launcher's way to restart: ranks may be dead, and the others in a collective that never
+  ends. The attempt to leave at one step ends for all ranks as soon as one of them is known to be gone, or its node has
+  been silent. While all are known to live they wait for the boundary until shortly before the deadline, however long
+  their step is: a rank may be in a long backward pass, an evaluation, or a call of C that lasts.
 - Whoever was told to leave is told of a deadline that comes nearer meanwhile.
 - What an agent that has died may have told some ranks holds for the others.
 """
@@ -23,11 +24,11 @@ from ckpt.agent.leaving import END_S, SIGNAL, Leaving, Report, Standing
 from ckpt.agent.members import Presence
 from ckpt.types import Tick
 
-ATTEMPT_STEPS = 3  # how long signalled ranks have for their next boundary: so many steps ...
-ATTEMPT_S = 1.0  # ... and this
+# A rank whose connection is gone, though nobody saw it die, is away for so long at most: its node's agent is started
+# again meanwhile. After that the node is taken for dead.
+AWAY_S = 5.0
 # Until ranks are asked whether they are past the boundary at which others hold; each time twice as long as before.
 ASK_LATE_S, ASK_LATE_S_MAX = 0.1, 5.0
-RESTARTS = "SIGTERM"  # the key of one that may be the launcher's way to restart
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class Verdicts(Leaving):
 
     def next_wake_s(self, now_s: float) -> float | None:
         times = [super().next_wake_s(now_s), self._ask_late_s]
-        if self._attempts(now_s) and not self._ended and not self._all_leave:
-            times += [at_s for at_s in self._attempt_ends_s(now_s) if at_s > now_s]
+        if (signals := self._signals) and not self._ended and not self._all_leave:
+            times += [at_s for at_s in (self._last_s(signals, now_s), *self._away_from_s.values()) if at_s > now_s]
         times += [each.since_s + REJOIN_S for each in self._unknown.values() if each.since_s is not None]
         return min((each for each in times if each is not None), default=None)
 
@@ -167,18 +168,18 @@ class Verdicts(Leaving):
 
     def _end_attempts(self, now_s: float) -> None:
         """Ranks that were signalled wait for their next boundary no longer than there is one to be had."""
-        signals = self._attempts(now_s)
+        signals = self._signals
         if not signals or self._ended or self._all_leave or self.superseded_by:
             return
-        if len(self._saves) == self.world or any(not round_.announced for _, round_ in self._open()):
-            self.pace.moved_s = now_s  # they wait in a save for its turn, or take it: that is a boundary, too
-        gone = self.members.seen.gone
-        boundary_s, last_s = self._attempt_ends_s(now_s)
+        gone, last_s = self.members.seen.gone, self._last_s(signals, now_s)
+        away = [rank for rank, from_s in self._away_from_s.items() if now_s >= from_s]
         if gone is not None:
             self._end(f"rank {gone.rank} is gone, and without it no other comes to a boundary", False, signals)
         elif self.members.seen.any_left or self._at_end:
             return  # it has come to its end in order: the others do, too; or all have, and wait for the commit
-        elif now_s >= last_s or (now_s >= boundary_s and not self._somebody_holds()):
+        elif away:
+            self._end(f"nothing is heard of rank {away[0]}, and without it no other leaves", False, signals)
+        elif now_s >= last_s:
             short = min(each.told_s for each in signals) >= last_s
             self._end(
                 "there was no time to wait for a boundary" if short else "no boundary came in time", True, signals
@@ -215,18 +216,15 @@ class Verdicts(Leaving):
 
     # -- small steps
 
-    def _attempts(self, now_s: float) -> list[Standing]:
+    @property
+    def _away_from_s(self) -> dict[int, float]:
+        """By rank whose connection is gone: when it is taken to be away."""
+        return {m.rank: m.lost_s + AWAY_S for m in self.members.seen.lost if m.lost_s is not None}
+
+    @property
+    def _signals(self) -> list[Standing]:
         return [each for each in self.notices.values() if each.certain and each.source == SIGNAL]
 
-    def _attempt_ends_s(self, now_s: float) -> tuple[float, float]:
-        """Until when a first rank has to hold, and until when the verdict has to be there. One rank alone waits for
-        nobody who might be dead: it has all the time there is, and so have all where no restart is behind it. Ranks
-        that come from one boundary to the next do not hang: they wait for a slot."""
-        signals = self._attempts(now_s)
-        last_s = min(each.deadline_s for each in signals) - END_S
-        told_s = min((each.told_s for each in signals if each.key == RESTARTS), default=math.inf)
-        few_s = max(told_s, self.pace.moved_s) + ATTEMPT_STEPS * self.pace.usual_s + ATTEMPT_S
-        return last_s if self.world == 1 else min(few_s, last_s), last_s
-
-    def _somebody_holds(self) -> bool:
-        return any(s.round is not None and s.round.unjudged and s.round.held for s in self.slots)
+    def _last_s(self, signals: list[Standing], now_s: float) -> float:
+        """Until when signalled ranks wait for a boundary."""
+        return min(each.deadline_s for each in [*signals, *self._live(now_s)]) - END_S

@@ -9,8 +9,8 @@ there in order, or is lost with the agent that sent it; and such an agent may di
 CKPT_SIM_DEEP=1 adds the starts that take minutes.
 
 After every path of choices the faults end, and everybody must come to an end or train on: nobody hangs at a hold. On
-the way nobody is told another verdict on a round than the others, unless the job is broken anyway, and nobody leaves in
-order unless every rank has staged that step.
+the way nobody is told another verdict on a round than the others, unless the job is broken anyway, nobody leaves in
+order unless every rank has staged that step, and while all ranks are known to live they are waited for to the last.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.agent.leaving import END_S, SIGNAL, Standing
 from ckpt.agent.members import Presence
-from ckpt.agent.verdicts import RESTARTS
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -42,7 +41,7 @@ LAST_STEP = 4  # enough for an appointment, and for another one after it
 CALM_STEPS = 30
 CALM_MAX = 2000  # moves; more than any path to the end takes
 LEAD_S = 30.0
-KEY = RESTARTS
+KEY = "SIGTERM"
 
 FAULTS = ("lose", "repeat", "break", "die", "kill", "restart")
 Move = tuple[Any, ...]
@@ -416,6 +415,8 @@ def _carry_out(w: World, action: do.Action) -> None:
             else:
                 _tells(w, number, connection, round_, body["leave"])
         case do.Tell({"t": "end"}):
+            all_live = not (group.members.seen.gone or group.members.seen.lost)
+            assert w.broken or not all_live or w.now_s >= LEAD_S - END_S, "all live, and are not waited for"
             w.broken = True
             for rank in ranks:
                 if rank.connected and rank.phase in ("trains", "holds"):

@@ -77,15 +77,6 @@ def test_one_long_step_was_an_evaluation_and_two_are_another_pace() -> None:
     assert pace.usual_s == pytest.approx(60.0)
 
 
-def test_a_rank_moves_when_it_comes_to_a_step_or_a_poll_and_waits_where_none_does() -> None:
-    pace, now_s = trained(1.5)
-    pace.see(now_s + 2.0, [10, 10], [1, 0], (), None)
-    pace.see(now_s + 3.0, [10, 10], [1, 1], (), None)
-    assert pace.moved_s == now_s + 2.0, "the other one only followed"
-    pace.see(now_s + 4.0, [11, 10], [0, 1], (), None)
-    assert pace.moved_s == now_s + 4.0
-
-
 def test_polls_are_counted_from_when_the_foremost_rank_is_first_seen_in_their_step() -> None:
     pace, now_s = trained(1.0)
     for for_s, polls, per_s in ((0.1, 4, 4.0), (2.0, 8, 4.0), (3.0, 21, 7.0)):

@@ -309,6 +309,19 @@ def test_a_torchrun_that_is_signalled_leaves_one_step_of_all_ranks_in_the_store(
 
 
 @pytest.mark.torchrun
+def test_a_rank_that_holds_the_gil_is_waited_for_and_all_leave_at_its_boundary(tmp_path: Path) -> None:
+    words = ("--every", "1000000", "--busy-at", "20")
+    script = torchrun(tmp_path / "log", 2, MODULE, str(tmp_path / "run"), str(ENDLESS), *words)
+    script.wait_for(lambda line: "busy" in line)
+    script.process.terminate()
+    assert code_of(script) != 0
+    found = outcome(tmp_path)
+    assert (found["how"], found["level"]) == ("left", "store")
+    last = [max(line["step"] for line in script.lines() if line.get("step") and line["rank"] == r) for r in (0, 1)]
+    assert last == [found["step"]] * 2
+
+
+@pytest.mark.torchrun
 def test_a_rank_that_torchrun_ends_for_anothers_death_is_gone_at_once(tmp_path: Path, store: Proxy) -> None:
     """One rank is killed, the other sits where nothing wakes it, and what is saved does not get into the store.
     torchrun sends it SIGTERM, as before each restart, and half a minute later would kill it before it had a word."""

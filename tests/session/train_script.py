@@ -6,6 +6,7 @@ Prints one JSON object a line: where it came from, each loss, the receipt.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import threading
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--take-over", action="store_true")
     parser.add_argument("--stuck-at", type=int, default=0, help="after that step, and its last save, nothing happens")
+    parser.add_argument("--busy-at", type=int, default=0, help="rank 1 holds the GIL for 6 s in that step")
     parser.add_argument("--evaluate-at", type=int, default=0, help="after that step batches follow, with ck.poll()")
     parser.add_argument("--die-at", type=int, default=0, help="rank 1 is killed there, in the first attempt")
     parser.add_argument("--handler", action="store_true", help="there is a handler of SIGTERM before the block")
@@ -88,6 +90,9 @@ def main() -> None:
                     dist.barrier()
                 time.sleep(0.05)
                 ck.poll()
+            if step == args.busy_at and rank == 1 and not attempt:
+                say(busy=step)
+                ctypes.PyDLL(None).sleep(6)
             if step == args.stuck_at and not attempt:
                 say(stuck=step)
                 threading.Event().wait(90)  # an evaluation, a compilation; longer than any test waits
