@@ -7,6 +7,7 @@ every process (sets are sorted by their encoding), so that ranks can compare the
 A tagged value is an array whose first element is an empty extension of type TAG; msgpack's own array is a list and its
 map a dict, in order. `decode` takes bytes from anybody: depth, elements and sizes are capped, and memory is bounded by
 ELEMENTS_MAX small objects and a few times the length of the data; so are keys of one hash, and with them the time.
+Types are checked before anything is computed with a value, and whatever goes wrong is DamagedData.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ckpt.errors import DamagedData, UsageError
+from ckpt.errors import DamagedData, UsageError, is_from_outside
 from ckpt.types import FRAME_BYTES_MAX, ITEMSIZE
 
 VALUES_BYTES_MAX = FRAME_BYTES_MAX  # a blob of values is one frame
@@ -32,6 +33,9 @@ NDIM_MAX = 64
 # Keys of a dict, or items of a set, of one hash: each is compared with all before it. Whoever makes the data knows the
 # hash of numbers and of tuples of them (equal modulo 2^61 - 1 is enough), not that of texts.
 SAME_HASH_MAX = 128
+# Of an int in two's complement. Python refuses to print a much longer one, and to multiply such takes long.
+INT_BYTES_MAX = 1024
+DEVICE_MAX = 80  # characters of a torch device's name
 NAMED_MAX = 5  # places of one kind of what cannot be stored, and kinds, that an error names
 _PACKED_MIN = 32  # a list of at least so many ints, or floats, is written as one block
 
@@ -141,14 +145,17 @@ def encode(tree: Any, root: str = "state", constants: Constants | None = None, r
 def decode(data: bytes | memoryview, what: str = "values") -> Any:
     """The tree that `encode` was given; arrays are new and writable.
 
-    Errors: DamagedData that begins with `what`, for anything that `encode` does not write."""
+    Errors: DamagedData that begins with `what`, and no other, for anything that `encode` does not write."""
     if memoryview(data).nbytes > VALUES_BYTES_MAX:
         raise DamagedData(f"{what}: {memoryview(data).nbytes} bytes, where at most {VALUES_BYTES_MAX} are allowed")
     decoder = _Decoder(memoryview(data).cast("B"))
     try:
         tree = decoder.value(0)
-    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as exc:
-        raise DamagedData(f"{what}: not well-formed at byte {decoder.at}: {exc}") from exc
+    except Exception as exc:
+        if is_from_outside(exc):
+            raise
+        text = f"not well-formed at byte {decoder.at}: {type(exc).__name__}: {exc!s:.200}"
+        raise DamagedData(f"{what}: {text}") from exc
     if decoder.at != len(data):
         raise DamagedData(f"{what}: {len(data) - decoder.at} bytes after its end")
     return tree
@@ -249,8 +256,10 @@ class _Encoder:
     def _int(self, value: int) -> None:
         if -(1 << 63) <= value < 1 << 64:
             self._plain(value)
-        else:
+        elif value.bit_length() < 8 * INT_BYTES_MAX:
             self._tagged(Tag.INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        else:
+            self._refuse(f"an int of {value.bit_length()} bits cannot be stored; give it as bytes")
 
     def _str(self, value: str) -> None:
         try:
@@ -372,7 +381,7 @@ class _Encoder:
 
     def _where(self, levels: int = DEPTH_MAX) -> str:
         keys = [key for key in self._path[:levels] if key is not _NO_KEY]
-        return self._root + "".join(str(key) if type(key) is _Item else f"[{key!r:.80}]" for key in keys)
+        return self._root + "".join(str(key) if type(key) is _Item else f"[{_shown(key, 80)}]" for key in keys)
 
 
 _NO_KEY = object()  # of a collection, before its first item
@@ -385,7 +394,14 @@ class _Item:
         self._value = value
 
     def __str__(self) -> str:
-        return f"{{{self._value!r:.60}}}"
+        return f"{{{_shown(self._value, 60)}}}"
+
+
+def _shown(value: Any, length: int) -> str:
+    try:
+        return repr(value)[:length]
+    except ValueError:  # an int of many digits is in it
+        return f"<{type(value).__name__}>"
 
 
 # msgpack's fixed-size words: first byte -> how the rest is read.
@@ -507,11 +523,11 @@ def _untag(tag: int, items: list[Any]) -> Any:
             return ordered
         case (Tag.COUNTER, _):
             return _pairs(Counter(), items)
-        case (Tag.DEFAULT_DICT, [None | str() as name, *flat]):
+        case (Tag.DEFAULT_DICT, [None | str() as name, *flat]) if name is None or name in _FACTORIES:
             return _pairs(defaultdict(None if name is None else _FACTORIES[name]), flat)
         case (Tag.DEQUE, [None | int() as maxlen, *flat]):
             return deque(flat, maxlen)
-        case (Tag.INT, [bytes() as data]):
+        case (Tag.INT, [bytes() as data]) if len(data) <= INT_BYTES_MAX:
             return int.from_bytes(data, "little", signed=True)
         case (Tag.STR, [bytes() as data]):
             return data.decode("utf-8", "surrogatepass")
@@ -523,7 +539,7 @@ def _untag(tag: int, items: list[Any]) -> Any:
             return range(*items)
         case (Tag.SLICE, [_, _, _]):
             return slice(*items)
-        case (Tag.ARRAY, [str() as dtype, list() as shape, bytes() as data]):
+        case (Tag.ARRAY, [str() as dtype, list() as shape, bytes() as data]) if _is_shape(shape):
             return _array(dtype, shape, data).copy()
         case (Tag.SCALAR, [str() as dtype, bytes() as data]):
             return _array(dtype, [], data)[()]
@@ -534,9 +550,13 @@ def _untag(tag: int, items: list[Any]) -> Any:
     return _untag_torch(tag, items)
 
 
-def _array(dtype: str, shape: list[Any], data: bytes) -> np.ndarray[Any, Any]:
-    if _NUMPY_DTYPE.fullmatch(dtype) is None or len(shape) > NDIM_MAX:
-        raise ValueError(f"an array of {dtype[:40]!r} and shape {str(shape)[:80]}")
+def _is_shape(shape: list[Any]) -> bool:
+    return len(shape) <= NDIM_MAX and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
+    if _NUMPY_DTYPE.fullmatch(dtype) is None:
+        raise ValueError(f"an array of {dtype[:40]!r}")
     if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
         raise ValueError(f"an array of shape {str(shape)[:80]} in {len(data)} bytes")
     if dtype == "|b1" and data.translate(None, b"\0\1"):
@@ -546,13 +566,13 @@ def _array(dtype: str, shape: list[Any], data: bytes) -> np.ndarray[Any, Any]:
 
 def _untag_torch(tag: int, items: list[Any]) -> Any:
     torch: Any = sys.modules.get("torch")  # a trainer has it loaded; a tool that only looks does not load it for this
-    if tag == Tag.TORCH_SIZE and all(type(n) is int for n in items):
+    if tag == Tag.TORCH_SIZE and all(type(n) is int and abs(n) < 1 << 63 for n in items):
         return torch.Size(items) if torch else tuple(items)
     match tag, items:
         case (Tag.TORCH_DTYPE, [str() as name]) if name in ITEMSIZE:
             if torch and not hasattr(torch, name):
                 raise ValueError(f"torch {torch.__version__} has no {name}; a newer one has")
             return getattr(torch, name) if torch else name
-        case (Tag.TORCH_DEVICE, [str() as name]):
+        case (Tag.TORCH_DEVICE, [str() as name]) if len(name) <= DEVICE_MAX:
             return torch.device(name) if torch else name
-    raise ValueError(f"tag {tag} with {len(items)} items, which this ckpt does not know")
+    raise ValueError(f"tag {tag} with {len(items)} items that this ckpt does not know")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.errors import DamagedData
+from ckpt.errors import DamagedData, is_from_outside
 from ckpt.trainer.coords import Axis, Coordinate
 from ckpt.trainer.saved import Own
 
@@ -119,7 +119,8 @@ def is_like(stream: Stream, state: Any) -> bool:
 
 def _form(state: Any) -> Any:
     if isinstance(state, Mapping):
-        return sorted(state), state.get("bit_generator")
+        kind = state.get("bit_generator")
+        return set(state), kind if isinstance(kind, str) else None
     return type(state), len(state) if isinstance(state, (bytes, tuple)) else 0
 
 
@@ -133,7 +134,9 @@ def restore(found: Mapping[str, Stream], own: Own | None, others: Sequence[Own],
         if own is not None and name in own.generators:
             try:
                 stream.write(own.generators[name]["state"])
-            except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as exc:
+            except Exception as exc:
+                if is_from_outside(exc):
+                    raise
                 raise DamagedData(f"the stored state of the generator {name} is not one: {exc}") from exc
             continue
         saved = {rank.axes: rank.generators[name] for rank in others if name in rank.generators}

@@ -113,12 +113,21 @@ class OptimizerTargets:
 
     def _group(self, view: OptimizerView, number: int, saved: Group) -> None:
         live = dict(trees.split(hyper(view.optimizer.param_groups[number]), view.path)[1])
+        misfits = [key for (key, *more), tensor in live.items() if not more and not _takes(tensor, saved.hyper, key)]
+        for key in misfits:
+            name = join(group_path(view.path, number), key)
+            there = type(saved.hyper.value[key]).__name__
+            self.wants.differ("retyped", name, f"{name} is a tensor, in the checkpoint a value of type {there}")
+        if misfits:
+            return
         load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
 
         def install() -> None:
             group = view.optimizer.param_groups[number]
             for key, value in load().items():
                 live = group.get(key)
+                if value is None and isinstance(live, torch.Tensor):
+                    continue  # the checkpoint lacks the tensor, which was said (strict=False)
                 if (known := self._hypers.get(id(live))) is not None and not bool((known == value).all()):
                     live = known.clone()  # another group's, for which the checkpoint has another value
                 group[key] = now = _as_before(live, value)
@@ -202,7 +211,7 @@ class OptimizerTargets:
         """State that the fresh optimizer has not made yet, placed as one with the saved hyper-parameters would."""
         dtype, shape = dtype_of(found), whole if found.shape is None else found.shape
         order = self.wants.order(found, len(shape))
-        on_device = isinstance(flags, dict) and (flags.get("capturable") or flags.get("fused"))
+        on_device = isinstance(flags, dict) and any(flags.get(key) is True for key in ("capturable", "fused"))
         if not shape and path[-1] in HOST_STATE and not on_device:
             return torch.empty((), dtype=dtype)
         if shape == whole and path[-1] not in HOST_STATE:
@@ -215,6 +224,17 @@ def _flags(group: Any) -> set[str]:
     how it computes, nor what a scheduler adds: these are no matter of its class."""
     held = group.items() if isinstance(group, dict) else ()
     return {f"{key}={value}" if isinstance(value, bool) else str(key) for key, value in held if key not in _OF_ANY}
+
+
+def _takes(live: Any, saved: Tree, key: Any) -> bool:
+    """Whether a tensor among the hyper-parameters can become what was saved under its key."""
+    if key not in saved.value or any(path == (key,) for path, _ in saved.tensors):
+        return True
+    try:
+        torch.empty((), dtype=live.dtype, device="cpu").fill_(saved.value[key])
+    except (TypeError, RuntimeError, OverflowError):
+        return False
+    return True
 
 
 def _as_before(live: Any, value: Any) -> Any:

@@ -101,7 +101,10 @@ def _shared(stored: Stored, coordinates: Iterable[str]) -> list[Any]:
     """What all ranks had in common; or, where they differed, what these ranks had, each once."""
     common = stored.values(VALUES, "")
     found = [common] if common is not None else [_there(stored, VALUES, owner) for owner in coordinates]
-    return [values.decode(blob) if blob else {} for blob in dict.fromkeys(found)]
+    trees = [values.decode(blob) if blob else {} for blob in dict.fromkeys(found)]
+    for tree in trees:
+        Shared.parse(tree)  # before they are compared and merged
+    return trees
 
 
 def _own(stored: Stored, coordinate: str) -> Any:

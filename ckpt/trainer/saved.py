@@ -5,7 +5,7 @@ Every access to them goes through here, so that a damaged or hostile tree gives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from ckpt.errors import DamagedData
 from ckpt.format import values
 from ckpt.trainer.coords import Axis
 from ckpt.trainer.names import join
+from ckpt.trainer.trees import at, has
 
 T = TypeVar("T")
 Path = tuple[Any, ...]
@@ -78,7 +79,7 @@ class Shared:
         modules: dict[str, dict[str, Tree]] = {}
         versions: dict[str, dict[str, int]] = {}
         classes: dict[str, str] = {}
-        for path, body in _get(tree, "objects", dict).items():
+        for path, body in _named(tree, "objects").items():
             kind = _get(body, "kind", str)
             classes[path] = _class(body)
             if kind == "data":
@@ -88,11 +89,13 @@ class Shared:
             elif kind == "optimizer":
                 optimizers[path] = _optimizer(body)
             elif kind == "module":
-                modules[path] = {key: _tree(extra) for key, extra in _get(body, "extra", dict).items()}
+                modules[path] = {key: _tree(extra) for key, extra in _named(body, "extra").items()}
                 versions[path] = _versions(body)
             else:
                 raise DamagedData(f"the stored values know the kind {kind[:80]!r}, which this version does not")
-        aliases, orders = _get(tree, "aliases", dict), _orders(tree)
+        aliases, orders = _named(tree, "aliases"), _orders(tree)
+        if not _are_texts(aliases.values()):
+            raise DamagedData("the stored values have another name of a tensor that is none")
         return Shared(data, objects, optimizers, modules, versions, classes, aliases, orders)
 
     def kind_of(self, path: str) -> str | None:
@@ -122,10 +125,10 @@ class Own:
             raise DamagedData(
                 f"the stored coordinate {coordinate[:80]!r} does not fit the mesh stored with it"
             ) from exc
-        generators = _get(tree, "generators", dict)
+        generators = _named(tree, "generators")
         for stored in generators.values():
-            _get(stored, "state", object)
-        loaders = _get(tree, "loaders", dict)
+            _check_own_bytes(_get(stored, "state", object))
+        loaders = _named(tree, "loaders")
         for stored in loaders.values():
             _get(stored, "value", object)
             _get(stored, "tensors", (tuple, list))
@@ -242,14 +245,20 @@ def _numbers(body: Any, shift: int) -> dict[str, int]:
 
 
 def _optimizer(body: Any) -> OptimizerTree:
-    skeletons = [
-        Skeleton(_get(item, "value", object), tuple(map(_path, _get(item, "tensors", (list, tuple)))))
-        for item in _get(body, "skeletons", (list, tuple))
-    ]
+    skeletons = []
+    for item in _get(body, "skeletons", (list, tuple)):
+        value = _get(item, "value", dict)
+        places = tuple(_path(path, value) for path in _get(item, "tensors", (list, tuple)))
+        skeletons.append(Skeleton(value, places))
     groups = tuple(
         Group(tuple(_get(item, "params", (list, tuple))), _tree(item), _number(item, index))
         for index, item in enumerate(_get(body, "groups", (list, tuple)))
     )
+    if not all(isinstance(group.hyper.value, dict) and _are_texts(group.params) for group in groups):
+        raise DamagedData("the stored groups of an optimizer are not by name")
+    of_groups = (path for group in groups for path, _ in group.hyper.tensors)
+    if not all([*of_groups, *(path for skeleton in skeletons for path in skeleton.tensors)]):
+        raise DamagedData("the stored values of an optimizer have a tensor where they should be by key")
     numbers, names = _get(body, "state", (list, tuple)), [name for group in groups for name in group.params]
     if len(numbers) != len(names) or not all(isinstance(n, int) and -1 <= n < len(skeletons) for n in numbers):
         raise DamagedData("the stored values of an optimizer do not fit its parameters")
@@ -290,7 +299,7 @@ def _versions(body: Any) -> dict[str, int]:
 def _orders(tree: Any) -> dict[str, Sequence[int]] | None:
     if "orders" not in tree:
         return None
-    orders: dict[str, Sequence[int]] = _get(tree, "orders", dict)
+    orders: dict[str, Sequence[int]] = _named(tree, "orders")
     for order in orders.values():
         if not isinstance(order, (list, tuple)) or not all(type(dim) is int for dim in order):
             raise DamagedData("the stored values have an order of dimensions that is not known")
@@ -300,18 +309,45 @@ def _orders(tree: Any) -> dict[str, Sequence[int]] | None:
 
 
 def _tree(body: Any) -> Tree:
-    pairs = []
+    pairs, value = [], _get(body, "value", object)
     for item in _get(body, "tensors", (list, tuple)):
         if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[1], str):
             raise DamagedData("the stored values name their tensors in a way that is not known")
-        pairs.append((_path(item[0]), item[1]))
-    return Tree(_get(body, "value", object), tuple(pairs))
+        pairs.append((_path(item[0], value), item[1]))
+    return Tree(value, tuple(pairs))
 
 
-def _path(path: Any) -> Path:
-    if not isinstance(path, (list, tuple)):
-        raise DamagedData("the stored values name a place in a way that is not known")
-    return tuple(path)
+def _path(path: Any, tree: Any) -> Path:
+    """One that leads to the empty place of a tensor in the tree."""
+    try:
+        if isinstance(path, (list, tuple)) and has(tree, tuple(path)) and at(tree, tuple(path)) is None:
+            return tuple(path)
+    except TypeError:  # of a list in it, which cannot be a key
+        pass
+    raise DamagedData("the stored values name a place of a tensor that is not there, or not empty")
+
+
+def _check_own_bytes(state: Any) -> None:
+    """Of a generator: whoever goes through a range takes memory for more than the bytes that it was stored as."""
+    if isinstance(state, range):
+        raise DamagedData("the stored state of a generator has a range in it")
+    if isinstance(state, Mapping):
+        state = tuple(state.values())
+    if isinstance(state, (list, tuple)):
+        for part in state:
+            _check_own_bytes(part)
+
+
+def _are_texts(names: Iterable[Any]) -> bool:
+    return all(isinstance(name, str) for name in names)
+
+
+def _named(tree: Any, key: str) -> dict[str, Any]:
+    """A dict by name."""
+    found: dict[str, Any] = _get(tree, key, dict)
+    if not _are_texts(found):
+        raise DamagedData(f"the stored values are not those of a state: {key!r} is not by name")
+    return found
 
 
 def _get(tree: Any, key: str, kind: type[T] | tuple[type[Any], ...]) -> Any:

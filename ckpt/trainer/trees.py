@@ -97,7 +97,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
     try:
         child = _put(tree[key], rest, value)
     except (KeyError, IndexError, TypeError) as exc:
-        raise DamagedData(f"stored values and their tensors do not fit: nothing at {key!r}") from exc
+        raise DamagedData(f"stored values and their tensors do not fit: nothing at {key!r:.80}") from exc
     if isinstance(tree, tuple):
         return (*tree[:key], child, *tree[key + 1 :])
     tree[key] = child
@@ -191,8 +191,10 @@ def extract(stored: Mapping[str, Any], what: str) -> Any:
     for item in stored["tensors"]:
         try:
             path, dtype, shape, raw = item
+            if not isinstance(path, (list, tuple)) or not isinstance(shape, (list, tuple)) or type(raw) is not bytes:
+                raise TypeError("its place, its shape or its bytes are none")
             flat = torch.frombuffer(bytearray(raw) or bytearray(1), dtype=torch.uint8)[: len(raw)]
             tensors.append((path, flat.view(DTYPES[dtype]).reshape(shape)))
-        except (TypeError, ValueError, KeyError, RuntimeError) as exc:
+        except (TypeError, ValueError, KeyError, RuntimeError, OverflowError) as exc:
             raise DamagedData(f"{what}: a tensor stored among its values is none: {exc}") from exc
     return merge(stored["value"], tensors)

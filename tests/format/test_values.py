@@ -260,6 +260,15 @@ def test_a_part_that_is_encoded_once_is_refused_each_time() -> None:
             values.encode(part, constants=constants)
 
 
+def test_an_int_that_is_too_large_to_be_printed_is_refused_by_its_path() -> None:
+    largest = (1 << 8 * values.INT_BYTES_MAX - 1) - 1
+    assert same(there_and_back([largest, -largest]), [largest, -largest])
+    with pytest.raises(UsageError, match=r"^state\['n'\]: an int of 8192 bits cannot be stored; give it as bytes$"):
+        values.encode({"n": largest + 1})
+    with pytest.raises(UsageError, match=r"^state\[<int>\]: an int of 100001 bits"):
+        values.encode({1 << 100_000: 1})
+
+
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: list[Any] = [1]
     tree.append({"again": tree})
@@ -330,11 +339,21 @@ HOSTILE = [
         b"\x94\xc7\x00\x0e\xa3|u1\x92\xc7\x00\x10\xc6\x00\x80\x00\x00" + b"\x7f" * (1 << 23) + b"\xc4\x00",
     ),
     ("an array of a float shape", b"\x94\xc7\x00\x0e\xa3|u1\x91\xcb" + struct.pack(">d", 1.0) + b"\xc4\x01\x00"),
+    ("an array of a text for a shape", b"\x94\xc7\x00\x0e\xa3|u1\x92\xa8abcdefgh\xce\xff\xff\xff\xff\xc4\x00"),
+    ("an array of a list in its shape", b"\x94\xc7\x00\x0e\xa3|u1\x92\x91\x01\xce\xff\xff\xff\xff\xc4\x00"),
+    ("an array of nothing for a number", b"\x94\xc7\x00\x0e\xa3|u1\x91\xc0\xc4\x00"),
+    (
+        "an array of a number beyond 64 bits",
+        b"\x94\xc7\x00\x0e\xa3|u1\x92\x92\xc7\x00\x08\xc4\x09" + b"\x7f" * 9 + b"\x00\xc4\x00",
+    ),
+    ("an int of 1025 bytes", b"\x92\xc7\x00\x08\xc5\x04\x01" + b"\x7f" * 1025),
+    ("a device with a long name", b"\x92\xc7\x00\x14\xd9\x51" + b"c" * 81),
     ("a bool of 2", b"\x94\xc7\x00\x0e\xa3|b1\x91\x01\xc4\x01\x02"),
     ("a scalar of 3 bytes", b"\x93\xc7\x00\x0f\xa3<f4\xc4\x03\x00\x00\x00"),
     ("ints of 7 bytes", b"\x92\xc7\x00\x10\xc4\x07" + bytes(7)),
     ("a dtype that is a function", b"\x92\xc7\x00\x13\xa4load"),
     ("a device that is none", b"\x92\xc7\x00\x14\xa9../../etc"),
+    ("a size that torch cannot print", b"\x92\xc7\x00\x12\xd3\x80" + bytes(7)),
     ("a size of texts", b"\x92\xc7\x00\x12\xa1x"),
 ]
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
 from ckpt.events import Event
+from ckpt.format import codecs, record, values
+from ckpt.format.frames import frame_hash
+from ckpt.format.manifest import VALUES, Codec
+from ckpt.types import Box
 from tests.cli.stores import ckpt as run_command
-from tests.session.loops import wait_agent_gone
+from tests.session.loops import make, wait_agent_gone
 
 ELEMENTS = 2_000_000  # of a tensor: two frames of it, or more
 Tensors = dict[str, torch.Tensor]
@@ -103,3 +110,75 @@ def test_a_damaged_one_of_which_nothing_could_be_read_leaves_nothing_behind(tmp_
     state = filled(a=-1.0, z=0.0)
     assert start(url, state, strict=False)[0] == 2
     assert torch.equal(state["a"], filled(a=-1.0)["a"])
+
+
+def forge(url: Path, change: Callable[[bytes], bytes]) -> None:
+    """The newest checkpoint has other shared values, of which all hashes are right."""
+    path = max((url / "commits").iterdir())
+    key = f"commits/{path.name}"
+    was = record.decode(path.read_bytes(), key)
+    made = was.manifest
+    tensor = next(n for n, spec in enumerate(made.tensors) if (spec.name, spec.values) == (VALUES, True))
+    box = next(n for n, (of, _) in enumerate(made.boxes) if of == tensor)
+    frame = int(made.extents["frame"][made.extents["box"] == box][0])
+    pack, offset, length, codec = was.places[frame].tolist()
+    stored = (url / was.packs[pack][0]).read_bytes()[offset : offset + length]
+    raw = bytearray(int(made.frames["length"][frame]))
+    codecs.decode(codec, int(made.frames["dtype"][frame]), stored, memoryview(raw), codecs.Scratch())
+    blob = change(bytes(raw))
+    added = f"data/{was.identity}/forged/w-0.pack"
+    (url / added).parent.mkdir()
+    (url / added).write_bytes(blob)
+    frames, extents, places = made.frames.copy(), made.extents.copy(), was.places.copy()
+    frames["length"][frame], (frames["hash_hi"][frame], frames["hash_lo"][frame]) = len(blob), frame_hash(blob)
+    extents["length"][extents["box"] == box] = len(blob)
+    places[frame] = (len(was.packs), 0, len(blob), Codec.RAW)
+    tensors, boxes = list(made.tensors), list(made.boxes)
+    tensors[tensor], boxes[box] = replace(tensors[tensor], shape=(len(blob),)), (tensor, Box((0,), (len(blob),)))
+    manifest = replace(made, tensors=tuple(tensors), boxes=tuple(boxes), frames=frames, extents=extents)
+    packs = (*was.packs, (added, len(blob)))
+    path.write_bytes(record.encode(replace(was, manifest=manifest, places=places, packs=packs)))
+
+
+def with_optimizer(**changes: Any) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        tree = values.decode(data)
+        tree["objects"]["optim"] |= changes
+        return values.encode(tree)
+
+    return change
+
+
+TEXTS_FOR_A_SHAPE = b"\x94\xc7\x00\x0e\xa3|u1\x92\xa8abcdefgh\xce\xff\xff\xff\xff\xc4\x00"
+FORGED: dict[str, Callable[[bytes], bytes]] = {
+    "no values": lambda data: b"\xc1",
+    "an array whose shape is a text": lambda data: TEXTS_FOR_A_SHAPE,
+    "an array for the state": lambda data: values.encode(np.zeros(3)),
+    "parameters that are lists": with_optimizer(groups=[{"params": ([0],), "value": {}, "tensors": ()}], state=(-1,)),
+    "groups that are numbers": with_optimizer(groups=[1, 2]),
+    "hyper-parameters that are a list": with_optimizer(groups=[{"params": (), "value": [], "tensors": ()}], state=()),
+    "a skeleton that is a number": with_optimizer(skeletons=[{"value": 5, "tensors": [("exp_avg",)]}]),
+    "a skeleton with a place that is a list": with_optimizer(skeletons=[{"value": {}, "tensors": [([],)]}]),
+    "numbers of skeletons that are texts": with_optimizer(state=("0",) * 6),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_forged_values_are_passed_over_and_no_command_fails_on_them(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = tmp_path / "run"
+    for steps in (2, 3):
+        job = make()
+        with ckpt.Checkpointer(url, job.state) as ck:
+            for step in ck.steps(steps):
+                job.train(step)
+        wait_agent_gone(url)
+    forge(url, FORGED[how])
+    assert run_command(monkeypatch, "verify", str(url)).code in (0, 1)
+    assert run_command(monkeypatch, "diff", str(url), "2", "3").code in (0, 1)
+    events = list[Event]()
+    job = make(seed=1)
+    with ckpt.Checkpointer(url, job.state, sinks=(events.append,)) as ck:
+        assert ck.restored.step == 2
+    assert [event.loud for event in events if event.name == "restore.struck"] == [True]
