@@ -485,7 +485,7 @@ class Checkpointer:
                 tries += 1
                 tick = steps.next_tick()  # all ranks see that it was given up, and all ask for this one
             elif not isinstance(failure, AgentError):
-                return parting.leave("normal", deadline) or CommitFailed(str(failure))
+                return parting.leave("normal", deadline) or parting.unsaved(tick, failure)
             elif link.is_given_up:
                 break
             else:  # it is being started again; what it held is handed over

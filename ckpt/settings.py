@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ SIGNALS = ("on", "off")
 ACKNOWLEDGE = ("off", "on")
 SIGNALS_S_MIN = 0.01
 NO_RUN = "none"  # torchrun's run id where --rdzv-id is not given
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's users choose SIGUSR1, submitit SIGUSR2
+# They mean something else, or cannot be heard.
+NO_WARNINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV)
+ORPHAN_LINGERS = 12  # CKPT_LINGER_S: how long an agent tries to commit what nobody will come for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,8 @@ class Settings:
     job left; None: a file in runtime_dir. Both are absolute.
     `acknowledge`: whether a cloud may be told, once a job has left and is in the store, that what it plans for this
     machine may begin at once; see ACKNOWLEDGE.
-    `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds.
+    `sigterm_s`, `sigusr1_s`: from that signal to the end of the process, in seconds; the latter holds for all of
+    `warnings`: the signals that are notices beside SIGTERM.
     `domain`: the failure domains of this node, widest first, such as "zone-a/rack-7".
     `events`: a file to which events are appended, one JSON object a line; absolute; None: none.
     `metrics`: (host, port) at which the agent shows what Prometheus reads; the host an address, not a name; None: not.
@@ -68,6 +74,7 @@ class Settings:
     acknowledge: str = "off"
     sigterm_s: float = 30.0
     sigusr1_s: float = 30.0
+    warnings: tuple[signal.Signals, ...] = WARNINGS
     domain: str = ""
     events: Path | None = None
     metrics: tuple[str, int] | None = None
@@ -80,6 +87,11 @@ class Settings:
     predictor: Path | None = None
     slurm_job: str = ""
     slurm_end_s: float | None = None
+
+    @property
+    def orphan_s(self) -> float:
+        """How long an agent keeps trying to commit what nobody will come for."""
+        return ORPHAN_LINGERS * self.linger_s
 
     def redirected(self, url: str) -> str:
         return self.redirect[1] if self.redirect is not None and url == self.redirect[0] else url
@@ -186,6 +198,13 @@ def _address(name: str, text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
+def _warnings(named: str) -> tuple[signal.Signals, ...]:
+    """With the one that submitit was told to have Slurm send, "USR2" or "SIGUSR2"."""
+    number = signal.Signals.__members__.get("SIG" + named.removeprefix("SIG"))
+    is_more = number is not None and number not in (*WARNINGS, *NO_WARNINGS)
+    return (*WARNINGS, number) if number is not None and is_more else WARNINGS
+
+
 def _absolute(path: str) -> Path:
     """The agent works in another folder than the trainer that started it, and must find the same place."""
     return Path(os.path.abspath(path))
@@ -236,6 +255,7 @@ def read(env: Mapping[str, str] | None = None) -> Settings:
         acknowledge=_one_of(env, "CKPT_ACKNOWLEDGE", ACKNOWLEDGE),
         sigterm_s=_number(env, "CKPT_SIGTERM_S", 30.0),
         sigusr1_s=_number(env, "CKPT_SIGUSR1_S", 30.0),
+        warnings=_warnings(env.get("SUBMITIT_PREEMPT_SIGNAL", "")),
         domain=env.get("CKPT_DOMAIN", "")[:1000],
         events=_absolute(events) if events else None,
         metrics=_address("CKPT_METRICS", metrics) if metrics else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -180,3 +181,11 @@ def test_a_variable_that_no_agent_could_be_told_is_refused_by_name_and_not_shown
     ):
         pass
     assert "secret-" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["XCPU", "SIGXCPU"])
+def test_the_signal_that_submitit_is_told_to_send_is_a_notice_too(text: str) -> None:
+    both = (signal.SIGUSR1, signal.SIGUSR2)
+    assert read({"SUBMITIT_PREEMPT_SIGNAL": text}).warnings == (*both, signal.SIGXCPU)
+    for known in ("USR1", "SIGUSR2", "TERM", "KILL", "nothing", ""):
+        assert read({"SUBMITIT_PREEMPT_SIGNAL": known}).warnings == both

@@ -192,7 +192,7 @@ class Committing(Basis):
         if not error:  # told before anybody who waits for it goes on: the receipt counts it
             self._tell_committed(identity, done.result())
         now_s = time.monotonic()
-        self.group.committed(slot, error, now_s)
+        self.group.committed(slot, error, now_s, passes=_passes(done.exception()))
         if self.learning is not None:
             took = None if error else (done.result().seconds, done.result().stored_bytes)
             self.learning.commit_ended(self._entered_s(), self.ranks.hindmost(), took)
@@ -290,11 +290,16 @@ class Committing(Basis):
         self.group.closed()
 
 
+def _passes(error: BaseException | None) -> bool:
+    """Whether a commit failed by a store that does not answer just now."""
+    while error is not None:
+        if isinstance(error, TransientError | Unsettled):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _may_be_full(error: BaseException | None) -> bool:
     """Whether a commit failed otherwise than by a store that does not answer. How one says that it has no more room
     differs, and what comes from another node is a text only; a prune in vain does no harm."""
-    while error is not None:
-        if isinstance(error, TransientError | Unsettled | Superseded):
-            return False
-        error = error.__cause__
-    return True
+    return error is not None and not _passes(error) and not isinstance(error, Superseded)

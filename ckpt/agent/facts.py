@@ -298,7 +298,7 @@ class Facts:
     def wanted(self, tick: Tick, why: Why = Why.SAVE) -> None:
         """Somebody waits until that snapshot is in the store: it does not skip the level. `why`: EXIT at the end."""
         for slot in self.slots:
-            if slot.round is not None and slot.round.tick == tick and slot.round.why is Why.STEP:
+            if slot.round is not None and slot.round.tick == tick and slot.round.why in (Why.STEP, Why.SAVE):
                 slot.round.why = why
 
     def resumed(self, now_s: float) -> None:
@@ -388,8 +388,10 @@ class Facts:
         self.pace.completed()
         self._tell_level(round_.tick, "local", True, "")
 
-    def committed(self, slot: int, error: str, now_s: float) -> None:
-        """The commit that `Commit` asked for has ended. `error`: "" when the record is in the store."""
+    def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
+        """The commit that `Commit` asked for has ended. `error`: "" when the record is in the store. `passes`: the
+        store may take it later. Ranks that wait for it at their end are then not told of the failure: it is tried
+        again, and how long they wait is up to them."""
         entry = self.slots[slot]
         self.committing = None
         entry.leases -= 1
@@ -399,7 +401,9 @@ class Facts:
             self._retry_commit_s = now_s + min(2.0**self._commit_failures, RETRY_S_MAX) if error else math.inf
         if entry.round is not None:
             entry.round.store = Store.FAILED if error else Store.DONE
-            self._tell_level(entry.round.tick, "store", not error, gave_way or error)
+            is_tried_again = error and passes and entry.round.why is Why.EXIT and not self._broken()
+            if not is_tried_again:
+                self._tell_level(entry.round.tick, "store", not error, gave_way or error)
             if not error:  # an older one may have had to wait
                 self.committed_tick = max(entry.round.tick, self.committed_tick or entry.round.tick)
         if error or self.newest_store is not Store.FAILED:  # else that one's is what counts

@@ -183,9 +183,9 @@ class Leaving(Elsewhere):
         """A failure is predicted: one checkpoint more, soon, and into the store. Nobody leaves by it."""
         self._extra_asked = self._extra_alone = True
 
-    def committed(self, slot: int, error: str, now_s: float) -> None:
+    def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
         """How long it took is remembered, a slow one for longer than a quick one."""
-        super().committed(slot, error, now_s)
+        super().committed(slot, error, now_s, passes)
         round_ = self.slots[slot].round
         if round_ is not None and error and self._waits_for_agent(now_s):
             round_.last_try = False  # that node could not do its part

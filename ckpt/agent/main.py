@@ -61,14 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(given: argparse.Namespace) -> None:
     from ckpt.agent.node import Node
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
+    settings = read()
+    for number in settings.warnings:
+        signal.signal(number, signal.SIG_IGN)  # a notice to every process here; heard once the server runs
     server = Server(given.socket)
     _log_in_words(server)
-    node = Node(given.url, read(), server)
+    node = Node(given.url, settings, server)
     _say(given.ready_fd, "ok")
     node.priority = Priority()  # only now: until then the trainers wait for us, and for so long
     try:
-        server.run(node)
+        server.run(node, settings.warnings)
     finally:
         node.close()
         server.close()

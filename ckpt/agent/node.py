@@ -36,7 +36,6 @@ from ckpt.types import Identity
 log = logging.getLogger("ckpt")
 
 IDLE_S = 30.0  # how long an agent without a job waits for one
-ORPHAN_LINGERS = 12  # how many times linger_s an agent keeps trying to commit what nobody will come for
 RETRY_S = 30.0
 NOT_OF_FORMER: dict[str, None] = dict.fromkeys(("ranks", "steps", "peers"))  # they are as long as the job is large
 END_RETRY_S = 2.0  # until a last commit that failed is tried again, once that time runs
@@ -57,7 +56,7 @@ class Node(Inheriting):
         self._told_of_end = False
         self._makes_way = False
         self._ends_s = math.inf  # when this process is taken to be killed, on the monotonic clock
-        self._warned_until_s = -math.inf  # the deadline of what SIGUSR1 told, on that clock
+        self._warned_until_s = -math.inf  # the deadline of what a signal told, on that clock
 
     def close(self) -> None:
         self._end_attempt()
@@ -293,16 +292,16 @@ class Node(Inheriting):
 
     def _tend_notices(self) -> None:
         """A signal to the agent itself: a container is stopped, or a service. It asks to end, and is a notice too.
-        SIGUSR1 is a notice only: who sends it to every process of a job means the machine. To a job that wants no
-        notices neither is one."""
+        SIGUSR1 and its like are notices only: who sends one to every process of a job means the machine. To a job that
+        wants no notices none of them is one."""
         job, now_s = self.current, time.monotonic()
         heeds = self._listening.sources.mode != "off"
         if self._server.end_asked:
             self._ends_s = min(self._ends_s, now_s + self._settings.sigterm_s)
-        if self._server.warned:
-            self._server.warned = False
+        if signal_name := self._server.warned:
+            self._server.warned = ""
             if heeds:
-                self._warn(now_s)
+                self._warn(signal_name, now_s)
         if heeds and self._server.end_asked and not self._told_of_end and (job is not None or self.followings):
             self._told_of_end = True
             left_s = self._settings.sigterm_s
@@ -312,12 +311,12 @@ class Node(Inheriting):
             self._listening.stop()  # a job that comes says anew to what
             self._standing = Standing()
 
-    def _warn(self, now_s: float) -> None:
+    def _warn(self, signal_name: str, now_s: float) -> None:
         if now_s >= self._warned_until_s:
             left_s = self._settings.sigusr1_s
             self._warned_until_s = now_s + left_s
-            told = f"the agent got SIGUSR1; {left_s:g} s are taken to be left"
-            self._heard(Notice(time.time() + left_s, "agent", True, "SIGUSR1", told), When.AT_ONCE)
+            told = f"the agent got {signal_name}; {left_s:g} s are taken to be left"
+            self._heard(Notice(time.time() + left_s, "agent", True, signal_name, told), When.AT_ONCE)
 
     def _hurries(self, now_s: float) -> bool:
         """Whether something is to be saved here before a deadline: what training is left then goes for that."""
@@ -344,7 +343,7 @@ class Node(Inheriting):
             return None
         again_s = min(RETRY_S, self._settings.linger_s / 4)
         if self._limit_s == math.inf:
-            self._limit_s = now_s + ORPHAN_LINGERS * self._settings.linger_s
+            self._limit_s = now_s + self._settings.orphan_s
             self._retry_s = now_s + again_s
         if self._ends_s < math.inf:
             self._limit_s = min(self._limit_s, self._ends_s - END_RESERVE * self._settings.sigterm_s)

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from ckpt.agent import wire
 from ckpt.agent.called import Called
 from ckpt.errors import AgentError, CkptError
+from ckpt.settings import WARNINGS
 
 log = logging.getLogger("ckpt")
 
@@ -164,7 +165,7 @@ class Server:
         self.called = Called()
         self.peers: set[Peer] = set()
         self.end_asked = False  # by a signal
-        self.warned = False  # by SIGUSR1, and nobody has taken notice yet
+        self.warned = ""  # by that signal, and nobody has taken notice yet
         self._selector = selectors.DefaultSelector()
         self._lost: list[Peer] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -174,13 +175,14 @@ class Server:
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._listen()
 
-    def run(self, handler: Handler) -> None:
-        """Serves until the handler has finished."""
+    def run(self, handler: Handler, warnings: Sequence[signal.Signals] = WARNINGS) -> None:
+        """Serves until the handler has finished. `warnings`: the signals that do not end it, and are notices."""
         self._handler = handler
         for number in ENDS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_warning)  # Slurm sends it to every process of a step
+        for number in warnings:
+            signal.signal(number, self._on_warning)  # Slurm sends it to every process of a step
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         idle_s = _idle_s()
         while True:
@@ -322,7 +324,7 @@ class Server:
         os.eventfd_write(self._wake, 1)
 
     def _on_warning(self, number: int, frame: object) -> None:
-        self.warned = True
+        self.warned = signal.Signals(number).name
         os.eventfd_write(self._wake, 1)
 
     def _on_wake(self, events: int) -> None:

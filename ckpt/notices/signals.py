@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 as notices.
+"""SIGTERM, SIGUSR1 and their like as notices.
 
 - The handler records that the signal came (a flag, and a byte into a pipe), then calls the handler that was there
   before; nothing else. No lock is taken, nothing is allocated for long, nothing is sent or saved there.

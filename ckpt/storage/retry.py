@@ -18,6 +18,7 @@ the store is opened anew, which reads the file again, and the operation is tried
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 import time
@@ -39,6 +40,8 @@ ADDRESS = "; is the address right (AWS_ENDPOINT_URL and the like)?"
 LONGER = " CKPT_RETRY_S=60 waits for 60 s"
 CANCEL_S = 0.1  # between looks, in a pause, at whether a put is to be broken off
 LOUD_TRY = 5  # after one or two seconds, and once: a person who waits is told why
+# Between two loud words of one outage, whichever operations meet it; then twice as long each time, up to an hour.
+LOUD_AGAIN_S, LOUD_AGAIN_S_MAX = 60.0, 3600.0
 
 
 class Retrying:
@@ -70,6 +73,9 @@ class Retrying:
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
         self._random = random.Random(seed)
+        self._telling = threading.Lock()
+        self._failed_s = -math.inf  # the newest failure
+        self._loud_from_s, self._loud_again_s = -math.inf, LOUD_AGAIN_S
 
     def put(
         self,
@@ -180,7 +186,8 @@ class Retrying:
                     after = counted(tries, "attempt")
                     raise type(exc)(f"{self.url}: gave up trying to {what} after {after}: {exc}{hint}") from exc
                 told = f"{self.url}: {what} failed and is tried again for {left_s:.0f} s: {exc}"
-                self._events.emit("store.retry", told, loud=tries == LOUD_TRY, tries=tries, pause_s=pause_s)
+                loud = self._is_due(tries)
+                self._events.emit("store.retry", told, loud=loud, tries=tries, pause_s=pause_s)
                 self._wait(pause_s, cancel)
             except Exception:
                 self._has_answered = True  # a refusal is an answer
@@ -188,6 +195,19 @@ class Retrying:
             else:
                 self._has_answered = True
                 return result
+
+    def _is_due(self, tries: int) -> bool:
+        """Whether a failure is to be said loudly: once an outage, and then at growing distances."""
+        with self._telling:
+            now_s = self._now_s()
+            if now_s - self._failed_s > LOUD_AGAIN_S:
+                self._loud_from_s, self._loud_again_s = now_s, LOUD_AGAIN_S
+            self._failed_s = now_s
+            if tries < LOUD_TRY or now_s < self._loud_from_s:
+                return False
+            self._loud_from_s = now_s + self._loud_again_s
+            self._loud_again_s = min(2 * self._loud_again_s, LOUD_AGAIN_S_MAX)
+            return True
 
     def _renew(self, refused: Backend) -> bool:
         """Whether there is another store to ask than the one that has refused. Errors: none."""

@@ -19,13 +19,14 @@ from typing import Any
 from ckpt.agent import outcome
 from ckpt.agent.client import places
 from ckpt.agent.leaving import FORMER, SIGNAL
-from ckpt.errors import AgentError, CkptError, SaveFailed, UsageError
+from ckpt.errors import AgentError, CkptError, CommitFailed, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.notices.notice import Notice, Word
 from ckpt.notices.signals import Signals
 from ckpt.settings import Settings
 from ckpt.tasks import Condition, Flag, Tasks
 from ckpt.trainer.link import End, Link
+from ckpt.types import Tick
 
 NOTICE_CODE = 143
 RESERVE_S = 1.0  # before a deadline, for the interpreter to end
@@ -60,13 +61,14 @@ class Parting:
         self._link.on_leave_by = self._on_leave_by
         if self._settings.notices == "off":
             return
-        leads_s = {signal.SIGTERM: self._settings.sigterm_s, signal.SIGUSR1: self._settings.sigusr1_s}
+        warnings_s = dict.fromkeys(self._settings.warnings, self._settings.sigusr1_s)
+        leads_s = {signal.SIGTERM: self._settings.sigterm_s, **warnings_s}
         signals = self._signals = Signals(leads_s, events=self._events)
         try:
             signals.__enter__()
         except UsageError as exc:
             self._signals = None
-            text = f"ckpt: SIGTERM and SIGUSR1 are not taken for notices: {exc}"
+            text = f"ckpt: {', '.join(each.name for each in leads_s)} are not taken for notices: {exc}"
             self._events.emit("signals.unheard", text, loud=True)
             return
         self._tasks.start("signals", lambda: signals.listen(self._stop, self._on_signal, self._on_repeat))
@@ -81,7 +83,7 @@ class Parting:
             self._told_to_leave = True
             self._bring_forward(by_s)
         if self._signals is not None:  # they have been acted upon, and are not delivered again
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGTERM, *self._settings.warnings):
                 self._signals.consume(number)
         return True
 
@@ -132,6 +134,20 @@ class Parting:
             return exc if outcome != "normal" or not isinstance(exc, AgentError) else None
         error = said.get("error")
         return SaveFailed(str(error)) if outcome != "normal" and error else None
+
+    def unsaved(self, tick: Tick, failure: CkptError) -> CommitFailed | None:
+        """What to raise where waiting for `tick` ended by that failure; None: it is in the store all the same."""
+        levels = self._link.levels
+        newest = levels.newest("store")
+        if newest is not None and newest >= tick:
+            return None
+        text = str(failure)
+        if self._link.has_agent and levels.is_staged(tick) and (keeps_s := self._settings.orphan_s):
+            text += (
+                f". This host's memory keeps step {tick.step}: the agent goes on trying for {keeps_s / 60:.3g} min "
+                "(12 times CKPT_LINGER_S), and a start on this host goes on from that step"
+            )
+        return CommitFailed(text)
 
     def _leave_saved(self, why: str, until_s: float) -> dict[str, Any]:
         """What the agent answers. Where there is none any more rank 0 says what was saved, in its place."""
@@ -192,8 +208,8 @@ class Parting:
     def _on_signal(self, word: Word) -> None:
         if not isinstance(word, Notice):
             return
-        if self._signals is not None and word.key == signal.SIGUSR1.name:
-            self._signals.consume(signal.SIGUSR1)  # it says nothing but that: to whom else should it be delivered?
+        if self._signals is not None and (number := signal.Signals[word.key]) in self._settings.warnings:
+            self._signals.consume(number)  # it says nothing but that: to whom else should it be delivered?
         by_s = time.monotonic() + word.left_s
         self._bring_forward(by_s)
         with self._changed:

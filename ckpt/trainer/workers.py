@@ -3,7 +3,7 @@
 Slurm and systemd signal every process, and torchrun the process group of each rank: workers, too. torch has a worker
 die by a SIGTERM that is not its parent's, and the training thread fail by that death, in the middle of the step at
 whose end all were to leave. So a worker heeds SIGTERM from its parent only, which ends by it what does not end itself,
-and SIGUSR1 from nobody.
+and what is a warning to the job (SIGUSR1, SIGUSR2) from nobody.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ckpt import settings
 from ckpt.events import Events
 from ckpt.notices.signals import is_caught
 from ckpt.tasks import Tasks
@@ -33,8 +34,9 @@ def shield_worker(worker_id: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # this is no worker
-    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not is_caught(signal.SIGUSR1):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in settings.read().warnings:
+        if signal.getsignal(number) == signal.SIG_DFL and not is_caught(number):
+            signal.signal(number, signal.SIG_IGN)
 
     above = os.getppid()  # the server's, where workers come from a forkserver
 

@@ -29,19 +29,20 @@ def standing(url: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_usr1_is_a_notice_with_the_time_that_it_was_asked_for_and_ends_no_agent(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setenv("CKPT_SIGUSR1_S", "90")
     job, _ = start_processes(url, 1)
     agent = status(url)["pid"]
-    os.kill(agent, signal.SIGUSR1)
+    os.kill(agent, number)
     wait_for(lambda: bool(standing(url)))
     (told,) = standing(url)
-    assert (told["source"], told["key"], told["certain"]) == ("agent", "SIGUSR1", True)
+    assert (told["source"], told["key"], told["certain"]) == ("agent", number.name, True)
     assert 30 < told["left_s"] <= 90
-    os.kill(agent, signal.SIGUSR1)
-    assert [each["key"] for each in standing(url)] == ["SIGUSR1"]
+    os.kill(agent, number)
+    assert [each["key"] for each in standing(url)] == [number.name]
     job[0].tell(do="die")
     job[0].end()
     wait_gone(agent)

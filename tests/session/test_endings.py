@@ -189,7 +189,7 @@ def test_an_interrupt_while_the_block_is_entered_leaves_nothing_open(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPT_NOTICES", "given")
-    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
     sys.setprofile(interrupt_at(name))
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -198,7 +198,7 @@ def test_an_interrupt_while_the_block_is_entered_leaves_nothing_open(
         sys.setprofile(None)
     assert is_all_gone(tmp_path)
     assert not held()
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)] == handlers
 
 
 def test_an_agent_is_not_bound_to_the_processor_that_its_trainer_is_bound_to(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def goes_on_from(tmp_path: Path, step: int) -> None:
     assert not (tmp_path / "outcome.json").exists(), "that of an earlier start was left"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_saves_the_step_leaves_with_143_and_says_what_was_saved(
     tmp_path: Path, number: signal.Signals
 ) -> None:

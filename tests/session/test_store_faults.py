@@ -45,6 +45,37 @@ def test_a_bucket_that_vanishes_fails_the_saves_and_the_end_and_not_the_training
     assert ck.receipt["committed_step"] == 2
 
 
+def test_the_end_waits_out_an_outage_and_believes_the_commit(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RETRY_S", "0.5")
+    job, seen = make(), Seen()
+
+    def heals(event: ckpt.Event) -> None:
+        if len(seen.named("commit.failed")) == 3:  # the first try, and two more at the end
+            store.heal()
+
+    with ckpt.Checkpointer(URL, job.state, limits=ckpt.Limits(exit_s=120), sinks=(seen, heals)) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+        store.fail(SLOW_DOWN, "PUT", "*.pack")
+    assert ck.receipt["committed_step"] == 3
+    assert len(seen.named("commit.failed")) >= 3
+
+
+def test_an_end_that_gives_up_says_that_memory_keeps_the_step(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RETRY_S", "0.5")
+    monkeypatch.setenv("CKPT_LINGER_S", "5")
+    job, limits = make(), ckpt.Limits(exit_s=3)
+    gives_up = pytest.raises(ckpt.CommitFailed, match=r"memory keeps step 3: the agent goes on trying for 1 min")
+    with gives_up, ckpt.Checkpointer(URL, job.state, limits=limits) as ck:
+        for step in ck.steps(3):
+            job.train(step)
+        store.fail(SLOW_DOWN, "PUT", "*.pack")
+    store.heal()
+    wait_agent_gone(URL)  # it goes on trying
+    with ckpt.Checkpointer(URL, make().state) as ck:
+        assert (ck.restored.step, ck.restored.level) == (3, "store")
+
+
 @pytest.mark.parametrize("content", ["as it was", "empty"])
 def test_a_bucket_that_comes_back_takes_the_next_save(store: Proxy, rclone: Server, content: str) -> None:
     """Whatever was in it when it went: what is committed afterwards restores by itself."""

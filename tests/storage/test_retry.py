@@ -147,6 +147,17 @@ def test_whoever_waits_is_told_why_once() -> None:
     assert sum(setting.pauses_s[: setting.events.index(told[0])]) < 5
 
 
+def test_one_outage_is_said_at_growing_distances_whichever_operations_meet_it() -> None:
+    setting = Setting(Rule("get", Fault.BEFORE, count=9999))
+    for _ in range(30):  # as the heartbeats of some minutes
+        with pytest.raises(TransientError):
+            setting.store.get("k", 1)
+    told = [sum(e.data["pause_s"] for e in setting.events[:i]) for i, e in enumerate(setting.events) if e.loud]
+    apart = [later - before for before, later in itertools.pairwise(told)]
+    assert 2 <= len(told) <= 8
+    assert all(later > 1.5 * before for before, later in itertools.pairwise(apart))
+
+
 def test_a_lost_reply_to_put_if_absent_is_settled_by_reading_back() -> None:
     setting = Setting(Rule("put", Fault.LOST_REPLY))
     setting.store.put("k", [b"ours"], PutMode.IF_ABSENT)
