@@ -260,6 +260,7 @@ class Checkpointer:
         parts = self._parts
         parts.saver.poll()
         parts.steps.next_tick()
+        parts.updates.weights.is_watching = True
         parts.appointments.look()
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
@@ -294,6 +295,7 @@ class Checkpointer:
                 "ended with its loader step() would count one step too many: have the body say ck.step() and ck.save()"
             )
         tick = steps.next_tick()
+        parts.updates.weights.is_watching = True
         try:
             self._save_now("save", tick, numbers)
         except (SaveFailed, AgentError) as exc:
@@ -365,7 +367,7 @@ class Checkpointer:
         try:  # the agent has taken us in
             updates = Updates(self.state, lambda: saver.walk, self.events)
             ends.append(updates.close)
-            updates.begin()
+            updates.begin(found.tick.step)
             watch.begin(is_told=saver.link.terms is not None and saver.link.terms.rank == 0)
             steps = Steps(found.tick.step, saver, updates, watch, self.events)
             parting = Parting(saver.link, tasks, self.events, settings)
@@ -471,6 +473,9 @@ class Checkpointer:
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
         tick = steps.next_tick() if steps.sub else steps.tick
         failure: CkptError = CommitFailed("no attempt was made")
+        if lost := parts.updates.gradients.lost(tick.step):
+            text = f"ckpt: the last step is saved without its gradients: {lost}"
+            self.events.emit("gradients.waiting", text, loud=True)
         while time.monotonic() < deadline:
             restarts = link.restarts
             try:
@@ -524,9 +529,12 @@ class Checkpointer:
         parts = self._parts
         link = parts.saver.link
         until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
-        if torn := parts.updates.find_torn():
-            link.cannot_save(tick, torn)  # the others would wait for this rank
-            raise SaveFailed(torn)
+        why_not = parts.updates.find_torn()
+        if why == "save" and not why_not:
+            why_not = parts.updates.gradients.lost(tick.step) or parts.updates.find_swapped(tick.step)
+        if why_not:
+            link.cannot_save(tick, why_not)  # the others would wait for this rank
+            raise SaveFailed(why_not)
         try:
             parts.saver.save(why, tick, metrics, until_s)
         except Superseded as exc:

@@ -26,6 +26,7 @@ ROUND_MAX = (1 << 20) - 1
 STEP_MAX = (1 << 36) - 1
 SUB_MAX = (1 << 20) - 1
 WORLD_MAX = 4096
+WAITING = "gradients wait for an update"  # why what is appointed at a step without one is missed
 AMID = "in the middle of a step"  # why what is appointed at a poll is missed, and would be at the next one
 _LEAVE = 7  # the word of the page that says by which round
 _POLL = 8  # in the kind

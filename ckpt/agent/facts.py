@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.agent.actions import Action, Request, Tell
-from ckpt.agent.control import AMID, SLOTS_MAX
+from ckpt.agent.control import AMID, SLOTS_MAX, WAITING
 from ckpt.agent.members import AGAIN, Members, Presence
 from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
@@ -342,12 +342,15 @@ class Facts:
             round_.missed = round_.missed or f"rank {rank} staged {tick} in slot {slot} under another plan"
         round_.staged.setdefault(rank, stall_s)
 
-    def missed(self, rank: int, number: int, why: str) -> None:
+    def missed(self, rank: int, number: int, why: str, updates: tuple[int, int] = (0, 0)) -> None:
+        """`updates`: a step with one, and how many steps there are from one to the next; 0: unknown."""
         round_ = self._open_round_of(number)
         if round_ is None:
             return
         if why == "late":
             self._latency_s = min(2 * self._latency_s, LATENCY_S_MAX)
+        elif why == WAITING:
+            self.pace.updates = updates
         elif why == AMID:
             self.pace.amid_step = round_.tick.step + 1
         if why in ("late", AMID) and round_.tick.sub:

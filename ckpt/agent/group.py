@@ -474,7 +474,7 @@ class Group(Verdicts):
             tick = self._next_poll()
         else:
             near = self._near_step(now_s) if hold else None
-            tick = near or self._next_step(now_s, at)
+            tick = self.pace.with_update(near or self._next_step(now_s, at))
         if tick is None:
             return
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)

@@ -292,7 +292,8 @@ class Job(TakenOver):
                     at = (int(fields["round"]), tick, int(fields["slot"]), str(fields["division"]))
                     group.staged(rank, *at, not_negative("stall_s", float(fields["stall_s"])))
             case "missed":
-                group.missed(rank, int(fields["round"]), str(fields["why"]))
+                last, every = fields.get("updates") or (0, 0)
+                group.missed(rank, int(fields["round"]), str(fields["why"]), (int(last), int(every)))
             case "save":
                 kind = _why(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}

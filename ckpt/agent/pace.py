@@ -24,6 +24,7 @@ class Pace:
         self.entered_s = -math.inf  # when the first rank came to that step
         self.is_shown = False  # whether a rank shows when that was; else it is when it was seen here
         self.amid_step = 0  # in that one they poll where nothing can be taken
+        self.updates = (0, 0)  # a step with an optimizer's update, and from one to the next; 0: unknown, or each
         self.measured_s: float | None = None  # what a step took of late
         self.polls_per_s = 0.0  # of the foremost rank, in that step
         self._polls_from = (0.0, 0)  # they are counted from there on
@@ -60,6 +61,11 @@ class Pace:
     def missed_poll(self, step: int) -> None:
         """What was appointed at a poll of that step came to nothing: it ended sooner, say."""
         self._in_vain, self._vain_step = min(self._in_vain + (step != self._vain_step), DOUBTS_MAX), step
+
+    def with_update(self, tick: Tick) -> Tick:
+        """That end of a step, or the next one that has an update, where ranks said that others cannot be saved."""
+        last, every = self.updates
+        return tick if every <= 1 else Tick(tick.step + (last - tick.step) % every)
 
     def completed(self) -> None:
         """What was appointed became complete, wherever that was."""

@@ -124,7 +124,7 @@ class Samples:
         groups = defaultdict(list)
         for box in self._boxes:
             if box.number % turns == turn:
-                now, read = _line(box.live)
+                now, read = line(box.live)
                 groups[now.device, now.dtype].append((box.row, now.nbytes, read))
         chosen = [item for group in groups.values() for item in group]
         ends = itertools.accumulate(count for _, count, _ in chosen)
@@ -137,7 +137,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return found
 
 
-def _line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+def line(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """What is read of a box: as it is now, and how to read it again."""
     tensor = tensor.detach()
     if dtype := _INTEGERS.get(tensor.element_size()):  # floats of a few bits cannot be joined everywhere

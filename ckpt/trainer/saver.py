@@ -258,10 +258,12 @@ class Saver:
         """Answers an appointment whose tick has passed."""
         self.missed(round_, Tick(step), "late")
 
-    def missed(self, round_: int, tick: Tick, why: str) -> None:
-        """Answers an appointment that is not kept."""
+    def missed(self, round_: int, tick: Tick, why: str, updates: tuple[int, int] | None = None) -> None:
+        """Answers an appointment that is not kept. `updates`: where one has to come first, a step with one,
+        and how many steps there are from one to the next."""
         self.receipt.missed += 1
-        self.link.report("missed", {"round": round_, "tick": str(tick), "why": why[:500]})
+        about = {"round": round_, "tick": str(tick), "why": why[:500]}
+        self.link.report("missed", about if updates is None else {**about, "updates": updates})
 
     def boundary(self, step: int) -> None:
         """That step has ended: copies that ran under it are looked at and done."""

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import SupportsIndex
 
-from ckpt.agent.control import AMID, Kind, Place, Word
+from ckpt.agent.control import AMID, WAITING, Kind, Place, Word
 from ckpt.errors import Leave, UsageError
 from ckpt.events import Events
 from ckpt.trainer.loader_watch import LoaderWatch
@@ -41,6 +41,7 @@ class Steps:
         if updates.elsewhere is not None and updates.pending:
             updates.elsewhere = None  # a scaler has skipped the step of one that is in the state
         collected = updates.collect() if updates.scalers else ()
+        updates.note(step)
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
         updates.ended, updates.fenced, updates.collected = 0, False, collected
         updates.strangers.boundaries += 1
@@ -144,15 +145,25 @@ class Appointments:
 
     def _keep(self, told: Word, place: Place) -> None:
         """An appointment that is due, or past."""
-        saver, tick, torn = self._saver, self._steps.tick, self._updates.torn
+        saver, tick, updates = self._saver, self._steps.tick, self._updates
         if place is Place.LATE:
             saver.late(told.round, tick.step)
-        elif torn or (tick.sub and (self._updates.pending or self._steps.may_have_drawn)):
-            saver.missed(told.round, tick, torn or AMID)
+        elif updates.torn:
+            saver.missed(told.round, tick, updates.torn)
+        elif tick.sub and self._is_amid(tick):
+            saver.missed(told.round, tick, AMID)
+        elif updates.find_waiting(tick.step):
+            saver.missed(told.round, tick, WAITING, (updates.gradients.last, updates.gradients.every))
         elif not saver.take(told.round, told.slot, tick) and told.kind is Kind.HOLD:
             saver.quiet()
             if self._parting.held(told.round):
                 raise Leave(NOTICE_CODE)
+
+    def _is_amid(self, tick: Tick) -> bool:
+        """Whether a poll is where nothing can be taken: as at all others up to the next boundary."""
+        updates = self._updates
+        begun = updates.pending or self._steps.may_have_drawn
+        return bool(begun or updates.find_waiting(tick.step) or updates.find_swapped(tick.step))
 
 
 def whole(number: SupportsIndex) -> int | None:

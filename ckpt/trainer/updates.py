@@ -17,11 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from ckpt.errors import is_from_outside
 from ckpt.events import Events
 from ckpt.trainer import trees
+from ckpt.trainer.gradients import Gradients
 from ckpt.trainer.lazy import owns_any, params_of
 from ckpt.trainer.nodes import ObjectNode, OptimizerNode
 from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers, find_held
 from ckpt.trainer.walk import Walk
+from ckpt.trainer.weights import Weights
 
 T = TypeVar("T")
 HELD_MAX = 1000  # in a collection, among which optimizers are looked for: a longer one is of data
@@ -46,10 +48,15 @@ class Updates:
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
         self.strangers = Strangers(events)
+        self.weights = Weights(self._parts)
+        self.gradients = Gradients(
+            lambda: [view.optimizer for view in walk().scan.views.values()],
+            lambda: self.by_hand and not self._first.has_same_values(self.weights.glance()),
+        )
         self._state = state
         self._walk = walk
         self._events = events
-        self._said_torn = self._said_elsewhere = False
+        self._said_torn = self._said_elsewhere = self._said_waiting = self._said_swapped = False
         # Not held: what has left the state is to be free, also where no optimizer steps any more.
         self._followed: ref[Walk] | None = None
         self._followed_parts: list[ref[Optimizer | nn.Module]] = []
@@ -59,7 +66,10 @@ class Updates:
         self._last: dict[int, RemovableHandle] = {}  # by id: the hook that comes after all others of that optimizer
         self._begun: list[Optimizer] = []  # one for each step that has not ended: on threads, or within each other
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0) -> None:
+        """`step`: the restored one."""
+        self._first = self.weights.begin()
+        self.gradients.begin(step)
         self._hooks.append(register_optimizer_step_pre_hook(self._announce))
         self._hooks.append(register_optimizer_step_post_hook(self._end))
         self._follow()
@@ -102,6 +112,39 @@ class Updates:
             self._said_torn = True
             self._events.emit("step.torn", f"ckpt: {torn}", loud=True)
         return torn
+
+    def note(self, step: int) -> None:
+        """That step ends, with an update or without one."""
+        has_updated = self.pending > 0
+        if has_updated:
+            self.gradients.updated(step)
+        else:
+            self.gradients.is_watching = True
+        self.weights.end(has_updated)
+
+    def find_waiting(self, step: int) -> str:
+        """`Gradients.lost` at the end of that step, the last one; and an event says so, once."""
+        why = self.gradients.lost(step)
+        if why and not self._said_waiting:
+            self._said_waiting = True
+            text = f"ckpt: a snapshot due at step {step} waits for the next step with an update: {why}"
+            self._events.emit("gradients.waiting", text, loud=True)
+        return why
+
+    def find_swapped(self, step: int) -> str:
+        """Why what is in the state now is not saved as the end of that step, the last one, or ""; and an event says so,
+        once."""
+        if not self.weights.are_swapped:
+            return ""
+        why = (
+            f"the parameters are not those of the end of step {step}, as where averaged weights are swapped in for an "
+            "evaluation; the newest snapshot before counts. Swap back before ck.poll() or ck.save(); a change that is "
+            "to stay belongs before ck.step()"
+        )
+        if not self._said_swapped:
+            self._said_swapped = True
+            self._events.emit("weights.swapped", f"ckpt: no snapshot is taken now: {why}", loud=True)
+        return why
 
     def find_elsewhere(self, others: Iterable[Updates]) -> None:
         """At a boundary: an event says, once, that the loop trains something else than what is saved, here or by

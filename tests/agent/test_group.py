@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
-from ckpt.agent.control import Kind, Word
+from ckpt.agent.control import WAITING, Kind, Word
 from ckpt.agent.elsewhere import FOUND_LESS, LOST, OUTDONE, UNKEPT
 from ckpt.agent.facts import REJOIN_S, State, Store, Why
 from ckpt.agent.group import LEAD_MIN, Group
@@ -316,6 +316,20 @@ def test_late_ranks_are_told_earlier_the_next_time() -> None:
         driver.decide()
     assert leads == sorted(leads)
     assert leads[-1] > 8 * leads[0]
+
+
+def test_where_gradients_wait_only_steps_with_an_update_are_appointed() -> None:
+    driver = Driver(world=2, policy=Every(seconds=1))
+    appointed = []
+    for _ in range(6):
+        driver.now_s += 20.1
+        driver.steps = [int(driver.now_s * 7)] * 2
+        driver.decide()
+        word = driver.word()
+        appointed.append(word.step)
+        driver.group.missed(0, word.round, WAITING, (3, 8))
+        driver.decide()
+    assert {step % 8 for step in appointed[1:]} == {3}
 
 
 def test_one_missed_rank_abandons_the_tick_for_all_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
-from ckpt.agent.control import AMID, SUB_MAX, ControlPage, Kind, Place, Word
+from ckpt.agent.control import AMID, SUB_MAX, WAITING, ControlPage, Kind, Place, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
 from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
@@ -119,6 +119,20 @@ def test_a_rank_that_is_past_the_boundary_at_which_others_hold_is_asked_and_the_
     driver.now_s += 10 * ASK_LATE_S
     driver.decide()
     assert len(asked()) == 3, "nobody holds"
+
+
+def test_where_gradients_wait_the_ranks_leave_at_the_next_step_with_an_update() -> None:
+    driver = Warned()
+    driver.save_once()
+    driver.warn(60.0, when=When.AT_ONCE)
+    word = driver.word()
+    driver.steps = [word.step + 1] * 2
+    for rank in range(2):
+        driver.group.missed(rank, word.round, WAITING, (word.step - 1, 4))
+    driver.decide()
+    assert driver.is_hold()
+    assert driver.word().step > word.step
+    assert (driver.word().step - (word.step - 1)) % 4 == 0
 
 
 @pytest.mark.parametrize("ends_s", [700.0, 3580.0])

@@ -56,7 +56,7 @@ def make(kind: Callable[..., Any] = torch.ones) -> dict[str, torch.Tensor]:
 
 def test_what_is_copied_when_it_is_read_is_not_copied_before() -> None:
     turned = torch.ones(3, 5).T
-    now, read = samples._line(turned)
+    now, read = samples.line(turned)
     assert now.data_ptr() == turned.data_ptr()
     assert read().is_contiguous()
 

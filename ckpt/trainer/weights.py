@@ -1,0 +1,154 @@
+"""Whether the parameters of the state are those of the last boundary: else averaged weights may have been swapped in.
+
+A glance reads some elements of up to GLANCED_MAX parameters, spread over all that the modules and optimizers of the
+state hold, frozen ones too. It also sees whether a parameter is another object, or lies in other memory, and which
+modules and optimizers the state has. So the swap of a whole model is found, however it is done; what changes a few
+parameters or a few elements may be missed. A glance takes some 15 us on the host. On a device no boundary waits for it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ckpt.trainer import names
+from ckpt.trainer.samples import line
+from ckpt.trainer.shard import live_parts
+
+GLANCED_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """`held`: modules, optimizers and parameters, not kept alive. `places`: the addresses of the parameters' bytes on
+    this rank, 0 for none. `data`: what was read of them."""
+
+    held: Sequence[weakref.ref[Any]]
+    places: Sequence[int]
+    data: Sequence[Tensor]
+
+    def is_same(self, other: Glance) -> bool:
+        pairs = zip(self.held, other.held, strict=False)
+        return (
+            len(self.held) == len(other.held)
+            and all(one() is another() for one, another in pairs)
+            and self.places == other.places
+            and self.has_same_values(other)
+        )
+
+    def has_same_values(self, other: Glance) -> bool:
+        pairs = zip(self.data, other.data, strict=False)
+        return len(self.data) == len(other.data) and all(torch.equal(one, another) for one, another in pairs)
+
+
+class Weights:
+    """The parameters of `parts()`, the modules and optimizers of the state. For the training thread.
+
+    A boundary with an update is remembered; where `is_watching`, since polls or saves come, each one is. What comes
+    after any other is not compared."""
+
+    def __init__(self, parts: Callable[[], Sequence[Optimizer | nn.Module]]) -> None:
+        self.is_watching = False
+        self._parts = parts
+        self._last: Glance | None = None  # at the last boundary
+        self._of: list[weakref.ref[Any]] = []  # whose parameters `_homes` are, and are gathered by `_gathering`
+        self._homes: list[Callable[[], Any]] = []
+        self._gathering: list[Any] = []
+        self._places: list[int] = []  # of which `_reads` are
+        self._reads: list[list[Callable[[], Tensor]]] = []
+
+    def begin(self) -> Glance:
+        """Training begins: that is a boundary."""
+        self._last = self.glance()
+        return self._last
+
+    def end(self, has_updated: bool) -> None:
+        """A step has ended."""
+        if has_updated or self.is_watching:
+            self._last = self.glance()
+        elif self._last is not None:
+            self._last = None
+            self._forget()  # what leaves the state is free, also where no optimizer steps any more
+
+    @property
+    def are_swapped(self) -> bool:
+        """Whether others are in the state than at the last boundary, as far as that is known."""
+        return self._last is not None and not self._last.is_same(self.glance())
+
+    def glance(self) -> Glance:
+        parts = self._parts()
+        if len(parts) != len(self._of) or not all(one() is part for one, part in zip(self._of, parts, strict=True)):
+            self._look_at(parts)
+        for module in self._gathering:  # else what is gathered for a forward pass is no parameter of the optimizer's
+            module.reshard()
+        params = list(map(_get, self._homes))
+        local = list(map(_local, params))
+        places = [0 if part is None else _at(part) for part in local]
+        with torch.inference_mode(False), torch.no_grad():
+            if places != self._places:
+                self._places, self._reads = places, _reads(part for part in local if part is not None and _at(part))
+            data = [torch.cat([read() for read in reads]) for reads in self._reads]
+        return Glance([*self._of, *(weakref.ref(param) for param in params if param is not None)], places, data)
+
+    def _look_at(self, parts: Sequence[Optimizer | nn.Module]) -> None:
+        homes: dict[int, Callable[[], Any]] = {}  # by the parameter that is there, of which each is glanced at once
+        modules = [(part, *named) for part in parts if isinstance(part, nn.Module) for named in part.named_modules()]
+        for root, path, module in modules:
+            held = vars(module).get("_parameters")
+            for key, param in (held if isinstance(held, dict) else {}).items():
+                homes.setdefault(id(param), partial(_in_module, root, path.split(".") if path else (), key))
+        for part in (part for part in parts if isinstance(part, Optimizer)):
+            for group in part.param_groups:
+                for number, param in enumerate(group["params"]):
+                    homes.setdefault(id(param), partial(operator.getitem, group["params"], number))
+        found = [home for home in homes.values() if _local(_get(home)) is not None]
+        self._homes = found[:: -(-len(found) // GLANCED_MAX) or 1]
+        self._of = list(map(weakref.ref, parts))
+        self._gathering = names.resharding(module for _, _, module in modules)
+        self._places = []
+
+    def _forget(self) -> None:
+        self._of, self._homes, self._gathering, self._places, self._reads = [], [], [], [], []
+
+
+_at = Tensor.data_ptr
+
+
+def _in_module(root: nn.Module, path: Sequence[str], key: str) -> Any:
+    module: Any = root
+    for part in path:
+        module = module._modules[part]
+    return module._parameters[key]
+
+
+def _get(home: Callable[[], Any]) -> Tensor | None:
+    """The parameter that is there; None for none."""
+    try:
+        found = home()
+    except (LookupError, AttributeError):  # modules were exchanged
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _local(param: Tensor | None) -> Tensor | None:
+    """What this rank holds of it; None for nothing, and for kinds that have bytes elsewhere or have none."""
+    part = None if param is None else next(iter(live_parts(param)), None)
+    is_plain = part is not None and type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided
+    return part if is_plain else None
+
+
+def _reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
+    """What is read together, by device and kind."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Callable[[], Tensor]]] = defaultdict(list)
+    for now, read in map(line, parts):
+        groups[now.device, now.dtype].append(read)
+    return list(groups.values())
