@@ -14,11 +14,12 @@ import logging
 import math
 import os
 import queue
+import re
 import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from ckpt.types import counted
 log = logging.getLogger("ckpt")
 
 FILE_BYTES_MAX = 64 << 20  # then the file is renamed, and one older one is kept
+# What each snapshot or save may say again. The receipt counts what was not said loudly.
+REPEATED = frozenset({"metric.dropped", "save.failed", "snapshot.abandoned", "snapshot.failed"})
+SAID_MAX = 1000  # of their texts are remembered
 WAITING_MAX = 1000  # events that the disk has not taken yet; further ones are counted, not written
 FLUSH_S = 2.0  # how long closing waits for a disk that does not answer
 
@@ -62,10 +66,12 @@ Sink = Callable[[Event], None]
 
 
 class Events:
-    """Hands each event to every sink, and to the log."""
+    """Hands each event to every sink, and to the log. One of REPEATED is loud once: when it comes again, and says the
+    same but for its numbers, it is not."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
+        self._said: set[tuple[str, str]] = set()
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
@@ -78,6 +84,11 @@ class Events:
         self.tell(Event(name, message, loud, data))
 
     def tell(self, event: Event) -> None:
+        if event.loud and event.name in REPEATED:
+            said = event.name, re.sub(r"\d+", "#", event.message)
+            event = replace(event, loud=said not in self._said)
+            if len(self._said) < SAID_MAX:
+                self._said.add(said)
         name, message, loud = event.name, event.message, event.loud
         # Where a program has no logging of its own the message is all that is printed: it says who speaks.
         log.log(logging.WARNING if loud else logging.INFO, "ckpt: %s", message.removeprefix("ckpt: "))

@@ -260,7 +260,7 @@ class Checkpointer:
         parts = self._parts
         parts.saver.poll()
         parts.steps.next_tick()
-        parts.updates.weights.is_watching = True
+        parts.updates.watch()
         parts.appointments.look()
         if parts.saver.link.superseded_by is not None:
             self._leave_superseded(parts.saver.link.superseded_by)
@@ -295,7 +295,7 @@ class Checkpointer:
                 "ended with its loader step() would count one step too many: have the body say ck.step() and ck.save()"
             )
         tick = steps.next_tick()
-        parts.updates.weights.is_watching = True
+        parts.updates.watch()
         try:
             self._save_now("save", tick, numbers)
         except (SaveFailed, AgentError) as exc:

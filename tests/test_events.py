@@ -14,6 +14,7 @@ import pytest
 
 from ckpt import events
 from ckpt.events import Event, Events, JsonLines
+from ckpt.trainer.receipt import Receipt
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -41,6 +42,19 @@ def test_what_is_logged_says_once_who_speaks(caplog: pytest.LogCaptureFixture) -
     told.emit("layout.differs", "2 tensors differ", loud=True)
     told.emit("save.failed", "ckpt: step 3 was not saved", loud=True)
     assert caplog.messages == ["ckpt: 2 tensors differ", "ckpt: step 3 was not saved"]
+
+
+def test_what_each_snapshot_says_again_is_loud_once_and_counted() -> None:
+    receipt, seen = Receipt(), list[Event]()
+    told = Events(receipt.hear, seen.append)
+    for step in range(3, 8):
+        told.emit("snapshot.failed", f"ckpt: step {step} was not staged: of no known type", loud=True)
+    told.emit("snapshot.failed", "ckpt: step 8 was not staged: of another kind", loud=True)
+    told.emit("restore.struck", "ckpt: step 8", loud=True)
+    told.emit("restore.struck", "ckpt: step 7", loud=True)
+    assert [event.loud for event in seen] == [True, False, False, False, False, True, True, True]
+    assert receipt.to_dict()["repeated"] == {"snapshot.failed": 4}
+    assert "said once, and came again: snapshot.failed 4 times" in receipt.line()
 
 
 def test_a_full_file_is_renamed_and_one_older_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,6 +457,8 @@ def _try(
         collective.together(group, lambda: overwritten.add(manifest, targets, written))
         return filled.failure, {}
     collective.together(group, targets.finish)
+    if targets.overruled and group.rank == 0:
+        restore.tell_overruled(events, targets.overruled)
     if targets.dropped:
         names = ", ".join(targets.dropped)
         text = f"ckpt: the generators {names} are not restored: this process has none of these so far. Where it is to "

@@ -7,13 +7,13 @@ the parameters that it holds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ckpt.trainer import names, trees
+from ckpt.trainer import names, overruled, trees
 from ckpt.trainer.names import join
 from ckpt.trainer.nodes import ObjectNode
 from ckpt.trainer.optimizers import OptimizerView, Param, class_of, group_path, hyper, state_path
@@ -26,6 +26,11 @@ from ckpt.trainer.wants import Found, Wants, dtype_of, empty_like, replicated_li
 HOST_STATE = frozenset({"step", "mu_product"})
 # What a group of an optimizer of any class may have.
 _OF_ANY = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+
+_REGROUP = (
+    "make the groups as they were, or pass strict=False once: then the script's hyper-parameters hold for them, "
+    "and the state of each parameter is restored"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,10 @@ class OptimizerTargets:
             self.wants.used.update(name for name in self.wants.names if name.startswith(f"{view.path}."))
             return
         before = len(self.wants.installs)
-        for number, params in enumerate(view.params):
-            stored = [self._stored(param, saved) for param in params]
-            held = {saved.home[name] for name in stored if name is not None}
+        stored_as = [[self._stored(param, saved) for param in params] for params in view.params]
+        homes = [{saved.home[name] for name in stored if name is not None} for stored in stored_as]
+        for number, (params, stored, held) in enumerate(zip(view.params, stored_as, homes, strict=True)):
+            sharing = [other for other, of_it in enumerate(homes) if other != number and of_it & held]
             if not params:
                 held = {home for home, group in enumerate(saved.groups) if group.number == number}
                 held = set(sorted(held)[:1])
@@ -62,8 +68,13 @@ class OptimizerTargets:
                 line = f"{name} holds parameters that the checkpoint has in the groups {numbers}"
                 if len(set(numbers)) < len(numbers):
                     line += ", and with other hyper-parameters on other ranks"
+                self.wants.differ("reshaped", name, f"{line}; {_REGROUP}")
+            elif sharing:
+                name = group_path(view.path, number)
+                line = f"{name} and {' and '.join(group_path(view.path, other) for other in sharing[:3])}"
+                line += f" hold parameters that the checkpoint has in one group; {_REGROUP}"
                 self.wants.differ("reshaped", name, line)
-            if len(held) == 1:
+            if len(held) == 1 and not sharing:
                 self._numbered(view, number, home := saved.groups[held.pop()])
                 self._group(view, number, home)
             else:
@@ -75,18 +86,21 @@ class OptimizerTargets:
 
     def _numbered(self, view: OptimizerView, number: int, saved: Group) -> None:
         """A scheduler knows groups by their numbers alone: another order gives each the rates of another."""
-        schedulers = (
-            node.path
-            for node in self.scan.nodes
-            if isinstance(node, ObjectNode)
-            and getattr(getattr(node.value, "optimizer", None), "param_groups", None) is view.optimizer.param_groups
-        )
-        if saved.number != number and (scheduler := next(schedulers, None)) is not None:
+        if saved.number != number and (scheduler := next(self._schedulers(view), None)) is not None:
             name = group_path(view.path, number)
             line = (
                 f"{name} is the group {saved.number} of the checkpoint, and {scheduler} goes by the numbers of groups"
             )
             self.wants.differ("reshaped", name, line)
+
+    def _schedulers(self, view: OptimizerView) -> Iterator[str]:
+        """Those of this optimizer, by their paths."""
+        return (
+            node.path
+            for node in self.scan.nodes
+            if isinstance(node, ObjectNode)
+            and getattr(getattr(node.value, "optimizer", None), "param_groups", None) is view.optimizer.param_groups
+        )
 
     def _stored(self, param: Param, saved: OptimizerTree) -> str | None:
         """The name that a parameter has in the checkpoint's optimizer, of its own or as one that is tied to it, here or
@@ -123,8 +137,11 @@ class OptimizerTargets:
         load = self.wants.tree(saved.hyper, {name: live.get(path) for path, name in saved.hyper.tensors})
 
         def install() -> None:
-            group = view.optimizer.param_groups[number]
-            for key, value in load().items():
+            group, restored = view.optimizer.param_groups[number], load()
+            is_scheduled = any(self._schedulers(view))
+            path = f"{view.path}.param_groups[{number}]"
+            self.wants.overruled += overruled.of_group(path, group, restored, is_scheduled)
+            for key, value in restored.items():
                 live = group.get(key)
                 if value is None and isinstance(live, torch.Tensor):
                     continue  # the checkpoint lacks the tensor, which was said (strict=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.events import Event
+from ckpt.events import REPEATED, Event
 from ckpt.types import counted
 
 # Events that say that the safe path was taken, or an older or smaller thing than was wanted: their words are the why.
@@ -62,6 +63,7 @@ class Receipt:
     fell_back: list[str] = field(default_factory=list)
     agent_restarts: int = 0
     fallen: list[str] = field(default_factory=list)  # what events said of it
+    repeated: Counter[str] = field(default_factory=Counter)  # by event: how often it came again, and was not loud
 
     def hear(self, event: Event) -> None:
         """A sink: counts commits, and remembers what fell back. On the thread that emits."""
@@ -70,6 +72,8 @@ class Receipt:
             self.committed.raw_bytes += int(event.data.get("raw_bytes", 0))
             self.committed.stored_bytes += int(event.data.get("stored_bytes", 0))
             self.committed.referred_bytes += int(event.data.get("referred_bytes", 0))
+        elif event.name in REPEATED and not event.loud:
+            self.repeated[event.name] += 1
         elif event.name in FALLEN and event.loud:
             text = event.message.removeprefix("ckpt: ")
             text = text if len(text) <= WORDS_MAX else f"{text[: WORDS_MAX - 4]} ..."
@@ -107,6 +111,7 @@ class Receipt:
             "proven": list(self.proven),
             "fell_back": list(self.fell_back),
             "agent_restarts": self.agent_restarts,
+            "repeated": dict(self.repeated),
         }
 
     def to_json(self) -> str:
@@ -153,7 +158,9 @@ class Receipt:
     def _trust(self) -> str:
         proven = f"; proven: {', '.join(self.proven)}" if self.proven else ""
         fell = f"; fell back: {'; '.join(self.fell_back)}" if self.fell_back else ""
-        return " ".join(f"{proven}{fell}".split("\n"))
+        again = [f"{name} {counted(count, 'time')}" for name, count in sorted(self.repeated.items())]
+        more = f"; said once, and came again: {', '.join(again)}" if again else ""
+        return " ".join(f"{proven}{fell}{more}".split("\n"))
 
 
 def _size(count: int) -> str:

@@ -174,6 +174,16 @@ def check_match(
         events.emit("restore.differed", text, loud=True, names=firsts)
 
 
+def tell_overruled(events: Events, lines: list[str]) -> None:
+    """Once, on entry: the script gave other hyper-parameters than the checkpoint has, which hold."""
+    more = f"; and {len(lines) - LINES_MAX} more" if len(lines) > LINES_MAX else ""
+    text = (
+        f"ckpt: restored hyper-parameters hold where the script gives others: {'; '.join(lines[:LINES_MAX])}{more}. To "
+        'change one on purpose, set it in the block (docs/start.md, "What holds after a restart")'
+    )
+    events.emit("restore.overruled", text, loud=True, lines=lines)
+
+
 def fill(
     link: Link, tasks: Tasks, identity: Identity, manifest: Manifest, targets: Targets, written: set[int]
 ) -> dict[str, int]:

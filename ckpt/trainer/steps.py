@@ -41,7 +41,8 @@ class Steps:
         if updates.elsewhere is not None and updates.pending:
             updates.elsewhere = None  # a scaler has skipped the step of one that is in the state
         collected = updates.collect() if updates.scalers else ()
-        updates.note(step)
+        if updates.ended or updates.scalers or not updates.is_idle:
+            updates.note(step)
         # In one go: between here and a call no Ctrl-C comes, that a user may catch, and whose update would count twice.
         updates.ended, updates.fenced, updates.collected = 0, False, collected
         updates.strangers.boundaries += 1

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
-from ckpt.trainer import generators, names, trees
+from ckpt.trainer import generators, names, overruled, trees
 from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizer_targets import OptimizerTargets
 from ckpt.trainer.saved import Own, Shared, is_other
@@ -36,7 +36,8 @@ class Targets:
     another part of the state (pipeline stages): there only what is extra on all is, and `mismatch` leaves it out;
     and `own_extra`, which only this rank could have back. `dropped`: generators of the process that were saved, and
     that this one has not (CUDA's, before CUDA is used). `firsts`: paths of this state whose values differed between
-    the ranks that saved, where the first rank's are taken."""
+    the ranks that saved, where the first rank's are taken. `overruled`: hyper-parameters that the script gave otherwise
+    than they were restored, once `finish` has."""
 
     wants: list[Want]
     tensors: list[torch.Tensor]
@@ -45,6 +46,7 @@ class Targets:
     own_extra: tuple[str, ...]
     dropped: tuple[str, ...]
     firsts: tuple[str, ...]
+    overruled: list[str]
     _installs: list[Callable[[], None]]
 
     def finish(self) -> None:
@@ -103,7 +105,9 @@ def plan_targets(
     mismatch = wants.mismatch(extra if alone else ())
     firsts = tuple(sorted(path for path in differing if any(_is_in(path, node.path) for node in scan.nodes)))
     filled = wants.wants, wants.tensors
-    return Targets(*filled, mismatch, extra, tuple(wants.unused_own()), dropped, firsts, wants.installs)
+    return Targets(
+        *filled, mismatch, extra, tuple(wants.unused_own()), dropped, firsts, wants.overruled, wants.installs
+    )
 
 
 def _is_in(path: str, node: str) -> bool:
@@ -168,7 +172,14 @@ class _NodeTargets:
             self.wants.used.update(name for _, name in saved.tensors)
             return
         load = self.wants.tree(saved, {named.name: named.tensor for named in self.scan.found[node.path]})
-        self.wants.installs.append(_call(node.value.load_state_dict, load))
+
+        def install() -> None:
+            state = load()
+            if isinstance(node.value, LRScheduler):
+                self.wants.overruled += overruled.of_scheduler(node.path, node.value, state)
+            node.value.load_state_dict(state)
+
+        self.wants.installs.append(install)
 
     def data(self, node: DataNode, others: Sequence[Own]) -> None:
         """Values become what was saved; tensors that were there, and still are in the checkpoint, stay the same

@@ -36,14 +36,15 @@ class Updates:
 
     Since the last boundary: `ended`, how many steps have; `fenced`, whether changes by hand were announced;
     `collected`, what each of `scalers` was collecting of one step then. `by_hand`: no optimizer has stepped yet, so
-    that updates are such changes. `elsewhere`: one that owns nothing of the state has, and none that does or was to.
-    Its hooks are to come after those that wait for a copy, and after those of the user: an exception there has changed
-    nothing."""
+    that updates are such changes. `is_idle`: `note` has nothing to do before the next update. `elsewhere`: one that
+    owns nothing of the state has, and none that does or was to. Its hooks are to come after those that wait for a copy,
+    and after those of the user: an exception there has changed nothing."""
 
     def __init__(self, state: dict[str, Any], walk: Callable[[], Walk], events: Events) -> None:
         self.ended = 0
         self.fenced = False
         self.by_hand = True
+        self.is_idle = False
         self.elsewhere: Optimizer | None = None
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
@@ -121,6 +122,11 @@ class Updates:
         else:
             self.gradients.is_watching = True
         self.weights.end(has_updated)
+        self.is_idle = not (has_updated or self.weights.is_watching)
+
+    def watch(self) -> None:
+        """A poll or a save has come: there will be others."""
+        self.weights.is_watching, self.is_idle = True, False
 
     def find_waiting(self, step: int) -> str:
         """`Gradients.lost` at the end of that step, the last one; and an event says so, once."""

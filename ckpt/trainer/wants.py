@@ -65,6 +65,7 @@ class Wants:
     installs: list[Callable[[], None]] = field(default_factory=list)
     lines: dict[tuple[str, str], str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    overruled: list[str] = field(default_factory=list)  # what the script gave, and is not what was installed
     cutter: Cutter = field(default_factory=Cutter)
 
     @staticmethod

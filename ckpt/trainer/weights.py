@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt.trainer import names
+from ckpt.trainer.bindings import plain
 from ckpt.trainer.samples import line
 from ckpt.trainer.shard import live_parts
 
@@ -93,7 +94,7 @@ class Weights:
         params = list(map(_get, self._homes))
         local = list(map(_local, params))
         places = [0 if part is None else _at(part) for part in local]
-        with torch.inference_mode(False), torch.no_grad():
+        with plain():  # of what was detached nothing records a gradient
             if places != self._places:
                 self._places, self._reads = places, _reads(part for part in local if part is not None and _at(part))
             data = [torch.cat([read() for read in reads]) for reads in self._reads]

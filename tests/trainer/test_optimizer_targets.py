@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 from torch.optim.lr_scheduler import ConstantLR
 
 import tests.trainer.roundtrip as rt
@@ -467,3 +468,87 @@ def test_weight_decay_of_another_kind_is_named() -> None:
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
     (line,) = rt.plan(rt.walker_of(state), rt.save(adam(model, 1))).mismatch.lines
     assert "without decoupled_weight_decay=True and with decoupled_weight_decay=False" in line
+
+
+def regrouped(parts: list[list[int]], lr: float = 0.5) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+    groups = [{"params": [p for n in part for p in model[n].parameters()]} for part in parts]
+    return {"model": model, "optim": torch.optim.SGD(groups, lr=lr, momentum=0.9)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ([[0, 1], [2]], [[0], [1], [2]], ("optim.param_groups.0", "optim.param_groups.1")),
+        ([[0], [1], [2]], [[0, 1], [2]], ("optim.param_groups.0",)),
+        ([[0, 1], [2]], [[0], [1, 2]], ("optim.param_groups.0", "optim.param_groups.1")),
+        ([[0, 1], [2]], [[0, 1], [2]], ()),
+        ([[0], [1, 2]], [[1, 2], [0]], ()),
+    ],
+)
+def test_groups_that_were_split_or_merged_are_named_with_a_way_out(before: Any, now: Any, named: Any) -> None:
+    saved = regrouped(before)
+    for param in saved["model"].parameters():
+        param.grad = torch.ones_like(param)
+    saved["optim"].step()
+    checkpoint, other = rt.save(saved), regrouped(now, lr=0.25)
+    found = rt.plan(rt.walker_of(other), checkpoint).mismatch
+    assert found.reshaped == named
+    assert not named or "strict=False" in str(found)
+    rt.restore(other, checkpoint, strict=False)
+    for number, group in enumerate(other["optim"].param_groups):
+        assert group["lr"] == (0.25 if f"optim.param_groups.{number}" in named else 0.5)
+        assert all("momentum_buffer" in other["optim"].state[param] for param in group["params"])
+
+
+def scheduled(**given: Any) -> dict[str, Any]:
+    values = {"lr": 0.5, "weight_decay": 0.0, "T_max": 100, "factor": 0.5, "milestone": 3} | given
+    model = nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters(), lr=values["lr"], weight_decay=values["weight_decay"])
+    parts = [lrs.ConstantLR(optim, factor=values["factor"]), lrs.CosineAnnealingLR(optim, T_max=values["T_max"])]
+    return {"model": model, "optim": optim, "sched": lrs.SequentialLR(optim, parts, [values["milestone"]])}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, []),
+        ({"T_max": 200}, ["sched.1.T_max: 200 given, 100 restored"]),
+        ({"factor": 0.25}, ["sched.0.factor: 0.25 given, 0.5 restored"]),
+        ({"milestone": 4}, ["sched.milestones: [4] given, [3] restored"]),
+        ({"weight_decay": 0.5}, ["optim.param_groups[0].weight_decay: 0.5 given, 0 restored"]),
+        ({"lr": 1.0}, ["optim.param_groups[0].initial_lr: 1 given, 0.5 restored"]),
+    ],
+    ids=lambda value: str(next(iter(value), "")) if isinstance(value, dict) else "",
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_script_gave_and_the_checkpoint_overrules_is_said(given: dict[str, Any], said: list[str]) -> None:
+    saved = scheduled()
+    for _ in range(5):
+        saved["optim"].step()
+        saved["sched"].step()
+    targets = rt.restore(scheduled(**given), rt.save(saved))
+    assert [line for line in targets.overruled if ".lr" not in line] == said
+    assert not any("lr:" in line and "initial" not in line for line in targets.overruled)
+
+
+def test_a_rate_that_a_scheduler_has_lowered_is_none_that_the_script_gives() -> None:
+    """Of this one nobody knows with which rate it began."""
+
+    def made() -> dict[str, Any]:
+        state = regrouped([[0, 1, 2]])
+        return state | {"sched": lrs.ReduceLROnPlateau(state["optim"], patience=0)}
+
+    saved = made()
+    for _ in range(5):
+        saved["sched"].step(1.0)
+    assert saved["optim"].param_groups[0]["lr"] < 0.5
+    assert rt.restore(made(), rt.save(saved)).overruled == []
+
+
+def test_a_learning_rate_without_a_scheduler_is_said_where_it_is_another() -> None:
+    checkpoint = rt.save(regrouped([[0, 1, 2]], lr=0.5))
+    assert rt.restore(regrouped([[0, 1, 2]], lr=0.5), checkpoint).overruled == []
+    said = rt.restore(regrouped([[0, 1, 2]], lr=0.25), checkpoint).overruled
+    assert said == ["optim.param_groups[0].lr: 0.25 given, 0.5 restored"]

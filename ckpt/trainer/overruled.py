@@ -1,0 +1,71 @@
+"""What a script gives an optimizer or a scheduler, and a restart overrules by what the checkpoint has. Pure.
+
+What changes as the run goes on is no such thing: where a scheduler sets the learning rates, the rates from which it
+goes out are compared; of a scheduler, only what its constructor takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def of_group(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], is_scheduled: bool) -> Iterator[str]:
+    """Of an optimizer's group, before its hyper-parameters become those that were saved. `is_scheduled`: whether a
+    scheduler of the state sets its rates."""
+    moving = {"lr"} if is_scheduled or "initial_lr" in live else set()
+    moving |= {"momentum", "betas"} if "max_momentum" in live else set()
+    for key in sorted((live.keys() & saved.keys()) - moving):
+        yield from _compared(f"{name}.{key}", live[key], saved[key])
+
+
+def of_scheduler(name: str, scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Of a scheduler and those within it, before it loads that state."""
+    live = vars(scheduler)
+    given = inspect.signature(type(scheduler).__init__).parameters.keys() - {"last_epoch"}
+    for key in sorted(live.keys() & saved.keys()):
+        if key.lstrip("_") in given:
+            yield from _compared(f"{name}.{key.lstrip('_')}", live[key], saved[key])
+    pairs = zip(live.get("_schedulers") or (), saved.get("_schedulers") or (), strict=False)
+    for number, (inner, its) in enumerate(pairs):
+        if isinstance(inner, LRScheduler) and isinstance(its, Mapping):
+            yield from of_scheduler(f"{name}.{number}", inner, its)
+
+
+def _compared(name: str, live: Any, saved: Any) -> Iterator[str]:
+    one, other = _value(live), _value(saved)
+    if _is_plain(one) and _is_plain(other) and not _is_same(one, other):
+        yield f"{name}: {_shown(one)} given, {_shown(other)} restored"
+
+
+def _value(value: Any) -> Any:
+    """A number for a tensor of one element, a list for a tuple."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return list(map(_value, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:.7g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
