@@ -22,7 +22,8 @@ OWN_BYTES = 5000 * 4
 def test_at_the_exit_it_says_what_reached_each_level(tmp_path: Path) -> None:
     job, seen = make(), Seen()
     job.frozen = nn.Linear(600, 600)
-    with ckpt.Checkpointer(tmp_path, {**job.state, "frozen": job.frozen}, codec="raw", sinks=(seen,)) as ck:
+    state, later = {**job.state, "frozen": job.frozen}, ckpt.Every(steps=10**6)
+    with ckpt.Checkpointer(tmp_path, state, policy=later, codec="raw", sinks=(seen,)) as ck:
         for step in ck.steps(3):
             job.train(step)
             ck.step()
