@@ -50,7 +50,7 @@ from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.pace import TOLD_S
 from ckpt.agent.verdicts import Verdicts
 from ckpt.policy.every import STEPS_APART
-from ckpt.types import Tick, counted
+from ckpt.types import Tick
 
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
@@ -158,8 +158,6 @@ class Group(Verdicts):
             if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
-                    if round_.why is Why.DUE:
-                        self._tell_passed(1, f"step {round_.tick.step} is not committed, while the store fails")
                 untold = round_.peer is not Store.DONE and (round_.tick, "peer") not in self._told
                 if untold and (self.replicates or round_.store is Store.FAILED):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
@@ -260,7 +258,7 @@ class Group(Verdicts):
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
         """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
         otherwise, or once it is time to leave because a machine goes away, each is."""
-        if self._is_stuck or self._insists(round_):
+        if self._is_stuck or round_.explicit:
             return True
         if self._would_delay_the_last(now_s):
             return False
@@ -397,7 +395,7 @@ class Group(Verdicts):
             if self._settled is None or save.tick > self._settled.tick:
                 continue
             del self._saves[rank]
-            slot = next((s for s in self.slots if s.round is not None and s.round.tick in (save.tick, save.same)), None)
+            slot = next((s for s in self.slots if s.round is not None and s.round.tick == save.tick), None)
             if slot is None or slot.round is None or slot.round.missed:
                 why = self._settled.message if save.tick == self._settled.tick else ""
                 message = why or f"the snapshot at {save.tick} was given up"
@@ -408,10 +406,9 @@ class Group(Verdicts):
                 self._out.append(Answer(save.request, self._is_saved(slot.round)))
 
     def _grant(self, now_s: float) -> None:
-        tick, same = self._saves[0].tick, {save.same for save in self._saves.values()}
-        holding = {tick, *same} if len(same) == 1 else {tick}  # what is staged for one of these is the present state
+        tick = self._saves[0].tick
         for slot in self.slots:
-            if slot.round and slot.round.tick in holding and slot.state in (State.STAGED, State.COMPLETE):
+            if slot.round and slot.round.tick == tick and slot.state in (State.STAGED, State.COMPLETE):
                 self._adopt(slot.round)
                 return
         waited = self._asked_s is not None and now_s - self._asked_s >= LOST_S
@@ -421,7 +418,7 @@ class Group(Verdicts):
         appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
         if appointed is not None and appointed.staged:
             return  # this very tick is being staged: it need not be taken twice
-        waiting = [s.round for s in self.slots if s.round and self._insists(s.round) and s.round.store is Store.NEW]
+        waiting = [s.round for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
         queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]  # else they wait for the ranks
         if queued or not self.is_planned:
             return
@@ -435,8 +432,8 @@ class Group(Verdicts):
         self._answer_saves(self._stage_now(free, round_))
 
     def _adopt(self, round_: Round) -> None:
-        """All ranks ask for what is staged already: it only has to reach the store like any explicit one."""
-        if round_.why is not Why.HOLD:
+        """All ranks ask for a tick that is staged already: it only has to reach the store like any explicit one."""
+        if round_.why is Why.STEP:
             round_.why = self._saves[0].why
         if round_.store is Store.FAILED:
             round_.store = Store.NEW
@@ -460,41 +457,44 @@ class Group(Verdicts):
             far = max(steps, default=0) + LEAD_MIN
             self._withdraw(now_s, lambda r: r.tick.step > far)
         at_polls = self.pace.all_poll and self.pace.is_long
-        if at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
+        if self._by_time and at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
             self._extra_tries += self._extra is not None  # nobody knows when this step ends, and none was missed
-        if self.course is Course.PUSH or not self._may_appoint() or self._saves or self._open():
+        if self.course is Course.PUSH or not self._may_appoint() or self._saves:
             return
-        by_clock = now_s >= self._due_s
-        if self._start_step is None or not (hold or extra or by_clock):
+        before = [round_ for _, round_ in self._open()]
+        if before and (self._by_time or not all(round_.announced for round_ in before)):
             return
-        slot = self._grantable()
-        if slot is None or not (hold or extra or self._can_spare(slot)):
-            self._pass_over(now_s)
+        slot = self._grantable() if hold or extra or now_s >= self._due_s else None
+        if slot is None or self._start_step is None or not (hold or extra or self._can_spare(slot)):
             return
         at = max(self._start_step, *steps)
-        if at_polls or (hold and self.pace.is_poll_next):
+        if not self._by_time:
+            tick = self._next_named(now_s, at, bool(before))
+        elif at_polls or (hold and self.pace.is_poll_next):
             tick = self._next_poll()
         else:
             near = self._near_step(now_s) if hold else None
             tick = self.pace.with_update(near or self._next_step(now_s, at))
+        if tick is None:
+            return
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._extra_tries -= extra
         round_.announced = True
         kind = Kind.HOLD if hold else Kind.TAKE
         self._out.append(SetWord(slot.number, Word(round_.number, slot.number, kind, tick.step, tick.sub)))
-        self._due_s = now_s + self._interval_s
+        if self.policy.seconds is not None:
+            self._due_s = now_s + self.policy.seconds
 
-    def _pass_over(self, now_s: float) -> None:
-        """What is due by the clock finds no slot. It is passed over where the next one is due before there is one."""
-        if now_s >= self._due_s + self._interval_s:
-            count = int((now_s - self._due_s) / self._interval_s)
-            self._due_s += count * self._interval_s
-            self._tell_passed(count, "no slot was free when a snapshot was due")
-
-    def _tell_passed(self, count: int, why: str) -> None:
-        """Checkpoints that were due, and are not there."""
-        text = f"{counted(count, 'checkpoint')} passed over: {why}"
-        self._out.append(Emit("snapshot.passed", text, False, {"count": count}))
+    def _next_named(self, now_s: float, at: int, others: bool) -> Tick | None:
+        """The first of the steps that the policy names which can still be announced, and is behind all that are taken
+        or announced. None: it will be time for it later, and until then its slot may serve another. `others`: whether
+        some are announced."""
+        every = self.policy.steps or 1
+        far = self._next_step(now_s, at)
+        near = self._near_step(now_s) or far
+        newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
+        step = -(-max(near.step, newest + 1) // every) * every
+        return Tick(step) if not others or step <= far.step else None
 
     def _next_step(self, now_s: float, at: int) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
@@ -567,14 +567,7 @@ class Group(Verdicts):
     def _waits(self, slot: Slot) -> bool:
         """Whether its round waits for its turn to be committed, and may not be skipped."""
         round_ = slot.round
-        is_new = slot.state is State.COMPLETE and round_ is not None and round_.store is Store.NEW
-        return is_new and round_ is not None and self._insists(round_)
-
-    def _insists(self, round_: Round) -> bool:
-        """Whether it is to reach the store even if newer ones are there. What the policy names does not while the store
-        fails, nor once a notice came: training would wait for the slot of each."""
-        is_spared = round_.why is Why.DUE and (self.store_fails or self.course is not Course.STAY)
-        return round_.explicit and not is_spared
+        return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
 
     def _may_be_all(self, round_: Round) -> bool:
         """Whether its commit was given up for a newer one, of which nobody knows yet that it is in the store."""
@@ -651,7 +644,7 @@ class Group(Verdicts):
             self._judge(round_, self.is_lost_cause or self._ended, now_s)
         if round_.why is Why.STEP and self.policy.seconds is not None:
             self._retries = min(self._retries + 1, 16)
-            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self._interval_s)
+            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self.policy.seconds)
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
@@ -678,7 +671,7 @@ class Group(Verdicts):
 
     def _is_saved(self, round_: Round) -> dict[str, Any]:
         level = "store" if round_.store is Store.DONE else "local"
-        return {"saved": True, "round": round_.number, "level": level, "tick": str(round_.tick)}
+        return {"saved": True, "round": round_.number, "level": level}
 
     def _answer_saves(self, body: dict[str, Any]) -> None:
         self._settled = Settled(max(save.tick for save in self._saves.values()), "save-failed", "")

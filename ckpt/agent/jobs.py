@@ -297,8 +297,7 @@ class Job(TakenOver):
             case "save":
                 kind = _why(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
-                same = Tick.parse(str(fields["same"])) if fields.get("same") else None
-                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])), same)
+                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
             case "unsavable":
                 group.unsavable(rank, Tick.parse(str(fields["tick"])), str(fields["why"])[:1000])
             case "held":
@@ -569,7 +568,7 @@ class Job(TakenOver):
 
 
 def _why(fields: dict[str, Any]) -> Why:
-    return {"exit": Why.EXIT, "due": Why.DUE}.get(str(fields["why"]), Why.SAVE)
+    return Why.EXIT if fields["why"] == "exit" else Why.SAVE
 
 
 def finite(value: Any, name: str) -> float:

@@ -115,7 +115,7 @@ def begin(world: int, source: str, faults: int, waits: int, ahead: bool = False,
 
 
 def _agent(world: int, first_round: int, nodes: bool) -> Group:
-    made = Group(world, Every(seconds=1000), first_round=first_round)
+    made = Group(world, Every(steps=1000), first_round=first_round)
     made.one_page = not nodes
     return made
 
