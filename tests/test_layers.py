@@ -30,8 +30,7 @@ MAY_IMPORT = {
     "storage": BASE,
     "notices": BASE,
     "predict": BASE,
-    # And its helpers.
-    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers", "files")},
+    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers")},  # and its helpers
     "store": BELOW_STORE,
     "agent": BELOW_AGENT,
     "trainer": BELOW_TRAINER,

@@ -3,9 +3,8 @@
 A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
 store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
 acknowledged it; it is brought once for all ranks. What one rank alone wants of another node goes past the window
-(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). Otherwise the ranks
-read the files of a store that is a local folder by themselves (`files`). The ranks verify what they copied: what they
-find bad comes from the next source, and a fetch whose frame no source has ends with an error.
+(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). The ranks verify what
+they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
 """
@@ -26,7 +25,6 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, told
 from ckpt.agent.cells import Cells, From
 from ckpt.agent.checkpoint import Memory
-from ckpt.agent.files import Files
 from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.agent.moving import SAY_S, Progress
 from ckpt.agent.storeframes import StoreFrames
@@ -66,8 +64,7 @@ class Asked:
 class Restore:
     """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
     `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
-    nodes share the reading of that. `folder`: where the store is, if it is a local one. `later(delay_s, what)`: a timer
-    of the main thread."""
+    nodes share the reading of that. `later(delay_s, what)`: a timer of the main thread."""
 
     def __init__(
         self,
@@ -82,7 +79,6 @@ class Restore:
         window_bytes: int = WINDOW_BYTES,
         peers: PeerFrames | None = None,
         fan: FanOut | None = None,
-        folder: str | None = None,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -111,12 +107,8 @@ class Restore:
             store.window, store.opened, store.guard = self._cells.window, self._opened, self._guard
             store.wanted, store.landed, store.free = self._wanted.keys, self._was_read, self._cells.free
             store.lacking, store.unreadable = self._lacking, self._unreadable
-        self._files = Files(folder, manifest, open_record, bulk) if folder and open_record is not None else None
-        if self._files is not None:
-            self._files.opened, self._files.guard = self._opened, self._guard
         self._bad: set[int] = set()  # frames that this node's memory does not have right
-        # And those that are not to be had there.
-        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set(), From.FILE: set()}
+        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set()}  # and that are not to be had there
         self._closed = False
         self._progress = Progress()
         self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
@@ -144,7 +136,7 @@ class Restore:
             if frame not in asked.left:
                 continue
             source = self._release(frame, receiver)
-            read_here = source in (From.STORE, From.FILE) or (source is None and frame in asked.home)
+            read_here = source is From.STORE or (source is None and frame in asked.home)
             self._progress.moved()
             if good:
                 asked.left.discard(frame)
@@ -174,8 +166,6 @@ class Restore:
         self._cells.drop(receiver)
         if self._peers is not None:
             self._peers.straight.drop(receiver)
-        if self._files is not None:
-            self._files.drop(receiver)
         for frame in list(self._wanted):
             self._unwant(frame, id(receiver))
         for receivers in [*self._coming.values(), *self._shared.values()]:
@@ -368,17 +358,9 @@ class Restore:
             what = f"frame {min(frames - self._unreached or frames)} of {self.identity}"
             self._fail(asked, f"{what} is not to be had from memory and not in the store", frames)
             return
-        if self._files is not None and (readable := frames - self._bad_from[From.FILE]):
-            self._files.give(asked.receiver, readable, functools.partial(self._not_in_files, asked))
-            frames = frames - readable
         for frame in frames:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))
         self._store.pump()
-
-    def _not_in_files(self, asked: Asked, frames: set[int]) -> None:
-        self._bad_from[From.FILE].update(frames)
-        if self._asked.get(id(asked.receiver)) is asked:
-            self._from_store(asked, frames)
 
     def _was_read(self, frames: list[int], offset: int) -> None:
         self._arrived(frames, offset, From.STORE, self._wanted)
@@ -410,8 +392,6 @@ class Restore:
         """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
         if self._peers is not None and self._peers.straight.has_come(frame, receiver):
             return From.PEER
-        if self._files is not None and self._files.take_back(frame, receiver):
-            return From.FILE
         return self._cells.take_back(frame, receiver)
 
     def _unwant(self, frame: int, who: int) -> None:

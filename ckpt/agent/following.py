@@ -454,7 +454,6 @@ class Following:
             self._server.post,
             peers=peers,
             fan=fan,
-            folder=self._store.folder,
         )
 
     def source_gone(self, name: str) -> None:

@@ -152,13 +152,6 @@ class StoreSide:
             return self._runs[impatient]
 
     @property
-    def folder(self) -> str | None:
-        """Where the store is, if it is a local folder."""
-        from ckpt.storage.url import scheme_of
-
-        return self.url if scheme_of(self.url) == "file" else None
-
-    @property
     def backend(self) -> Backend:
         return self.run().backend
 
@@ -309,12 +302,9 @@ class StoreSide:
         return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), cancel)
 
     def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
-        """Of "auto" in a local folder: raw, since decoding takes longer than the disk for what coding saves."""
         from ckpt.store.commit import Committer
         from ckpt.store.keys import new_writer
 
-        if codec == "auto" and self.folder is not None:
-            codec = "raw"
         if (codec, bandwidth) not in self._committers:
             made = Committer(self.backend, new_writer(), codec, bandwidth, events=self.events)
             self._committers[codec, bandwidth] = made

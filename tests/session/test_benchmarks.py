@@ -23,7 +23,6 @@ from tests.session.scripts import ROOT
         "many",
         "agent",
         "restore",
-        "folder",
         "peak",
         "restart",
         "peer",
