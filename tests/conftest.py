@@ -12,6 +12,7 @@ import random
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -97,6 +98,19 @@ def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if os.environ.get("CI") == "true" and not any(allowed in reason for allowed in SKIPS_ALLOWED):
         report.outcome = "failed"
         report.longrepr = f"{reason}\nA skip fails in CI unless tests/conftest.py allows its reason."
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", disk], capture_output=True).returncode:
+        pytest.skip("needs a file system that can fill up")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture

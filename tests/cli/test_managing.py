@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,18 +63,6 @@ def test_prune_now_deletes_at_once_but_for_what_a_reader_holds(tmp_path: Path, m
     assert ckpt(monkeypatch, *words, "--yes").code == 0
     assert ckpt(monkeypatch, "verify", tmp_path).code == 0
     assert not any(path.startswith(f"commits/{saved[1]}") for path in _files(tmp_path))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", disk], capture_output=True).returncode:
-        pytest.skip("no file system may be mounted here")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_prune_now_makes_room_on_a_disk_that_has_none(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,6 @@ from ckpt.store.run import Run
 from tests.cli.stores import opened
 from tests.session.loops import losses, make, wait_agent_gone
 from tests.session.runs import Seen, run
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", disk], capture_output=True).returncode:
-        pytest.skip("needs a file system that can fill up")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_disk_with_room_for_one_checkpoint_more_than_is_kept_takes_every_save(small_disk: Path) -> None:
