@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.errors import RunInUse, Superseded
 from ckpt.events import Events
+from ckpt.storage.late import why_late
 from ckpt.storage.names import shown
 from ckpt.types import Epoch, Identity, counted
 
@@ -47,6 +48,7 @@ class Claims:
         self._unsettled: set[Epoch] = set()  # those without a commit
         self._refused: dict[Epoch, str] = {}
         self._told: set[Identity] = set()
+        self._has_told_late = False
 
     def began(self, epoch: Epoch, view: RunView | None, insists: bool) -> None:
         """A start of this agent. `view`: what it chose from; None: the store did not answer."""
@@ -91,6 +93,7 @@ class Claims:
                 self._seen.setdefault(epoch, frozenset())
                 self._check_others(run, claim)
                 run.claim(claim)
+                self._tell_late()
             self._look(run, claim)
             self._claimed[epoch] = claim
 
@@ -161,6 +164,19 @@ class Claims:
         known = view.lineage.claims.get(epoch)
         is_restart = known is not None and known.launch == claim.launch
         return not (is_restart or epoch in self.begun or epoch in _chain(view, claim))
+
+    def _tell_late(self) -> None:
+        """Once: a listing of this store may lack what another machine has put."""
+        late = why_late(self._url)
+        if late is None or self._has_told_late:
+            return
+        self._has_told_late = True
+        text = (
+            f"ckpt: {shown(self._url)} is on {late}, which may list new checkpoints of other machines up to a minute "
+            "late: this start may have missed the newest one. ckpt looks again while the job trains, and says so where "
+            "it finds one. After a restart on another machine see docs/guides/stores.md"
+        )
+        self._events.emit("store.late", text, loud=True, why=late)
 
     def _tell(self, claim: Claim, passed: Sequence[CommitRef]) -> None:
         newest = passed[-1].identity
