@@ -30,6 +30,7 @@ SKIPS_ALLOWED = (
     "needs a control group for memory",  # making one needs root, and a file system of them that may be written
     "needs a file system that can fill up",  # mounting one needs CAP_SYS_ADMIN
     "needs an NFS server in the kernel",
+    "needs FUSE",  # and root
     "needs a pid namespace",  # making one needs CAP_SYS_ADMIN
     "not as root",  # root passes every permission check
     "only as root",  # another user has to be at hand
@@ -68,6 +69,12 @@ hypothesis.settings.load_profile("ckpt")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = int(os.environ.get("CKPT_TEST_SEED") or random.SystemRandom().getrandbits(31))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests are objects, too: a collection of garbage does not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -30,12 +30,20 @@ def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             words = [program("rclone"), "--config", os.devnull, "mount", tmp_path / "folder", tmp_path / name]
-            options = ["--dir-cache-time", CACHE, "--vfs-cache-mode", "writes", "--cache-dir", tmp_path / f"cache-{name}"]
+            options = [
+                "--dir-cache-time",
+                CACHE,
+                "--vfs-cache-mode",
+                "writes",
+                "--cache-dir",
+                tmp_path / f"cache-{name}",
+            ]
             process = stack.enter_context(subprocess.Popen([*words, *options], stderr=subprocess.DEVNULL))
             stack.callback(process.terminate)
             deadline = time.monotonic() + 30
             while not os.path.ismount(tmp_path / name):
-                assert process.poll() is None and time.monotonic() < deadline, "it was not mounted"
+                assert process.poll() is None, "it ended"
+                assert time.monotonic() < deadline, "it does not mount"
                 time.sleep(0.05)
         yield tmp_path / "a", tmp_path / "b"
 
