@@ -546,7 +546,6 @@ STARTS: list[Start] = [
     (3, SIGNAL, 0, 1, False),
     (3, "cloud", 1, 0, True),
     (3, SIGNAL, 1, 0, False),
-    (3, SIGNAL, 1, 1, True),
     (2, "cloud", 1, 0, False, True),
     (2, SIGNAL, 1, 0, False, True),
     (2, "cloud", 1, 1, False, True),
@@ -554,6 +553,7 @@ STARTS: list[Start] = [
     (3, "cloud", 1, 0, False, True),
 ]
 DEEP: list[Start] = [
+    (3, SIGNAL, 1, 1, True),
     (2, "cloud", 1, 2, False),
     (2, "cloud", 2, 0, False, True),
     (3, "cloud", 1, 1, False),
