@@ -19,11 +19,11 @@ from ckpt.events import Events
 from ckpt.trainer import trees
 from ckpt.trainer.gradients import Gradients
 from ckpt.trainer.lazy import owns_any, params_of
-from ckpt.trainer.nodes import ObjectNode, OptimizerNode
+from ckpt.trainer.nodes import ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.shard import storages
 from ckpt.trainer.strangers import Strangers, find_held
 from ckpt.trainer.walk import Walk
-from ckpt.trainer.weights import Weights
+from ckpt.trainer.weights import Weights, are_alike
 
 T = TypeVar("T")
 HELD_MAX = 1000  # in a collection, among which optimizers are looked for: a longer one is of data
@@ -49,10 +49,10 @@ class Updates:
         self.scalers: Sequence[GradScaler] = ()
         self.collected: Sequence[object] = ()
         self.strangers = Strangers(events)
-        self.weights = Weights(self._parts)
+        self.weights = Weights(self._walked)
         self.gradients = Gradients(
             lambda: [view.optimizer for view in walk().scan.views.values()],
-            lambda: self.by_hand and not self._first.has_same_values(self.weights.glance()),
+            lambda: self.by_hand and not are_alike(self._first, self.weights.glance()),
         )
         self._state = state
         self._walk = walk
@@ -215,6 +215,14 @@ class Updates:
     def _parts(self) -> list[Optimizer | nn.Module]:
         """Of the state. What is made anew is assigned there, and steps before it is walked."""
         return _find((Optimizer, nn.Module), self._state, set())
+
+    def _walked(self) -> list[Optimizer | nn.Module]:
+        """Those in the places where the walk has found such, at each boundary: no plain value is looked at."""
+        try:
+            found = [node.value for node in self._walk().scan.nodes if isinstance(node, (ModuleNode, OptimizerNode))]
+        except LookupError:  # one has left the state
+            return self._parts()
+        return [each for each in found if isinstance(each, (Optimizer, nn.Module))]
 
     def _is_followed(self, parts: Sequence[Optimizer | nn.Module]) -> bool:
         followed = self._followed_parts

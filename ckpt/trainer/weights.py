@@ -1,9 +1,10 @@
 """Whether the parameters of the state are those of the last boundary: else averaged weights may have been swapped in.
 
-A glance reads some elements of up to GLANCED_MAX parameters, spread over all that the modules and optimizers of the
-state hold, frozen ones too. It also sees whether a parameter is another object, or lies in other memory, and which
-modules and optimizers the state has. So the swap of a whole model is found, however it is done; what changes a few
-parameters or a few elements may be missed. A glance takes some 15 us on the host. On a device no boundary waits for it.
+A glance reads some elements of up to GLANCED_MAX parameters, spread over those that the optimizers of the state train:
+an average that moves on between two steps is none of them. Where they train none of the modules' own (as where they
+hold copies of higher precision), all parameters count. So the swap of a whole model is found, however it is done; what
+changes a few parameters or a few elements may be missed. A glance takes some 15 us on the host. On a device no boundary
+waits for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,35 +27,15 @@ from ckpt.trainer.shard import live_parts
 
 GLANCED_MAX = 16
 
-
-@dataclass(frozen=True, slots=True)
-class Glance:
-    """`held`: modules, optimizers and parameters, not kept alive. `places`: the addresses of the parameters' bytes on
-    this rank, 0 for none. `data`: what was read of them."""
-
-    held: Sequence[weakref.ref[Any]]
-    places: Sequence[int]
-    data: Sequence[Tensor]
-
-    def is_same(self, other: Glance) -> bool:
-        pairs = zip(self.held, other.held, strict=False)
-        return (
-            len(self.held) == len(other.held)
-            and all(one() is another() for one, another in pairs)
-            and self.places == other.places
-            and self.has_same_values(other)
-        )
-
-    def has_same_values(self, other: Glance) -> bool:
-        pairs = zip(self.data, other.data, strict=False)
-        return len(self.data) == len(other.data) and all(torch.equal(one, another) for one, another in pairs)
+# What was read, by device and kind.
+Glance = Sequence[Tensor]
 
 
 class Weights:
     """The parameters of `parts()`, the modules and optimizers of the state. For the training thread.
 
     A boundary with an update is remembered; where `is_watching`, since polls or saves come, each one is. What comes
-    after any other is not compared."""
+    after any other is not compared, nor what comes after other parts have taken their place in the state."""
 
     def __init__(self, parts: Callable[[], Sequence[Optimizer | nn.Module]]) -> None:
         self.is_watching = False
@@ -69,8 +49,8 @@ class Weights:
 
     def begin(self) -> Glance:
         """Training begins: that is a boundary."""
-        self._last = self.glance()
-        return self._last
+        self._last = found = self.glance()
+        return found
 
     def end(self, has_updated: bool) -> None:
         """A step has ended."""
@@ -83,7 +63,8 @@ class Weights:
     @property
     def are_swapped(self) -> bool:
         """Whether others are in the state than at the last boundary, as far as that is known."""
-        return self._last is not None and not self._last.is_same(self.glance())
+        now = self.glance()
+        return self._last is not None and not are_alike(self._last, now)
 
     def glance(self) -> Glance:
         parts = self._parts()
@@ -91,27 +72,28 @@ class Weights:
             self._look_at(parts)
         for module in self._gathering:  # else what is gathered for a forward pass is no parameter of the optimizer's
             module.reshard()
-        params = list(map(_get, self._homes))
-        local = list(map(_local, params))
+        local = [_local(_get(home)) for home in self._homes]
         places = [0 if part is None else _at(part) for part in local]
         with plain():  # of what was detached nothing records a gradient
             if places != self._places:
                 self._places, self._reads = places, _reads(part for part in local if part is not None and _at(part))
-            data = [torch.cat([read() for read in reads]) for reads in self._reads]
-        return Glance([*self._of, *(weakref.ref(param) for param in params if param is not None)], places, data)
+            return [torch.cat([read() for read in reads]) for reads in self._reads]
 
     def _look_at(self, parts: Sequence[Optimizer | nn.Module]) -> None:
-        homes: dict[int, Callable[[], Any]] = {}  # by the parameter that is there, of which each is glanced at once
-        modules = [(part, *named) for part in parts if isinstance(part, nn.Module) for named in part.named_modules()]
-        for root, path, module in modules:
-            held = vars(module).get("_parameters")
-            for key, param in (held if isinstance(held, dict) else {}).items():
-                homes.setdefault(id(param), partial(_in_module, root, path.split(".") if path else (), key))
+        trained: dict[int, Callable[[], Any]] = {}  # by the parameter that is there, of which each is glanced at once
+        held: dict[int, Callable[[], Any]] = {}
         for part in (part for part in parts if isinstance(part, Optimizer)):
             for group in part.param_groups:
                 for number, param in enumerate(group["params"]):
-                    homes.setdefault(id(param), partial(operator.getitem, group["params"], number))
+                    trained.setdefault(id(param), partial(operator.getitem, group["params"], number))
+        modules = [(part, *named) for part in parts if isinstance(part, nn.Module) for named in part.named_modules()]
+        for root, path, module in modules:
+            params = vars(module).get("_parameters")
+            for key, param in (params if isinstance(params, dict) else {}).items():
+                held.setdefault(id(param), partial(_in_module, root, path.split(".") if path else (), key))
+        homes = {**trained, **({number: held[number] for number in held if number in trained} or held)}
         found = [home for home in homes.values() if _local(_get(home)) is not None]
+        self._last = None
         self._homes = found[:: -(-len(found) // GLANCED_MAX) or 1]
         self._of = list(map(weakref.ref, parts))
         self._gathering = names.resharding(module for _, _, module in modules)
@@ -119,6 +101,11 @@ class Weights:
 
     def _forget(self) -> None:
         self._of, self._homes, self._gathering, self._places, self._reads = [], [], [], [], []
+
+
+def are_alike(one: Glance, other: Glance) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 _at = Tensor.data_ptr

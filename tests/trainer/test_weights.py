@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +80,56 @@ def test_weights_that_are_swapped_in_are_seen_until_they_are_swapped_back(swap: 
             assert not updates.weights.are_swapped
 
 
-def test_a_model_that_takes_the_place_of_another_in_the_state_is_seen() -> None:
-    state = {"model": torch.nn.Linear(2, 2)}
-    updates = Updates(state, lambda: walk, Events())
+def begun(state: dict[str, Any]) -> Updates:
     walk = StateWalker(state, by_rank(0, 1)).walk()
+    updates = Updates(state, lambda: walk, Events())
     updates.weights.begin()
-    state["model"] = copy.deepcopy(state["model"])
+    return updates
+
+
+def test_a_model_that_is_assigned_in_the_state_is_to_be_saved() -> None:
+    state = {"model": torch.nn.Linear(2, 2)}
+    updates = begun(state)
+    state["model"] = torch.nn.Linear(2, 2)
+    assert not updates.weights.are_swapped
+    del state["model"]
+    assert not updates.weights.are_swapped
+
+
+def test_an_average_that_moves_on_between_two_steps_is_to_be_saved() -> None:
+    """As once an epoch, behind its last step."""
+    model = torch.nn.Linear(2, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    updates = begun({"model": model, "average": average, "optim": torch.optim.SGD(model.parameters())})
+    with torch.no_grad():
+        average.module.weight.add_(1)
+        assert not updates.weights.are_swapped
+        model.weight.add_(1)
     assert updates.weights.are_swapped
+
+
+def test_the_same_weights_in_other_memory_are_no_others() -> None:
+    """As after they were offloaded, and brought back."""
+    model = torch.nn.Linear(2, 2)
+    updates = begun({"model": model, "optim": torch.optim.SGD(model.parameters())})
+    for param in model.parameters():
+        param.data = param.data.clone()
+    assert not updates.weights.are_swapped
+
+
+def test_a_boundary_looks_at_no_plain_value_of_the_state() -> None:
+    class Buffer(list[Any]):
+        """Of a million transitions, say."""
+
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("looked at")
+
+    model = torch.nn.Linear(2, 2)
+    state: dict[str, Any] = {"model": model, "buffer": []}
+    updates = begun(state)
+    state["buffer"] = Buffer([()])
+    update(updates, 1)
+    assert not updates.weights.are_swapped
 
 
 def test_frozen_and_nested_kinds_of_parameters_can_be_looked_at() -> None:
