@@ -126,6 +126,19 @@ def test_numpy_gets_the_same_numbers_and_torch_the_same_bits(dtype: str, as_nump
     np.testing.assert_array_equal(found, saved.to(wider).numpy())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_tensor_without_dimensions_stays_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    saved = torch.ones((), dtype=dtype)
+    with ckpt.Checkpointer(tmp_path, state={"t": saved, "row": torch.ones(3, dtype=dtype)}) as ck:
+        ck.save()
+    with ckpt.open(tmp_path) as run:
+        for found in (run.newest.tensor("t"), run.newest.tensor("row", 1)):
+            assert isinstance(found, np.ndarray)
+            assert (found.shape, found.item()) == ((), 1)
+        for exact in (run.newest.torch_tensor("t"), run.newest.torch_tensor("row", 1)):
+            assert (exact.shape, exact.dtype, exact.item()) == ((), dtype, 1)
+
+
 def test_the_values_are_those_of_the_state_by_its_keys(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)

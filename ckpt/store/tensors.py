@@ -110,7 +110,7 @@ def read(reader: FrameReader, spec: TensorSpec, index: Index = ()) -> Bits:
         apply_cuts(by_frame[frame], frame, np.frombuffer(held.pop(frame), np.uint8), [bits])
 
     reader.read(by_frame, deliver, out)
-    found: Bits = bits[then]
+    found: Bits = bits[(*then, ...)]  # an array, where all parts are integers, too
     return found
 
 
@@ -147,11 +147,11 @@ def as_numpy(bits: Bits, dtype: str) -> npt.NDArray[Any]:
     if dtype == "bool":
         return bits.view(np.bool_)
     if dtype in FLOATS:
-        return exact(bits, dtype)
+        return np.asarray(exact(bits, dtype))
     if dtype == "complex32":
         found = values_of(bits, dtype)
         assert found is not None
-        return found.astype(np.complex64)
+        return np.asarray(found, np.complex64)
     return bits
 
 
@@ -162,4 +162,4 @@ def as_torch(bits: Bits, dtype: str) -> Any:
     kind = getattr(torch, dtype, None)
     if kind is None:
         raise UsageError(f"torch {torch.__version__} has no {dtype}; install a newer one, or take the numpy array")
-    return torch.from_numpy(np.ascontiguousarray(bits)).view(kind)
+    return torch.from_numpy(np.asarray(bits, order="C")).view(kind)
