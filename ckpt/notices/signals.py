@@ -4,7 +4,8 @@
   before; nothing else. No lock is taken, nothing is allocated for long, nothing is sent or saved there.
 - Python runs handlers only between two bytecodes of the main thread, which may sit in a collective for minutes. The
   interpreter's wake-up descriptor is therefore the same pipe: the byte is there at once, and `listen` reads it. Who
-  sets another wake-up descriptor inside the block (an event loop) leaves us with the handler's byte.
+  sets another wake-up descriptor inside the block (an event loop) leaves us with the handler's byte. So one signal
+  writes two bytes, the handler's maybe minutes later: that one is marked, and counts only where the first is missing.
 - On exit everything is as it was: handlers, wake-up descriptor. A signal that nobody consumed, and that nobody's
   handler has seen, is delivered again; with the default action that ends the process, as it would have without us.
 - A forked child (a loader's worker, which is ended by SIGTERM) gets back what was there before: its signals are no
@@ -31,6 +32,7 @@ from ckpt.notices.notice import Notice, Tell
 SLICE_S = 0.25
 CLOSE_S = 5.0
 REPEAT_S = 2.0
+BY_HANDLER = 0x80  # marks the handler's byte; the numbers of signals are smaller
 LEADS_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 30.0, signal.SIGUSR1: 30.0}  # torchrun, Kubernetes, Slurm
 
 
@@ -57,6 +59,7 @@ class Signals:
         self._events = events or Events()
         self._now_s = now_s
         self._came: dict[int, bool] = dict.fromkeys(self._leads_s, False)
+        self._woken: set[int] = set()  # told by the wake-up descriptor, and the handler has not run since
         self._consumed: set[int] = set()
         self._previous: dict[int, Any] = {}
         self._handler = self._handle  # one object: bound methods are made anew each time
@@ -70,6 +73,7 @@ class Signals:
         if self._is_open:
             raise UsageError("already listening to signals; make another Signals")
         self._came = dict.fromkeys(self._leads_s, False)
+        self._woken.clear()
         self._consumed.clear()
         self._previous.clear()
         self._read, self._write = os.pipe()
@@ -156,7 +160,7 @@ class Signals:
         if self._is_open:
             self._came[number] = True
             with contextlib.suppress(OSError):  # full: there is enough to wake up for
-                os.write(self._write, bytes((number,)))
+                os.write(self._write, bytes((number | BY_HANDLER,)))
         elif signal.getsignal(number) is self._handler:
             # Put back after our exit by somebody who had found it installed: out of the way, once and for all.
             signal.signal(number, previous)
@@ -168,13 +172,24 @@ class Signals:
     def _pass_on(self) -> bytes:
         """The numbers of the signals that came. Whoever was to be woken before us is woken as well (asyncio)."""
         try:
-            came = os.read(self._read, 512).replace(b"\0", b"")
+            read = os.read(self._read, 512).replace(b"\0", b"")
         except BlockingIOError:
             return b""
+        came = bytes(byte & ~BY_HANDLER for byte in read if self._is_first(byte))
         if self._woken_before >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._woken_before, came)
         return came
+
+    def _is_first(self, byte: int) -> bool:
+        """Whether this byte is the first that its signal has written."""
+        number = byte & ~BY_HANDLER
+        is_first = byte == number or number not in self._woken
+        if byte == number:
+            self._woken.add(number)
+        else:
+            self._woken.discard(number)
+        return is_first
 
     def _restored(self) -> dict[int, bool]:
         """Which signals came that no handler but ours has seen. What others have installed over ours stays."""

@@ -104,6 +104,31 @@ def test_a_clock_that_is_set_makes_no_two_requests_of_one_that_came_twice() -> N
     assert again == []
 
 
+def test_a_handler_that_runs_late_makes_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A main thread in a long call of C runs the handler seconds after the signal was told."""
+    monkeypatch.setattr("ckpt.notices.signals.REPEAT_S", 0.0)
+    stop, has_told, insisted = threading.Event(), threading.Event(), threading.Event()
+    again = list[signal.Signals]()
+
+    def came_again(number: signal.Signals) -> None:
+        again.append(number)
+        insisted.set()
+
+    with Signals() as signals, Tasks("listener") as tasks:
+        tasks.start("listen", lambda: signals.listen(stop, lambda word: has_told.set(), came_again))
+        for number in (TERM, USR1):  # the second is told after all that the first has written
+            send(number)
+            assert has_told.wait(60)
+            has_told.clear()
+        once = again.copy()
+        send(TERM)
+        has_insisted = insisted.wait(60)
+        stop.set()
+        signals.consume(TERM)
+        signals.consume(USR1)
+    assert (once, has_insisted, again) == ([], True, [TERM])
+
+
 def test_a_signal_that_came_before_anybody_listened_is_told() -> None:
     with Signals() as signals:
         send(TERM)
