@@ -27,7 +27,7 @@ def test_a_run_leaves_one_file_of_what_happened_in_the_trainer_and_in_the_agent(
         wait_agent_gone(tmp_path / "run")
     found = [json.loads(line) for line in path.read_text().splitlines()]
     by_trainer = [each["event"] for each in found if each["by"] == "trainer"]
-    assert by_trainer == ["receipt", "restored", "receipt"]
+    assert by_trainer == ["loader.missing", "receipt", "restored", "loader.missing", "receipt"]
     assert {each["pid"] for each in found if each["by"] == "trainer"} == {os.getpid()}
     commits = [each for each in found if each["event"] == "commit.done"]
     assert [each["by"] for each in commits] == ["agent", "agent"]
