@@ -226,7 +226,7 @@ class Checkpoint:
         from ckpt.store.reader import FrameReader, any_readable
 
         def of(record: Record) -> T:
-            found = work(FrameReader(self._run.backend, record))
+            found = work(FrameReader(self._run.backend, record, self._run.patience))
             self._record = record
             return found
 

@@ -122,5 +122,5 @@ def read_learnt(store: StoreSide) -> list[Any]:
     from ckpt.store.reader import open_record
 
     run = store.run(impatient=True)
-    records = [open_record(run.backend, ref) for ref in run.view().line[-RECORDS:]]
+    records = [open_record(run.backend, ref, run.patience) for ref in run.view().line[-RECORDS:]]
     return [record.about[ABOUT] for record in records if ABOUT in record.about]

@@ -181,10 +181,11 @@ class StoreSide:
         """Of the first record that can be read. Errors: that of the last one; NewerFormat where one needs that."""
         from ckpt.store.reader import FrameReader, open_record
 
+        run = self.run()
         failed: CkptError | None = None
         for ref in refs:
             try:
-                return FrameReader(self.backend, open_record(self.backend, ref))
+                return FrameReader(run.backend, open_record(run.backend, ref, run.patience), run.patience)
             except CkptError as exc:
                 failed = failed if isinstance(failed, NewerFormat) else exc
         raise failed or StorageError("no record of it is in the store")

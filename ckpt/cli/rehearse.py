@@ -351,7 +351,7 @@ class _Checkpoint:
         from ckpt.store.reader import FrameReader, load_values, open_record
 
         self.step = ref.identity.tick.step
-        self.reader = FrameReader(run.backend, open_record(run.backend, ref))
+        self.reader = FrameReader(run.backend, open_record(run.backend, ref, run.patience), run.patience)
         values = load_values(self.reader)
         others = {f"{coordinate} shared": tree for coordinate, tree in values.own_shared.items()}
         trees = {"shared": values.shared, **others, **values.own}

@@ -290,7 +290,7 @@ class Pruner:
 
         def read(ref: CommitRef) -> CkptError | None:
             try:
-                found = open_record(self.run.backend, ref)
+                found = open_record(self.run.backend, ref, self.run.patience)
             except (DamagedData, NotFound) as exc:
                 return exc
             self._metrics_of[ref] = found.metrics

@@ -49,7 +49,7 @@ def candidates(view: RunView) -> list[CommitRef]:
 
 
 def open_record(backend: Backend, ref: CommitRef, patience: Patience | None = None) -> Record:
-    """The record that a listing has shown. Errors: NotFound; DamagedData names the record."""
+    """The record that a listing has shown. `patience`: see Run. Errors: NotFound; DamagedData names the record."""
     key = keys.record_key(ref.identity, ref.writer)
     patience = patience or Patience()
     return record.decode(patience.get(lambda: backend.get(key, record.RECORD_BYTES_MAX)), key)
@@ -62,10 +62,9 @@ def any_readable(run: Run, records: Sequence[CommitRef], use: Callable[[Record],
     Errors: NoCheckpoint where it was retired meanwhile; else, of the first that fails so, NewerFormat, DamagedData,
     NotFound; what `use` raises besides."""
     wrong: list[DamagedData | NotFound] = []
-    patience = Patience(run.clock)
     for ref in records:
         try:
-            found = use(open_record(run.backend, ref, patience))
+            found = use(open_record(run.backend, ref, run.patience))
         except (DamagedData, NotFound) as exc:
             wrong.append(exc)
             continue
@@ -107,7 +106,6 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
     struck: set[CommitRef] = set()
     newer: tuple[Identity, NewerFormat] | None = None  # another record of the same checkpoint may still do
     listed_again = False
-    patience = Patience(run.clock)
     while True:
         left = [ref for ref in refs if ref not in struck]
         if newer is not None and (not left or left[0].identity != newer[0]):
@@ -121,7 +119,7 @@ def newest_readable(run: Run, use: Callable[[Record], T]) -> T:
                 raise DamagedData(f"{run.backend.url}: of its newest checkpoints ({len(struck)}) none could be read")
             raise NoCheckpoint(f"no checkpoint is committed to {run.backend.url}")
         try:
-            return use(open_record(run.backend, left[0], patience))
+            return use(open_record(run.backend, left[0], run.patience))
         except (DamagedData, NotFound) as exc:
             struck.add(left[0])
             if isinstance(exc, NewerFormat):
@@ -150,14 +148,22 @@ class _Get:
 
 class FrameReader:
     """Reads frames of one record, by at most `gets` requests at once, of up to `get_bytes` each (or one frame).
-    Thread-safe; holds nothing open."""
+    `patience`: for packs that are shown late, see Run.patience. Thread-safe; holds nothing open."""
 
-    def __init__(self, backend: Backend, source: Record, *, gets: int = GETS_MAX, get_bytes: int = GET_BYTES) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        source: Record,
+        patience: Patience | None = None,
+        *,
+        gets: int = GETS_MAX,
+        get_bytes: int = GET_BYTES,
+    ) -> None:
         self.backend = backend
         self.record = source
         self._gets = gets
         self._get_bytes = get_bytes
-        self._patience = Patience()
+        self.patience = patience or Patience()
 
     def read(
         self,
@@ -241,7 +247,7 @@ class FrameReader:
     ) -> None:
         key = self.record.packs[get.pack][0]
         try:
-            read = self._patience.get(lambda: self.backend.get_range(key, get.start, get.length))
+            read = self.patience.get(lambda: self.backend.get_range(key, get.start, get.length))
             data = memoryview(read).cast("B")
         except DamagedData as exc:
             if len(get.frames) > 1:  # the pack is cut short: what lies before may still be good

@@ -102,11 +102,13 @@ class Run:
         self.backend = backend
         self.clock = clock or SystemClock()
         self.events = events or Events()
+        self.patience = Patience(self.clock)  # with what the newest listing has shown: once for all of it
         self._claims: dict[Epoch, Claim] = {}  # claims never change
 
     def view(self) -> RunView:
         """What is there now. Commits are listed before epochs, so that no commit is seen without its claim, and
         tombstones last, so that what was retired meanwhile is not offered."""
+        self.patience = Patience(self.clock)
         commits = []
         for info in self.backend.list(keys.COMMITS):
             found = keys.parse_record(info.key)
@@ -245,11 +247,10 @@ class Run:
         def read(epoch: Epoch) -> Claim | tuple[str, str]:
             key = keys.epoch_key(epoch)
             try:
-                return decode_claim(patience.get(lambda: self.backend.get(key, CLAIM_BYTES_MAX)), key)
+                return decode_claim(self.patience.get(lambda: self.backend.get(key, CLAIM_BYTES_MAX)), key)
             except (DamagedData, NotFound) as exc:
                 return key, str(exc)
 
-        patience = Patience(self.clock)
         missing = sorted(set(epochs) - set(self._claims))
         damaged: list[tuple[str, str]] = []
         for found in in_parallel(read, missing, _READERS):

@@ -63,7 +63,7 @@ def stream(reader: FrameReader, wants: Sequence[Want]) -> Iterator[tuple[int, Bi
     """(index of the want, its bits as an array of the box's shape and numbers.bits_dtype), in order of the wants.
 
     Errors: StateMismatch for a want that the checkpoint has not; as FrameReader.read."""
-    reader = FrameReader(reader.backend, reader.record, gets=GETS, get_bytes=GET_BYTES)
+    reader = FrameReader(reader.backend, reader.record, reader.patience, gets=GETS, get_bytes=GET_BYTES)
     lengths = reader.record.manifest.frames["length"]
     per_want = cuts_by_want(reader.record.manifest, wants)
     left = Counter(frame for needed in per_want for frame in needed)

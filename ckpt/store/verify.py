@@ -59,7 +59,7 @@ def verify(run: Run, refs: Sequence[CommitRef], progress: Callable[[int, int], N
     opened: list[tuple[CommitRef, Record | Problem]] = []
     for ref in refs:
         try:
-            opened.append((ref, open_record(run.backend, ref)))
+            opened.append((ref, open_record(run.backend, ref, run.patience)))
         except (DamagedData, NotFound) as exc:
             problem = Problem(keys.record_key(ref.identity, ref.writer), str(exc), is_missing=is_missing(exc))
             opened.append((ref, problem))
@@ -112,7 +112,7 @@ def check_whole(run: Run, record: Record, *, read: bool) -> Record:
     Errors: DamagedData names the first pack that is missing, cut short or damaged; StorageError."""
     if read:
         lengths = record.manifest.frames["length"].tolist()
-        FrameReader(run.backend, record).read(range(len(lengths)), lambda frame: None, Scratch(lengths))
+        FrameReader(run.backend, record, run.patience).read(range(len(lengths)), lambda frame: None, Scratch(lengths))
         return record
 
     def look(pack: tuple[str, int]) -> None:
@@ -174,7 +174,7 @@ def _verify_one(
     lengths = record.manifest.frames["length"].tolist()
     todo = [frame for frame, place in enumerate(places) if place not in good]
     meter.add(sum(lengths) - sum(lengths[frame] for frame in todo))
-    reader = FrameReader(run.backend, record)
+    reader = FrameReader(run.backend, record, run.patience)
     bad: dict[int, Exception] = {}
 
     def deliver(frame: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpt.agent.storeside import Options
+from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock
-from ckpt.errors import DamagedData, MissingData, NotFound, Superseded
+from ckpt.errors import DamagedData, MissingData, NoCheckpoint, NotFound, Superseded
 from ckpt.events import Event
 from ckpt.storage import open as open_store
 from ckpt.storage.contract import Backend
@@ -25,6 +26,7 @@ from ckpt.store.lineage import Claim
 from ckpt.store.patience import LATE_S, Patience
 from ckpt.store.reader import FrameReader, any_readable, open_record
 from ckpt.store.run import Run
+from ckpt.store.verify import verify
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.test_storeside import Side, complete
 from tests.store.sim import Sim
@@ -198,6 +200,23 @@ def test_what_stays_away_is_missing_and_what_is_spoilt_is_damaged(
     with pytest.raises(DamagedData, match="does not hash") as damaged:
         FrameReader(late, record).read_bytes([0])
     assert (missing.value.kind, damaged.value.kind) == ("missing", "damaged")
+
+
+@pytest.mark.parametrize("gone", [keys.DATA, keys.COMMITS])
+def test_of_many_checkpoints_that_are_gone_only_the_first_is_waited_for(
+    gone: str, late: Backend, cache: Cache, save: Callable[[int], Identity]
+) -> None:
+    for step in (10, 20, 30):
+        save(step)
+    clock = Beating(lambda: None)
+    run = Run(late, clock)
+    refs = run.view().line
+    cache.denied[gone] = 1000
+    assert [report.is_good for report in verify(run, refs)] == [False] * 3
+    for ref in refs:
+        with pytest.raises((DamagedData, NoCheckpoint, NotFound)):
+            Checkpoint(run, [ref], True).tensor("w")
+    assert clock.slept_s == pytest.approx(LATE_S)
 
 
 def test_of_many_objects_that_are_gone_only_the_first_is_waited_for() -> None:
