@@ -113,9 +113,10 @@ class LoaderWatch:
             if ahead := each.count():
                 self._emit(
                     "loader.ahead",
-                    f"{each.path}: the loader runs ahead of the steps, by {ahead} where each step takes {each.usual} "
-                    "(in batches): a restart skips as many. Put ck.steps(n) first in zip(); where something "
-                    f"prefetches, have it count what it hands out, and register that instead {GUIDE}",
+                    f"{each.path}: more batches were drawn, by {ahead}, than the steps take ({each.usual} "
+                    "each). If they wait for their steps, a restart skips them: put ck.steps(n) "
+                    "first in zip(); where something prefetches, have it count what it hands out, and register that "
+                    f"instead {GUIDE}",
                     loader=each.path,
                     batches=ahead,
                 )
@@ -232,7 +233,8 @@ class _Watched:
         if self.draws is None:
             return 0
         drawn = self._drawn(most=max(self.draws, default=0))
-        if drawn is None or len(self.draws) == DRAWS_MAX:
+        # What waits was drawn first. Where a later step draws more, the steps differ, or pass over batches.
+        if drawn is None or len(self.draws) == DRAWS_MAX or (self.draws and drawn > self.draws[-1]):
             self.draws = None
             return 0
         self.draws.append(drawn)

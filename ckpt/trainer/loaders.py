@@ -21,7 +21,6 @@ WAY = (
     "give it sampler=RandomSampler(data) of torchdata.stateful_dataloader.sampler and generator=torch.Generator() "
     "(docs/guides/loops.md)"
 )
-BY_EPOCH = 'call its set_epoch(ck.state["epoch"]) before each epoch (docs/guides/loops.md)'
 STATELESS = (
     "its dataset (an IterableDataset) has no state_dict(), so that a second restart within an epoch skips samples or "
     "fails: torchdata counts those that it reads again twice. Give the dataset a state_dict() and a load_state_dict() "
@@ -53,7 +52,8 @@ def shortcoming(loader: Any) -> str:
     if inner is not loader and isinstance(sampler, RandomSampler) and hasattr(sampler, "set_epoch"):
         return (
             f"its sampler ({type(sampler).__name__}) draws by the number of the epoch, which begins at 0 again after a "
-            f"restart, so that one in a later epoch repeats some samples of it and skips others: {BY_EPOCH}"
+            'restart. Unless the loop calls its set_epoch(ck.state["epoch"]) before each epoch, a restart in a later '
+            "one repeats some samples of it and skips others (docs/guides/loops.md)"
         )
     if inner.generator is None:
         return (

@@ -320,6 +320,31 @@ def test_batches_that_a_thread_draws_ahead_are_counted(tmp_path: Path) -> None:
     assert said(seen) == ["loader.ahead"]
 
 
+def passing_over_a_batch(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
+    """As one that holds nothing of use."""
+    drawn = endless(batches)
+    for step in ck.steps(steps):
+        if step == 3:
+            next(drawn)
+        train(next(drawn))
+
+
+def packing(batches: Any, ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
+    """As many batches as fill a sequence."""
+    drawn = endless(batches)
+    for step in ck.steps(steps):
+        for _ in range(1 + (step in (2, 3, 9))):
+            batch = next(drawn)
+        train(batch)
+
+
+@pytest.mark.parametrize("loop", [passing_over_a_batch, packing])
+def test_steps_that_differ_in_what_they_draw_are_no_fault(loop: Any, tmp_path: Path) -> None:
+    made = loader(100)
+    _, seen = start(tmp_path, {"loader": made}, lambda *given: loop(made, *given), 20)
+    assert not said(seen)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_epoch_that_is_counted_behind_the_save_is_named_and_made_twice(late: bool, tmp_path: Path) -> None:
     def loop(ck: ckpt.Checkpointer, train: Train, steps: int) -> None:
