@@ -108,6 +108,7 @@ def are_alike(one: Glance, other: Glance) -> bool:
     return len(one) == len(other) and all(a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
+_KINDS = (Tensor, nn.Parameter)
 _at = Tensor.data_ptr
 
 
@@ -129,9 +130,10 @@ def _get(home: Callable[[], Any]) -> Tensor | None:
 
 def _local(param: Tensor | None) -> Tensor | None:
     """What this rank holds of it; None for nothing, and for kinds that have bytes elsewhere or have none."""
-    part = None if param is None else next(iter(live_parts(param)), None)
-    is_plain = part is not None and type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided
-    return part if is_plain else None
+    part = param
+    if param is not None and type(param) not in _KINDS:
+        part = next(iter(live_parts(param)), None)
+    return part if part is not None and type(part) in _KINDS and part.layout is torch.strided else None
 
 
 def _reads(parts: Iterator[Tensor]) -> list[list[Callable[[], Tensor]]]:
