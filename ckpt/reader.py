@@ -139,7 +139,9 @@ class Reader:
         for each in reversed(self.checkpoints):
             if which in (f"{each.step}.{each.sub}", str(each.step)):
                 return each
-        near = ", ".join(each.label for each in self.checkpoints[-8:]) or "none"
+        if not self.checkpoints:
+            raise self.none_yet
+        near = ", ".join(each.label for each in self.checkpoints[-8:])
         raise NoCheckpoint(
             f"{shown(self.url)}: no checkpoint {which!r:.80} on the line of the run; the newest are "
             f"{near}{self._or_branches}"
@@ -149,11 +151,13 @@ class Reader:
         """The checkpoint of the line whose metric, as given to `ck.save(metrics=)`, is the lowest (or highest). Of
         equal ones the newest; NaN is none. Reads all records; those that cannot be read are passed over.
 
-        Errors: UsageError where no checkpoint has that metric; StorageError."""
+        Errors: NoCheckpoint where the line has none; UsageError where no checkpoint has that metric; StorageError."""
         from ckpt.store.prune import best_of, unknown_metric
 
         if mode not in ("min", "max"):
             raise UsageError(f"mode {mode!r}: give min or max")
+        if not self.checkpoints:
+            raise self.none_yet
         self.read_records(self.checkpoints)
         known = {each.ref.identity: each.record.metrics for each in self.checkpoints if each.error is None}
         found = best_of(list(known), metric, mode, known)

@@ -206,6 +206,9 @@ def test_a_run_without_checkpoints_and_a_place_without_a_run(tmp_path: Path) -> 
         assert (run.checkpoints, run.restorable()) == ((), None)
         with pytest.raises(ckpt.NoCheckpoint, match="no checkpoint yet"):
             _ = run.newest
+        for ask in (lambda: run.find(4), lambda: run.best("val_loss")):
+            with pytest.raises(ckpt.NoCheckpoint, match="no checkpoint yet"):
+                ask()
 
 
 def test_a_lease_is_held_and_given_back(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def verify(
 
 
 def _unrecorded(each: Unrecorded) -> str:
-    what = f"{counted(each.packs, 'pack')} ({out.size(each.bytes)}) are there and no record"
+    what = f"{counted(each.packs, 'pack')} ({out.size(each.bytes)}) without a record"
     name = f"step {each.identity.tick.label}, {each.identity}"
     if each.is_lost:
         return f"DAMAGED {name}: {what}, though other checkpoints refer to it: its record was removed"
