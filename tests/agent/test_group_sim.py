@@ -28,7 +28,7 @@ from ckpt.policy.every import Every
 from ckpt.trainer.levels import Levels
 from ckpt.types import Tick
 
-SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "4000"))
 CALM_S = 120.0  # so long after the last fault a checkpoint has to be complete
 Content = tuple[int, str] | None  # (round, tick) that a rank's arena holds; None while it is being written
 
@@ -746,7 +746,7 @@ def run(seed: int) -> Sim:
     return sim
 
 
-@pytest.mark.timeout(300 * max(1, SCHEDULES // 10_000))
+@pytest.mark.timeout(300 * max(1, SCHEDULES // 4000))
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_mixes_loses_or_hangs(part: int, seed: int) -> None:
     first = seed

@@ -41,7 +41,7 @@ from ckpt.types import HERE, Epoch, Identity, Tick
 from tests.agent.nodes.copying import Copying
 from tests.agent.nodes.staged import close_arenas
 
-SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "10000"))
+SCHEDULES = int(os.environ.get("CKPT_SIM_SCHEDULES", "4000"))
 GENERATIONS = 12  # that a schedule stages, over all its starts
 ADDRESS = (Address("h", 1),)
 FRAMES = Frames.placed(np.array([PAGE], np.uint64), np.array([16], np.uint64), np.zeros((1, 2), np.uint64), PAGE + 16)
@@ -572,7 +572,7 @@ def run(seed: int) -> Sim:
     return sim
 
 
-@pytest.mark.timeout(900 * max(1, SCHEDULES // 10_000))
+@pytest.mark.timeout(900 * max(1, SCHEDULES // 4000))
 def test_what_was_safe_comes_back_whole_whoever_is_lost_and_whenever() -> None:
     losses = kept = failed = refused = restarts = again = unsafe = 0
     for seed in range(SCHEDULES):
