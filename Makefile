@@ -1,7 +1,8 @@
 # Every target sets itself up: on a fresh machine it needs Linux, python3.11 or newer, and pip.
 #
 #   make demo     train, kill everything with SIGKILL in the middle of a save, start again, compare bit for bit
-#   make test     all tests
+#   make test     the promises that matter most, in ten minutes
+#   make test-all all tests, in an hour
 #   make deep     what of the tests takes hours: 100 kills of real nodes, 100,000 schedules, deeper exhaustive starts
 #   make check    lint, format, types, layers
 #   make bench    every benchmark, each against its ceiling in the same run
@@ -28,13 +29,18 @@ unexport PYTHONDONTWRITEBYTECODE
 AZURITE := azurite@3.35.0
 AZURITE_DAY := 2026-01-01
 
-.PHONY: demo test deep check format bench emulators clean
+.PHONY: demo test test-all deep check format bench emulators clean
 
 demo: .venv/.ready
 	$(BIN)/python examples/demo/run.py $(if $(STORE),--store "$(STORE)")
 
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
+
 test: .venv/.ready-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: .venv/.ready-dev
+	$(PYTEST) $(PYTEST_ARGS)
 
 deep: .venv/.ready-dev
 	CKPT_NODE_KILLS=100 $(BIN)/python -m pytest tests/agent/nodes/test_kills.py tests/agent/nodes/test_lending.py

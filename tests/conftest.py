@@ -37,6 +37,29 @@ SKIPS_ALLOWED = (
     "so much else to do",  # a load that is far above the number of cores
 )
 
+# What `make test` leaves to `make test-all`, by how a test's id begins: real nodes, real torchrun jobs, long
+# simulations, benchmarks run small. Of these it runs MATTERS_MOST.
+SLOW = (
+    *("tests/nodes/", "tests/examples/", "tests/agent/nodes/", "tests/agent/peers/", "tests/sim/"),
+    *("tests/agent/test_group_sim.py", "tests/agent/test_leaving_exhaustive.py", "tests/agent/test_leaving_sim.py"),
+    *("tests/agent/test_elsewhere_sim.py", "tests/agent/test_paced.py", "tests/agent/test_choosing.py"),
+    *("tests/agent/test_learning.py", "tests/agent/test_many_nodes.py", "tests/agent/test_foreseeing.py"),
+    *("tests/agent/test_replacing.py", "tests/agent/test_hostile.py", "tests/agent/test_signalled_agent.py"),
+    *("tests/session/test_benchmarks.py", "tests/session/test_deadlines.py", "tests/session/test_endings.py"),
+    *("tests/session/test_faults.py", "tests/session/test_falling_back.py", "tests/session/test_launchers.py"),
+    *("tests/session/test_other_clouds.py", "tests/session/test_ranks_", "tests/session/test_layouts.py"),
+    *("tests/session/test_folder_faults.py", "tests/session/test_late_mounts.py", "tests/session/test_store_"),
+    *("tests/policy/test_adaptive.py", "tests/policy/test_benchmark.py", "tests/trainer/test_snapshot_benchmark.py"),
+    *("tests/cli/test_doctor.py", "tests/cli/test_agent.py", "tests/cli/test_servers.py"),
+    "tests/storage/test_contract.py::test_the_folders_of_one_level",
+)
+MATTERS_MOST = (
+    "tests/session/test_crash.py",
+    "tests/agent/nodes/test_kills.py",
+    "tests/session/test_ranks_together.py",
+    "tests/sim/test_losses_sim.py",
+)
+
 # Threads that libraries start once and keep for the life of the process, by the beginning of their name.
 LIBRARY_THREADS = (
     "fsspecIO",  # fsspec: one event loop for all its file systems
@@ -69,6 +92,12 @@ hypothesis.settings.load_profile("ckpt")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = int(os.environ.get("CKPT_TEST_SEED") or random.SystemRandom().getrandbits(31))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW) and not item.nodeid.startswith(MATTERS_MOST):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
