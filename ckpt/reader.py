@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ckpt.checkpoint import Checkpoint, Progress
-from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, UsageError
+from ckpt.errors import AccessDenied, DamagedData, NoCheckpoint, StorageError, UsageError
 from ckpt.events import Events
 from ckpt.storage.names import shown
 
@@ -149,10 +149,13 @@ class Reader:
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> Checkpoint:
         """The checkpoint of the line whose metric, as given to `ck.save(metrics=)`, is the lowest (or highest). Of
-        equal ones the newest; NaN is none. Reads all records; those that cannot be read are passed over.
+        equal ones the newest; NaN is none. Reads all records. Passed over are those that cannot be read, and
+        checkpoints of which a pack is missing or cut short.
 
-        Errors: NoCheckpoint where the line has none; UsageError where no checkpoint has that metric; StorageError."""
+        Errors: NoCheckpoint where the line has none; UsageError where no checkpoint has that metric; DamagedData where
+        each that has it is passed over; StorageError."""
         from ckpt.store.prune import best_of, unknown_metric
+        from ckpt.store.verify import check_whole
 
         if mode not in ("min", "max"):
             raise UsageError(f"mode {mode!r}: give min or max")
@@ -160,10 +163,16 @@ class Reader:
             raise self.none_yet
         self.read_records(self.checkpoints)
         known = {each.ref.identity: each.record.metrics for each in self.checkpoints if each.error is None}
-        found = best_of(list(known), metric, mode, known)
-        if found is None:
-            raise unknown_metric(metric, known.values())
-        return next(each for each in self.checkpoints if each.ref.identity == found)
+        damaged: DamagedData | None = None
+        while (found := best_of(list(known), metric, mode, known)) is not None:
+            best = next(each for each in self.checkpoints if each.ref.identity == found)
+            try:
+                check_whole(self.run, best.record, read=False)
+                return best
+            except DamagedData as exc:
+                damaged = exc
+                del known[found]
+        raise damaged or unknown_metric(metric, known.values())
 
     def restorable(self, *, check: bool = False) -> Checkpoint | None:
         """What the next start would restore from the store; None where it would begin from nothing. A checkpoint whose

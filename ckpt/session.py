@@ -408,9 +408,11 @@ class Checkpointer:
             self._entered = None
             return
         failure: CkptError | None = None
+        # sys.exit(0) in the loop is a way to end it. Leave has a code of its own.
+        ends_normally = error is None or (isinstance(error, SystemExit) and not error.code)
         self._at_work = True  # to the end
         try:
-            if error is None:
+            if ends_normally:
                 failure = self._finish_normally()
             else:
                 parts.saver.quiet()  # takes no snapshot: the state may be half a step old
@@ -427,7 +429,7 @@ class Checkpointer:
                 end_all(parts.ends)
                 raise
         if failure is not None:
-            if error is not None:
+            if not ends_normally and error is not None:
                 error.add_note(f"ckpt: {failure}")
             else:
                 raise CommitFailed(str(failure)) from failure

@@ -63,6 +63,9 @@ def test_the_best_is_by_metric_and_a_metric_that_none_has_is_named(tmp_path: Pat
         record.write_bytes(record.read_bytes()[:50])
         run.refresh()
         assert run.best("val_loss").step == 4, "one that cannot be read is passed over"
+        for pack in tmp_path.glob("data/*000000000004.*/**/*.pack"):
+            pack.write_bytes(pack.read_bytes()[:10])
+        assert run.best("val_loss").step == 1, "and so is one of which a pack is cut short"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def cp(
         raise UsageError("--step and --all each say what is copied; give one of them")
     if canonical(url) == canonical(to):
         raise UsageError(f"{shown(url)} and {shown(to)} are one URL; give another one for the copy")
+    if canonical(to).startswith("memory://"):
+        raise UsageError(f"{shown(to)} is gone when this command ends; give a folder, or a URL of a store")
     with reader.open(url) as run, target.store(to) as store:
         chosen = [run.find(each) for each in which] if which else [*run.checkpoints, *(run.branches if every else ())]
         if not chosen:

@@ -76,8 +76,8 @@ def prune(
     elif now:
         sock.close()
         raise UsageError(
-            f"--now: an agent serves {shown(url)} here, and may be at work on what goes. Prune without --now, or end "
-            "the job first"
+            f"--now: an agent serves {shown(url)} here, and may be at work on what goes, also for a while after its "
+            "job. Prune without --now: where the disk is full, the agent deletes at once"
         )
     else:
         with live.talk(sock) as agent:  # a running job has one decider, and that is its agent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,30 @@ def test_an_update_that_no_step_has_ended_makes_one_at_the_end_of_the_block(
         train(run, ck)
     assert run.updates == (4, 4)
     assert came_back(tmp_path) == (4, (4, 4))
+
+
+@pytest.mark.parametrize(("updates", "code", "saved"), [(1, 0, 3), (1, None, 3), (0, 0, 2), (1, 1, 0)])
+def test_a_loop_that_exits_with_success_is_saved_as_if_it_had_ended(
+    tmp_path: Path, updates: int, code: int | None, saved: int
+) -> None:
+    """`updates`: in the step that exits."""
+    run = Run(tmp_path)
+    with pytest.raises(SystemExit), run.ck as ck:  # noqa: PT012
+        for step in ck.steps(10):
+            if step < 3 or updates:
+                run.optim.step()
+            if step == 3:
+                sys.exit(code)
+    assert came_back(tmp_path) == (saved, (saved, saved))
+
+
+def test_a_success_whose_last_step_cannot_be_saved_is_a_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", limits=ckpt.Limits(exit_s=5))
+    with pytest.raises(ckpt.CommitFailed), run.ck as ck:  # noqa: PT012
+        for _ in ck.steps(10):
+            run.optim.step()
+            run.optim.stop = lambda: sys.exit(0)
+    assert came_back(tmp_path / "run") == (0, (0, 0))
 
 
 def test_weights_that_were_swapped_after_the_boundary_make_no_step(tmp_path: Path) -> None:
