@@ -27,6 +27,10 @@ class Remembered:
     claim: Claim | None
     held: tuple[Identity, ...]
 
+    @property
+    def epoch(self) -> Epoch | None:
+        return self.claim.epoch if self.claim is not None else self.held[0].epoch if self.held else None
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -46,7 +46,7 @@ class Claims:
         self._claimed: dict[Epoch, Claim] = {}
         self._seen: dict[Epoch, frozenset[Identity]] = {}  # what the newest start has listed
         self._unsettled: set[Epoch] = set()  # those without a commit
-        self._refused: dict[Epoch, str] = {}
+        self.refused: dict[Epoch, str] = {}  # and why
         self._told: set[Identity] = set()
         self._has_told_late = False
 
@@ -71,12 +71,12 @@ class Claims:
 
     def refuse(self, epoch: Epoch, why: str) -> None:
         """That epoch is told the same from now on. `why`: of the first time."""
-        self._refused.setdefault(epoch, why)
+        self.refused.setdefault(epoch, why)
 
     def check_refused(self, epoch: Epoch) -> None:
         """Errors: Superseded."""
-        if epoch in self._refused:
-            raise Superseded(self._refused[epoch])
+        if epoch in self.refused:
+            raise Superseded(self.refused[epoch])
 
     def claim(self, claim: Claim) -> None:
         """Puts the claim, unless it is there. One claim after the other: the one at entry and the one before the first

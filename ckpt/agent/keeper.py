@@ -102,10 +102,12 @@ class Keeper:
         return next((each for each in self._jobs() if each.epoch == epoch), None)
 
     def _remembered(self, start: Start) -> list[Remembered]:
-        """Epochs that got beyond their start, here or on the nodes that take part in this one."""
+        """Epochs that got beyond their start, here or on the nodes that take part in this one. Not those that were
+        refused: another job has the run, and what they held is on no line."""
         alone = [] if start.nodes else [job for job in self.former if not job.nodes]
         whole = [Remembered(job.claim, job.held()) for job in alone if job.claim is not None]
-        return whole + start.inventory.remembered()
+        refused = self._store.claims.refused
+        return [each for each in (*whole, *start.inventory.remembered()) if each.epoch not in refused]
 
     def _inventory(self, whole: bool) -> Inventory:
         """What this node's memory holds. whole=False: but for the checkpoints that lie here as a whole anyway."""

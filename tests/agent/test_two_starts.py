@@ -186,3 +186,25 @@ def test_a_start_that_takes_over_goes_on_and_says_what_it_has_passed_over(
     finish_and_leave(b)
     away(a)
     restart_goes_on(machines, b.step)
+
+
+@pytest.mark.usefixtures("before")
+def test_the_memory_of_a_refused_start_is_no_place_to_go_on_from(
+    url: str, machines: Callable[..., FakeRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = machines("a", "A")
+    monkeypatch.setenv("CKPT_LINGER_S", "60")  # the agent of b stays, with what it remembers
+    b = machines("b", "B")
+    decisions = hold(a), hold(b)
+    go_on(a, decisions[0])
+    wait_for(lambda: a.epoch in claimed(url))
+    go_on(b, decisions[1])
+    checkpoint([b])
+    assert "'A'" in superseded(b)
+    finish_and_leave(a)
+    b.close()
+    again = machines("b", "C")
+    decision = start([again])
+    assert decision.fields["parent"].startswith(a.epoch)
+    assert decision.fields["candidate"]["step"] == a.step
+    finish([again])
