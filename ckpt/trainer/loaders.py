@@ -69,12 +69,36 @@ def shortcoming(loader: Any) -> str:
 
 
 def position(loader: Any) -> Any:
-    """Its state_dict(). That of torchdata's would begin the epoch of one that was given a state and not iterated over
-    since: its workers would be sent what its sampler draws now, and not what it draws once the loop has set the epoch.
-    It stands where that state says."""
+    """Its state. The state_dict() of torchdata's would begin the epoch of one that was given a state and not iterated
+    over since: its workers would be sent what its sampler draws now, and not what it draws once the loop has set the
+    epoch. It stands where that state says."""
     inner = _torchdata(loader)
-    given = None if inner is None else inner.next_iter_state
-    return loader.state_dict() if given is None else given
+    if inner is None:
+        return loader.state_dict()
+    given = inner.next_iter_state
+    return _for_a_whole_pass(loader.state_dict()) if given is None else given
+
+
+def put_back(loader: Any, state: Any) -> None:
+    """Gives a loader the state that `position` gave, or that an older checkpoint has."""
+    loader.load_state_dict(state if _torchdata(loader) is None else _for_a_whole_pass(state))
+
+
+def _for_a_whole_pass(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of torchdata's. One of a pass that has ended begins the next pass at its first sample.
+
+    A StatefulDistributedSampler skips the samples that its state has yielded, at its next draw. Without workers
+    torchdata draws nothing from it for the pass that has ended, so the whole next pass would be skipped."""
+    if not state.get("_iterator_finished") or "_snapshot" in state:
+        return state
+    return {**state, **{key: _not_yielded(state[key]) for key in ("_index_sampler_state", "_sampler_iter_state")}}
+
+
+def _not_yielded(part: Any) -> Any:
+    """The state of a StatefulDistributedSampler within this part begins at 0."""
+    if not isinstance(part, dict):
+        return part
+    return {"yielded": 0} if set(part) == {"yielded"} else {key: _not_yielded(each) for key, each in part.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from ckpt.errors import UsageError
 from ckpt.format.manifest import Manifest
 from ckpt.plan.reshard import Mismatch, Want
 from ckpt.trainer import generators, names, overruled, trees
+from ckpt.trainer.loaders import put_back
 from ckpt.trainer.nodes import DataNode, GeneratorNode, LoaderNode, ModuleNode, ObjectNode, OptimizerNode
 from ckpt.trainer.optimizer_targets import OptimizerTargets
 from ckpt.trainer.saved import Own, Shared, is_other
@@ -285,7 +286,7 @@ class _NodeTargets:
             return
         if own or world == here.data_world:
             state = trees.extract(saved[here.data_rank].loaders[path], path)
-            self.wants.installs.append(lambda: loader.load_state_dict(state))
+            self.wants.installs.append(lambda: put_back(loader, state))
             return
         if hasattr(loader, "reshard"):
             states = [trees.extract(saved[rank].loaders[path], path) for rank in sorted(saved)]

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistributedSampler
 
 import ckpt
-from ckpt.trainer.loaders import shortcoming
+from ckpt.trainer.loaders import position, put_back, shortcoming
 from tests.session.loops import wait_agent_gone
 from tests.session.runs import Seen
 
@@ -174,3 +174,81 @@ def test_an_epoch_that_is_set_after_entering_is_the_one_that_is_drawn(workers: i
     cut = PER_EPOCH + 2
     assert start(cut) == undisturbed[:cut]
     assert start(2 * PER_EPOCH) == undisturbed[cut:]
+
+
+SHORT = 11  # samples, so that the last batch of two is short, or is dropped
+
+
+def passes(batches: StatefulDataLoader, epochs: range, stop_in_last: int | None = None) -> list[list[list[int]]]:
+    """The batches of each epoch; of the last one only so many, where that is given."""
+    found = []
+    for epoch in epochs:
+        if isinstance(batches.sampler, StatefulDistributedSampler):
+            batches.sampler.set_epoch(epoch)
+        most = stop_in_last if epoch == epochs[-1] else None
+        found.append([batch.reshape(-1).tolist() for batch in islice(batches, most)])
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("by", [{"batch_size": None}, {"batch_size": 2}, {"batch_size": 2, "drop_last": True}], ids=str)
+@pytest.mark.parametrize("kind", [StatefulDistributedSampler, RandomSampler])
+def test_the_epoch_after_one_that_had_ended_is_whole(kind: Any, by: dict[str, Any], options: dict[str, Any]) -> None:
+    """And so is the one after it. A restart within an epoch, after such a one or not, goes on in it."""
+
+    def made(state: Any = None) -> StatefulDataLoader:
+        samples = torch.arange(SHORT)
+        sampler = kind(samples, 1, 0) if kind is StatefulDistributedSampler else kind(samples, generator=own())
+        new = StatefulDataLoader(samples, sampler=sampler, generator=own(), **by, **options)
+        if state is not None:
+            put_back(new, state)
+            assert position(new) == state
+        return new
+
+    undisturbed = passes(made(), range(5))
+    assert all(undisturbed)
+    first = made()
+    assert passes(first, range(2)) == undisturbed[:2]
+    at_end = position(first)
+    assert passes(made(at_end), range(2, 5)) == undisturbed[2:]
+    from_torchdata = made()
+    put_back(from_torchdata, first.state_dict())  # as older checkpoints have it
+    assert passes(from_torchdata, range(2, 5)) == undisturbed[2:]
+    second = made(at_end)
+    passes(second, range(2, 4), stop_in_last=3)
+    assert passes(made(position(second)), range(3, 5)) == [undisturbed[3][3:], undisturbed[4]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("by", [{"batch_size": None}, {"batch_size": 2}, {"batch_size": 2, "drop_last": True}], ids=str)
+@pytest.mark.parametrize("kind", [StatefulDistributedSampler, RandomSampler])
+def test_a_position_within_a_pass_is_torchdatas_own(kind: Any, by: dict[str, Any], workers: int) -> None:
+    """Also behind the last batch, where the end of the pass was not asked for yet."""
+    samples = torch.arange(SHORT)
+    sampler = kind(samples, 1, 0) if kind is StatefulDistributedSampler else kind(samples)
+    batches = StatefulDataLoader(samples, sampler=sampler, num_workers=workers, **by)
+    for _ in batches:
+        assert position(batches) == batches.state_dict()
+
+
+def test_a_run_that_had_ended_goes_on_with_the_next_epoch(tmp_path: Path) -> None:
+    """It is extended: its last checkpoint is from behind the end of an epoch."""
+
+    def start(epochs: int) -> list[list[int]]:
+        sampler = StatefulDistributedSampler(SAMPLES, 1, 0)
+        batches = loader(sampler=sampler, generator=own())
+        drawn = []
+        with ckpt.Checkpointer(tmp_path, {"loader": batches, "epoch": 0}) as ck:
+            while ck.state["epoch"] < epochs:
+                sampler.set_epoch(ck.state["epoch"])
+                for batch in batches:
+                    drawn.append(batch.tolist())
+                    ck.step()
+                ck.state["epoch"] += 1
+        wait_agent_gone(tmp_path)
+        return drawn
+
+    assert len(start(2)) == 2 * PER_EPOCH
+    after = start(4)
+    assert [sorted(chain(*after[at : at + PER_EPOCH])) for at in (0, PER_EPOCH)] == [SAMPLES] * 2
+    assert start(4) == []
