@@ -7,7 +7,7 @@
 - `loader.not_moving`: no loader of the state moves while steps end;
 - `loader.ahead`: batches were drawn before the steps that train on them;
 - `loader.inexact`: a loader's iterable dataset has no state;
-- `epoch.repeated`: an epoch is counted after a save that comes when its data has ended.
+- `epoch.repeated`: an epoch is counted after a save, a poll or a step's end that comes when its data has ended.
 
 A loader of torchdata's is looked at without asking it for its state. One of another make is asked, at three boundaries
 and on all ranks: they may gather it together.
@@ -134,8 +134,9 @@ class LoaderWatch:
         self._emit(
             "epoch.repeated",
             f"state[{name!r}] was counted behind a place where the state may be saved, and the epoch's data had ended "
-            "there: a restart from it makes that epoch again. Count it first, right behind the loop over the data; "
-            f"where that loader is Accelerate's, in the last step of the epoch {GUIDE}",
+            "there: a restart from it makes that epoch again. Count it where the data ends: in a generator that the "
+            "loop draws from, behind its `yield from loader`; or, where each batch is a step, first behind the loop. "
+            f"Where that loader is Accelerate's, count it in the last step of the epoch {GUIDE}",
             counter=name,
         )
 
