@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import pytest
 
+import ckpt.agent.claims
 import ckpt.store.packs
 import ckpt.tasks
 from ckpt.agent.arena import Arena
@@ -311,7 +312,24 @@ def _take_over(world: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(random, "sample", draw.sample)
     given = {name: getattr(threading, name) for name in ("Event", "Lock", "current_thread")}
     patch.setattr(ckpt.tasks, "threading", types.SimpleNamespace(Thread=thread, **given))
+    patch.setattr(ckpt.agent.claims, "threading", types.SimpleNamespace(Lock=lambda: _Lock(world)))
     patch.setattr(ckpt.store.packs, "queue", types.SimpleNamespace(SimpleQueue=queue.Queue, Empty=queue.Empty))
+
+
+class _Lock:
+    """A lock that is held while a thread waits in the world, and waited for there."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._is_held = world, False
+
+    def __enter__(self) -> None:
+        while self._is_held:
+            self._world.wait(self, None)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+        self._world.notify(self, 1)
 
 
 class _Started:
