@@ -29,6 +29,7 @@ from ckpt.storage.names import shown
 from ckpt.tasks import Tasks, end_all
 from ckpt.trainer import entry
 from ckpt.trainer.asked import Asked, advise_interval, check_state, find_init, find_url, make_options
+from ckpt.trainer.due import DueSaves
 from ckpt.trainer.levels import Level
 from ckpt.trainer.loader_watch import LoaderWatch
 from ckpt.trainer.parting import Parting
@@ -97,6 +98,7 @@ class _Parts:
     saver: Saver
     updates: Updates
     steps: Steps
+    due: DueSaves
     appointments: Appointments
     parting: Parting
     ends: list[Callable[[], object]]  # of all that was begun, in that order
@@ -243,6 +245,8 @@ class Checkpointer:
             self._rehearse()
         if link.superseded_by is not None:
             self._leave_superseded(link.superseded_by)
+        if parts.due.end(step) and not parts.updates.find_waiting(step):
+            self._save_due()
         unsaved_s = self._limits.unsaved_s
         if unsaved_s is not None and time.monotonic() - link.levels.committed_s > unsaved_s:
             raise SaveFailed(
@@ -376,7 +380,8 @@ class Checkpointer:
             ends = [parting.close, last.close, fail_all, *ends, parting.end_threads, self._forget]
             if lines is not None and (terms := saver.link.terms) is not None:
                 lines.also(rank=terms.rank, epoch=terms.epoch, launch=terms.launch)
-            self._take_up(_Parts(tasks, saver, updates, steps, appointments, parting, ends), found, began_s)
+            due = DueSaves(self._policy)
+            self._take_up(_Parts(tasks, saver, updates, steps, due, appointments, parting, ends), found, began_s)
             last.callback(lambda: self.events.emit("receipt", self._receipt.line(), **self._receipt.to_dict()))
             parting.begin()
         except BaseException:
@@ -473,7 +478,7 @@ class Checkpointer:
         parts = self._parts
         link, steps, parting, tries = parts.saver.link, parts.steps, parts.parting, 0
         # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
-        tick = steps.next_tick() if steps.sub else steps.tick
+        tick = steps.next_tick() if steps.sub or parts.saver.asked == steps.tick else steps.tick
         failure: CkptError = CommitFailed("no attempt was made")
         if lost := parts.updates.gradients.lost(tick.step):
             text = f"ckpt: the last step is saved without its gradients: {lost}"
@@ -481,8 +486,8 @@ class Checkpointer:
         while time.monotonic() < deadline:
             restarts = link.restarts
             try:
-                self._save_now("exit", tick, {}, deadline)
-                parts.saver.wait(tick, "store", max(0.0, deadline - time.monotonic()), "exit")
+                held = self._save_now("exit", tick, {}, deadline)
+                parts.saver.wait(held, "store", max(0.0, deadline - time.monotonic()), "exit")
                 return parting.leave("normal", deadline)
             except CkptError as exc:
                 failure = exc
@@ -512,6 +517,23 @@ class Checkpointer:
 
     # -- inside
 
+    def _save_due(self) -> None:
+        """The save of the step that has just ended, which the policy names, asked for by all ranks. Where it fails
+        training goes on: an event says so, and the receipt counts it. Errors: Leave."""
+        parts = self._parts
+        parts.due.take()
+        link, tick, receipt = parts.saver.link, parts.steps.tick, self._receipt
+        began_s, missed, until_s = time.monotonic(), receipt.missed, None
+        if self._limits.unsaved_s is not None:  # beyond that the block is left
+            until_s = min(began_s + self._limits.exit_s, link.levels.committed_s + self._limits.unsaved_s)
+        try:
+            self._save_now("due", tick, {}, until_s)
+        except (SaveFailed, AgentError) as exc:
+            receipt.missed = max(receipt.missed, missed + 1)
+            if link.superseded_by is not None:
+                self._leave_superseded(link.superseded_by)
+            self.events.emit("save.failed", f"ckpt: step {tick.step} was not saved: {exc}", loud=True)
+
     def _rehearse(self) -> None:
         """Saves step 1, so that there is a checkpoint from before the kill to compare, and the step of the kill, which
         comes here however quick the script is. Goes on where nobody kills."""
@@ -526,8 +548,9 @@ class Checkpointer:
             if tick.step == self._hold_at:
                 parts.tasks.stopping.wait(HOLD_S)
 
-    def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> None:
-        """Asks for a slot together with all ranks, and takes the snapshot. Errors: CkptError; Leave."""
+    def _save_now(self, why: str, tick: Tick, metrics: dict[str, float], deadline: float | None = None) -> Tick:
+        """Asks for a slot together with all ranks, and takes the snapshot. Which tick holds the state, as for
+        `Saver.save`. Errors: CkptError; Leave."""
         parts = self._parts
         link = parts.saver.link
         until_s = time.monotonic() + self._limits.exit_s if deadline is None else deadline
@@ -538,11 +561,12 @@ class Checkpointer:
             link.cannot_save(tick, why_not)  # the others would wait for this rank
             raise SaveFailed(why_not)
         try:
-            parts.saver.save(why, tick, metrics, until_s)
+            held = parts.saver.save(why, tick, metrics, until_s)
         except Superseded as exc:
             self._leave_superseded(link.superseded_by or str(exc))
         if parts.updates.strangers.open:
             self._name_strangers()
+        return held
 
     @_working
     def _wait_here(self, tick: Tick, level: Level, timeout_s: float | None) -> None:

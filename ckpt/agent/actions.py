@@ -124,6 +124,13 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Moving:
+    """That request waits for a slot or a rank."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """A notification to every rank that is there."""
 
@@ -170,7 +177,7 @@ class Close:
     reason: str
 
 
-Said = Answer | Refuse | Tell | Emit | Outcome
+Said = Answer | Refuse | Moving | Tell | Emit | Outcome
 Acts = (
     SetWord
     | SetVerdict

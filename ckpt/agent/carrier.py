@@ -93,6 +93,8 @@ class Carrier(Committing):
                 peer.reply(request_id, body)
             case do.Refuse((peer, request_id), kind, message):
                 peer.send({"t": "error", "id": request_id, "kind": kind, "message": message})
+            case do.Moving((peer, request_id)):
+                peer.send({"t": "moving", "id": request_id})
             case do.Tell(body):
                 for member in self._members.values():
                     member.peer.send(body)

@@ -12,11 +12,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.agent.actions import Action, Request, Tell
+from ckpt.agent.actions import Action, Emit, Refuse, Request, Tell
 from ckpt.agent.control import AMID, SLOTS_MAX, WAITING
 from ckpt.agent.members import AGAIN, Members, Presence
 from ckpt.agent.pace import Pace
 from ckpt.plan.placement import Kept
+from ckpt.policy.adaptive import span
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 
@@ -31,6 +32,7 @@ REJOIN_S = 60.0  # how long a rank whose connection broke may take to come back:
 
 class Why(enum.Enum):
     STEP = "appointed"
+    DUE = "due"  # the policy names that step, and all ranks ask for it
     HOLD = "hold"
     SAVE = "save"
     EXIT = "exit"
@@ -105,6 +107,7 @@ class Save:
     why: Why
     metrics: dict[str, float]
     request: Request
+    same: Tick | None = None  # the state of that rank is, byte for byte, what it has staged for that tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +145,14 @@ class Facts:
         self._saves: dict[int, Save] = {}
         self._unsavable: dict[int, tuple[Tick, str]] = {}  # by rank: the newest tick that it does not ask for, and why
         self._asked_s: float | None = None  # since when all ranks wait in a save
+        self._said_s = -math.inf  # when ranks that wait for a slot were last told that it comes
         self._awaited_s: float | None = None  # since when some wait there for others; inf: that was told
         self._settled: Settled | None = None  # saves up to that tick have their outcome
         self._start_step: int | None = None  # None: not restored yet, nothing is appointed
         self._resumed = False  # the ranks are somewhere in the middle: nothing is appointed before each said where
         self._due_s = math.inf
         self._commit_every_s = 0.0  # appointed rounds are committed this far apart; 0: each whose turn comes
+        self._has_said_first = False  # where the policy finds its interval: when the next one is due
         self._committed_from_s = -math.inf  # when the newest round that was to be committed was appointed
         self._retries = 0
         self._latency_s = LATENCY_S
@@ -280,13 +285,14 @@ class Facts:
         if self._start_step is None:
             self._start_step = step
             self._steps_from = (now_s, step)
-            self._due_s = now_s + (self.policy.seconds or 0.0)
+            # Where the policy finds its interval itself the first one is taken at once: it measures what one costs.
+            self._due_s = now_s if self._commit_every_s else now_s + self._interval_s
 
     def follow(self, policy: Every, now_s: float) -> None:
         """Appoint by this policy from now on."""
         self.policy = policy
         if self._start_step is not None:
-            self._due_s = now_s + (policy.seconds or 0.0)
+            self._due_s = now_s + self._interval_s
 
     def paced(self, local_s: float, store_s: float, now_s: float) -> None:
         """From now on: an appointment every local_s, and of these a commit about every store_s."""
@@ -298,7 +304,7 @@ class Facts:
     def wanted(self, tick: Tick, why: Why = Why.SAVE) -> None:
         """Somebody waits until that snapshot is in the store: it does not skip the level. `why`: EXIT at the end."""
         for slot in self.slots:
-            if slot.round is not None and slot.round.tick == tick and slot.round.why in (Why.STEP, Why.SAVE):
+            if slot.round is not None and slot.round.tick == tick and slot.round.why in (Why.STEP, Why.SAVE, Why.DUE):
                 slot.round.why = why
 
     def resumed(self, now_s: float) -> None:
@@ -357,8 +363,19 @@ class Facts:
             self.pace.missed_poll(round_.tick.step + 1)
         round_.missed = round_.missed or f"rank {rank} missed it ({why})"
 
-    def save(self, rank: int, tick: Tick, why: Why, metrics: dict[str, float], request: Request) -> None:
-        self._saves[rank] = Save(tick, why, metrics, request)
+    def save(
+        self,
+        rank: int,
+        tick: Tick,
+        why: Why,
+        metrics: dict[str, float],
+        request: Request,
+        same: Tick | None = None,
+    ) -> None:
+        former = self._saves.get(rank)
+        if former is not None and former.request != request:  # the rank waits for it no longer, and has gone on
+            self._out.append(Refuse(former.request, "not-staged", f"the rank asks for {tick} now"))
+        self._saves[rank] = Save(tick, why, metrics, request, same)
 
     def unsavable(self, rank: int, tick: Tick, why: str) -> None:
         """That rank does not ask for a snapshot at that tick, as the others do, or has given it up."""
@@ -390,6 +407,11 @@ class Facts:
         self._retries = 0
         self.pace.completed()
         self._tell_level(round_.tick, "local", True, "")
+        if self._commit_every_s and not self._has_said_first:
+            self._has_said_first = True
+            step, next_s = round_.tick.step, self._interval_s
+            text = f"ckpt: step {step} is the first checkpoint; the next one is due {span(next_s)} later"
+            self._out.append(Emit("policy.first", text, False, {"step": step, "next_s": next_s}))
 
     def committed(self, slot: int, error: str, now_s: float, passes: bool = False) -> None:
         """The commit that `Commit` asked for has ended. `error`: "" when the record is in the store. `passes`: the
@@ -496,7 +518,7 @@ class Facts:
         times += [now_s + 1.0] if self._saves or self._resumed else []
         lost = [m.lost_s for m in self.members.seen.lost if m.presence is Presence.HERE]
         times += [lost_s + REJOIN_S for lost_s in lost if lost_s is not None]
-        if self._due_s > now_s and self._may_appoint() and not self._open():
+        if now_s < self._due_s < math.inf and self._may_appoint() and not self._open():
             times.append(self._due_s)
         if now_s < self._retry_commit_s < math.inf:
             times.append(self._retry_commit_s)
@@ -527,6 +549,11 @@ class Facts:
         if not len(slot.bytes) == len(self._need) == self.world:
             return False
         return all(need <= has <= need + need // SLACK_PARTS for has, need in zip(slot.bytes, self._need, strict=True))
+
+    @property
+    def _interval_s(self) -> float:
+        """From one appointment to the next. The steps that a policy names are not appointed: the ranks ask for them."""
+        return math.inf if self.policy.seconds is None else self.policy.seconds
 
     def _commit_due_s(self) -> float:
         """Rounds appointed from then on are committed: half a local interval early, since neither is exact."""

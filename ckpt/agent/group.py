@@ -34,6 +34,7 @@ from ckpt.agent.actions import (
     Emit,
     GiveUp,
     MakeArenas,
+    Moving,
     Offer,
     Recycle,
     Refuse,
@@ -50,10 +51,11 @@ from ckpt.agent.members import AGAIN, Presence
 from ckpt.agent.pace import TOLD_S
 from ckpt.agent.verdicts import Verdicts
 from ckpt.policy.every import STEPS_APART
-from ckpt.types import Tick
+from ckpt.types import Tick, counted
 
 LEAD_MIN = STEPS_APART - 1  # steps or polls: two announcements may be late before a rank misses one
 NEAR_MARGIN = 0.1  # of a step: they do not all take the same time
+MOVING_S = 1.0  # between two signs of life to ranks that wait for a slot
 AWAITED_S = 10.0  # ranks wait in a save so long for others before these are named
 LOST_STEPS = 3  # a rank that is so far past a tick and silent has staged it, or never will
 
@@ -158,6 +160,8 @@ class Group(Verdicts):
             if not round_.unjudged and not self._waits(slot) and not self._may_be_all(round_):
                 if round_.store is Store.NEW:
                     self._tell_level(round_.tick, "store", False, "skipped: a newer one was complete before its turn")
+                    if round_.why is Why.DUE:
+                        self._tell_passed(1, f"step {round_.tick.step} is not committed, while the store fails")
                 untold = round_.peer is not Store.DONE and (round_.tick, "peer") not in self._told
                 if untold and (self.replicates or round_.store is Store.FAILED):
                     self._tell_level(round_.tick, "peer", False, "skipped: a newer one was complete before its turn")
@@ -258,7 +262,7 @@ class Group(Verdicts):
     def _is_its_turn(self, round_: Round, now_s: float) -> bool:
         """Whether an appointed round is one of those that the policy has committed. Where no slot is to be had
         otherwise, or once it is time to leave because a machine goes away, each is."""
-        if self._is_stuck or round_.explicit:
+        if self._is_stuck or self._insists(round_):
             return True
         if self._would_delay_the_last(now_s):
             return False
@@ -321,6 +325,8 @@ class Group(Verdicts):
         elif self._broken():
             rank = next(m.rank for m in self.members if m.presence is not Presence.HERE)
             self._refuse_saves("save-failed", f"rank {rank} {self._fate(rank)}: no rank can save without it")
+        elif (away := self._away_for_dues(now_s)) is not None:
+            self._refuse_saves("save-failed", f"rank {away} is not to be reached, and training does not wait for it")
         elif self._is_exit_behind():
             self._refuse_behind()
         elif len({save.tick for save in saves.values()}) > 1:
@@ -343,6 +349,20 @@ class Group(Verdicts):
             self._refuse_saves("save-failed", self.refusal)
         else:
             self._grant(now_s)
+        self._say_that_dues_wait(now_s)
+
+    def _say_that_dues_wait(self, now_s: float) -> None:
+        """Each second: without that word training goes on."""
+        if now_s >= self._said_s + MOVING_S:
+            self._said_s = now_s
+            self._out += [Moving(save.request) for save in self._saves.values() if save.why is Why.DUE]
+
+    def _away_for_dues(self, now_s: float) -> int | None:
+        """A rank that cannot be heard, and for which no save waits that the policy names."""
+        if not any(save.why is Why.DUE for save in self._saves.values()):
+            return None
+        lost = ((m.rank, m.lost_s) for m in self.members.seen.lost)
+        return next((rank for rank, lost_s in lost if lost_s is not None and now_s >= lost_s + LOST_S), None)
 
     def _gone_on_from(self, tick: Tick) -> int | None:
         """A rank that has seen another save of that step fail and gone on, as it seems: those that wait may keep it in
@@ -395,7 +415,7 @@ class Group(Verdicts):
             if self._settled is None or save.tick > self._settled.tick:
                 continue
             del self._saves[rank]
-            slot = next((s for s in self.slots if s.round is not None and s.round.tick == save.tick), None)
+            slot = next((s for s in self.slots if s.round is not None and s.round.tick in (save.tick, save.same)), None)
             if slot is None or slot.round is None or slot.round.missed:
                 why = self._settled.message if save.tick == self._settled.tick else ""
                 message = why or f"the snapshot at {save.tick} was given up"
@@ -406,9 +426,10 @@ class Group(Verdicts):
                 self._out.append(Answer(save.request, self._is_saved(slot.round)))
 
     def _grant(self, now_s: float) -> None:
-        tick = self._saves[0].tick
+        tick, same = self._saves[0].tick, {save.same for save in self._saves.values()}
+        holding = {tick, *same} if len(same) == 1 else {tick}  # what is staged for one of these is the present state
         for slot in self.slots:
-            if slot.round and slot.round.tick == tick and slot.state in (State.STAGED, State.COMPLETE):
+            if slot.round and slot.round.tick in holding and slot.state in (State.STAGED, State.COMPLETE):
                 self._adopt(slot.round)
                 return
         waited = self._asked_s is not None and now_s - self._asked_s >= LOST_S
@@ -418,7 +439,7 @@ class Group(Verdicts):
         appointed = next((round_ for _, round_ in self._open() if round_.tick == tick), None)
         if appointed is not None and appointed.staged:
             return  # this very tick is being staged: it need not be taken twice
-        waiting = [s.round for s in self.slots if s.round and s.round.explicit and s.round.store is Store.NEW]
+        waiting = [s.round for s in self.slots if s.round and self._insists(s.round) and s.round.store is Store.NEW]
         queued = [round_ for round_ in waiting if round_.tick <= tick or round_.staged]  # else they wait for the ranks
         if queued or not self.is_planned:
             return
@@ -432,8 +453,8 @@ class Group(Verdicts):
         self._answer_saves(self._stage_now(free, round_))
 
     def _adopt(self, round_: Round) -> None:
-        """All ranks ask for a tick that is staged already: it only has to reach the store like any explicit one."""
-        if round_.why is Why.STEP:
+        """All ranks ask for what is staged already: it only has to reach the store like any explicit one."""
+        if round_.why is not Why.HOLD:
             round_.why = self._saves[0].why
         if round_.store is Store.FAILED:
             round_.store = Store.NEW
@@ -457,44 +478,41 @@ class Group(Verdicts):
             far = max(steps, default=0) + LEAD_MIN
             self._withdraw(now_s, lambda r: r.tick.step > far)
         at_polls = self.pace.all_poll and self.pace.is_long
-        if self._by_time and at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
+        if at_polls and self._withdraw(now_s, lambda r: not r.tick.sub):
             self._extra_tries += self._extra is not None  # nobody knows when this step ends, and none was missed
-        if self.course is Course.PUSH or not self._may_appoint() or self._saves:
+        if self.course is Course.PUSH or not self._may_appoint() or self._saves or self._open():
             return
-        before = [round_ for _, round_ in self._open()]
-        if before and (self._by_time or not all(round_.announced for round_ in before)):
+        by_clock = now_s >= self._due_s
+        if self._start_step is None or not (hold or extra or by_clock):
             return
-        slot = self._grantable() if hold or extra or now_s >= self._due_s else None
-        if slot is None or self._start_step is None or not (hold or extra or self._can_spare(slot)):
+        slot = self._grantable()
+        if slot is None or not (hold or extra or self._can_spare(slot)):
+            self._pass_over(now_s)
             return
         at = max(self._start_step, *steps)
-        if not self._by_time:
-            tick = self._next_named(now_s, at, bool(before))
-        elif at_polls or (hold and self.pace.is_poll_next):
+        if at_polls or (hold and self.pace.is_poll_next):
             tick = self._next_poll()
         else:
             near = self._near_step(now_s) if hold else None
             tick = self.pace.with_update(near or self._next_step(now_s, at))
-        if tick is None:
-            return
         round_ = self._open_round(slot, Why.HOLD if hold else Why.STEP, tick, now_s)
         self._extra_tries -= extra
         round_.announced = True
         kind = Kind.HOLD if hold else Kind.TAKE
         self._out.append(SetWord(slot.number, Word(round_.number, slot.number, kind, tick.step, tick.sub)))
-        if self.policy.seconds is not None:
-            self._due_s = now_s + self.policy.seconds
+        self._due_s = now_s + self._interval_s
 
-    def _next_named(self, now_s: float, at: int, others: bool) -> Tick | None:
-        """The first of the steps that the policy names which can still be announced, and is behind all that are taken
-        or announced. None: it will be time for it later, and until then its slot may serve another. `others`: whether
-        some are announced."""
-        every = self.policy.steps or 1
-        far = self._next_step(now_s, at)
-        near = self._near_step(now_s) or far
-        newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
-        step = -(-max(near.step, newest + 1) // every) * every
-        return Tick(step) if not others or step <= far.step else None
+    def _pass_over(self, now_s: float) -> None:
+        """What is due by the clock finds no slot. It is passed over where the next one is due before there is one."""
+        if now_s >= self._due_s + self._interval_s:
+            count = int((now_s - self._due_s) / self._interval_s)
+            self._due_s += count * self._interval_s
+            self._tell_passed(count, "no slot was free when a snapshot was due")
+
+    def _tell_passed(self, count: int, why: str) -> None:
+        """Checkpoints that were due, and are not there."""
+        text = f"{counted(count, 'checkpoint')} passed over: {why}"
+        self._out.append(Emit("snapshot.passed", text, False, {"count": count}))
 
     def _next_step(self, now_s: float, at: int) -> Tick:
         """The end of a step far enough ahead of `at`, the step of the foremost rank, that two announcements may be
@@ -567,7 +585,14 @@ class Group(Verdicts):
     def _waits(self, slot: Slot) -> bool:
         """Whether its round waits for its turn to be committed, and may not be skipped."""
         round_ = slot.round
-        return slot.state is State.COMPLETE and round_ is not None and round_.explicit and round_.store is Store.NEW
+        is_new = slot.state is State.COMPLETE and round_ is not None and round_.store is Store.NEW
+        return is_new and round_ is not None and self._insists(round_)
+
+    def _insists(self, round_: Round) -> bool:
+        """Whether it is to reach the store even if newer ones are there. What the policy names does not while the store
+        fails, nor once a notice came: training would wait for the slot of each."""
+        is_spared = round_.why is Why.DUE and (self.store_fails or self.course is not Course.STAY)
+        return round_.explicit and not is_spared
 
     def _may_be_all(self, round_: Round) -> bool:
         """Whether its commit was given up for a newer one, of which nobody knows yet that it is in the store."""
@@ -644,7 +669,7 @@ class Group(Verdicts):
             self._judge(round_, self.is_lost_cause or self._ended, now_s)
         if round_.why is Why.STEP and self.policy.seconds is not None:
             self._retries = min(self._retries + 1, 16)
-            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self.policy.seconds)
+            self._due_s = round_.opened_s + min(2.0 ** (self._retries - 1), RETRY_S_MAX, self._interval_s)
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
@@ -671,7 +696,7 @@ class Group(Verdicts):
 
     def _is_saved(self, round_: Round) -> dict[str, Any]:
         level = "store" if round_.store is Store.DONE else "local"
-        return {"saved": True, "round": round_.number, "level": level}
+        return {"saved": True, "round": round_.number, "level": level, "tick": str(round_.tick)}
 
     def _answer_saves(self, body: dict[str, Any]) -> None:
         self._settled = Settled(max(save.tick for save in self._saves.values()), "save-failed", "")

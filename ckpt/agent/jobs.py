@@ -297,7 +297,8 @@ class Job(TakenOver):
             case "save":
                 kind = _why(fields)
                 metrics = {str(k): float(v) for k, v in dict(fields.get("metrics") or {}).items()}
-                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])))
+                same = Tick.parse(str(fields["same"])) if fields.get("same") else None
+                group.save(rank, Tick.parse(str(fields["tick"])), kind, metrics, (peer, int(fields["id"])), same)
             case "unsavable":
                 group.unsavable(rank, Tick.parse(str(fields["tick"])), str(fields["why"])[:1000])
             case "held":
@@ -568,7 +569,7 @@ class Job(TakenOver):
 
 
 def _why(fields: dict[str, Any]) -> Why:
-    return Why.EXIT if fields["why"] == "exit" else Why.SAVE
+    return {"exit": Why.EXIT, "due": Why.DUE}.get(str(fields["why"]), Why.SAVE)
 
 
 def finite(value: Any, name: str) -> float:

@@ -305,7 +305,7 @@ class Leaving(Elsewhere):
                 times += [near_s] if near_s > now_s and name not in self._due | self._near else []
                 last_s = each.deadline_s - self._last_within_s()
                 times += [last_s] if last_s > now_s else []
-        if self._by_time and any(not round_.tick.sub for _, round_ in self._open()):
+        if any(round_.announced and not round_.tick.sub for _, round_ in self._open()):
             times.append(now_s + PACE_S)  # the ranks may poll before they come to that step, and for long
         back_s = [self._returns_by_s(member) for member in self.members.seen.lost if member.leave is not None]
         times += [at_s for at_s in back_s if at_s > now_s]
@@ -432,11 +432,6 @@ class Leaving(Elsewhere):
         if extra is None or self._extra_tries <= 0:
             return False
         return not any(s.state is State.STAGED and s.round is not None and s.round.tick >= extra for s in self.slots)
-
-    @property
-    def _by_time(self) -> bool:
-        """Whether what is appointed is to come soon, or by the clock, and not at steps that the policy names."""
-        return self.course in (Course.HOLD, Course.COPY) or self._wants_extra() or self.policy.seconds is not None
 
     def _choose(self, now_s: float) -> Course:
         live = self._live(now_s)

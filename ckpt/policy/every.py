@@ -11,8 +11,12 @@ from ckpt.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Save every `steps` steps (at multiples of it), or every `seconds` seconds. Exactly one of the two. What comes too
-    soon to be announced to all ranks, or while all memory for snapshots is in use, is passed over.
+    """Save every `steps` steps, or every `seconds` seconds. Exactly one of the two.
+
+    steps: each multiple of it is saved, as by ck.save(). A save that finds no free slot waits for the store to take an
+    earlier one, at most ckpt.Limits(exit_s=). While the store fails nothing waits for it, and the newest is tried.
+    An agent that hangs stops training once, for 10 s, or about 30 s on another node.
+    seconds: never makes a step wait. What is due while no slot is free is passed over, and the receipt counts it.
 
     Errors: UsageError."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,7 @@ FALLEN = frozenset(
     }
 )
 FALLEN_MAX = 50  # different ones that are kept
+WAITED_S = 0.1  # waits in all that are not worth a word
 WORDS_MAX = 500  # characters of each
 
 
@@ -41,11 +45,13 @@ class Committed:
 
 @dataclass(slots=True)
 class Receipt:
-    """`entry_s`: how long entering took. `stalls_s`: how long training stood still for each snapshot.
-    `staged_bytes`: of this rank's snapshots in this host's memory. `read_bytes`: what was restored on this rank, by
-    the level that it came from. `proven`: what was trusted because this run showed it (hashes, lazy copies, replicas).
-    `fell_back`: what was not, and why. `steps_lost`: that the former run had ended and that have to be done again, as
-    far as anybody who is left knows; None where nobody does."""
+    """`entry_s`: how long entering took. `missed`: snapshots that were asked for here, and not taken. `passed`:
+    checkpoints that were due, and that the agent could not have: no slot was free, or the store failed. `waited_s`: how
+    long training stood still in saves until there was a slot, which the store's speed decides. `stalls_s`: how long
+    training stood still for each snapshot. `staged_bytes`: of this rank's snapshots in this host's memory.
+    `read_bytes`: what was restored on this rank, by the level that it came from. `proven`: what was trusted because
+    this run showed it (hashes, lazy copies, replicas). `fell_back`: what was not, and why. `steps_lost`: that the
+    former run had ended and that have to be done again, as far as anybody who is left knows; None where nobody does."""
 
     start_step: int = 0
     end_step: int = 0
@@ -54,6 +60,8 @@ class Receipt:
     entry_s: float = 0.0
     snapshots: int = 0
     missed: int = 0
+    passed: int = 0
+    waited_s: float = 0.0
     stalls_s: list[float] = field(default_factory=list)
     staged_bytes: int = 0
     read_bytes: dict[str, int] = field(default_factory=dict)
@@ -72,6 +80,8 @@ class Receipt:
             self.committed.raw_bytes += int(event.data.get("raw_bytes", 0))
             self.committed.stored_bytes += int(event.data.get("stored_bytes", 0))
             self.committed.referred_bytes += int(event.data.get("referred_bytes", 0))
+        elif event.name == "snapshot.passed":
+            self.passed += int(event.data.get("count", 0))
         elif event.name in REPEATED and not event.loud:
             self.repeated[event.name] += 1
         elif event.name in FALLEN and event.loud:
@@ -79,6 +89,15 @@ class Receipt:
             text = text if len(text) <= WORDS_MAX else f"{text[: WORDS_MAX - 4]} ..."
             if text not in self.fallen and len(self.fallen) < FALLEN_MAX:
                 self.fallen.append(text)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Training stands still inside."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began_s
 
     @property
     def bytes_by_level(self) -> dict[str, int]:
@@ -100,6 +119,8 @@ class Receipt:
             "entry_s": round(self.entry_s, 3),
             "snapshots": self.snapshots,
             "missed": self.missed,
+            "passed": self.passed,
+            "waited_s": round(self.waited_s, 3),
             "stall_ms_median": round(1e3 * statistics.median(stalls), 3) if stalls else None,
             "stall_ms_max": round(1e3 * stalls[-1], 3) if stalls else None,
             "stall_s_total": round(sum(stalls), 6),
@@ -140,9 +161,14 @@ class Receipt:
         committed = "nothing committed" if self.committed_step is None else f"step {self.committed_step} committed"
         return (
             f"ckpt: {ran} from {self.restored_from}{lost}; "
-            f"{counted(self.snapshots, 'snapshot')}, {self.missed} missed{stall}{staged}; {committed}{self._stored()}"
+            f"{counted(self.snapshots, 'snapshot')}, {self._not_taken()}{stall}{staged}; {committed}{self._stored()}"
             f"{self._trust()}"
         )
+
+    def _not_taken(self) -> str:
+        passed = f", {self.passed} passed over" if self.passed else ""
+        waited = f", waited {self.waited_s:.1f} s for slots" if self.waited_s >= WAITED_S else ""
+        return f"{self.missed} missed{passed}{waited}"
 
     def _lost(self) -> str:
         return "" if self.steps_lost is None else f", {counted(self.steps_lost, 'step')} lost"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 
 from ckpt.errors import CkptError, NotStaged, SaveFailed, Superseded, UsageError, is_from_outside
 from ckpt.events import Events
@@ -29,6 +30,7 @@ from ckpt.plan.layout import Layout
 from ckpt.settings import Settings
 from ckpt.tasks import Condition, Tasks
 from ckpt.trainer import names, nodes
+from ckpt.trainer.due import Patience
 from ckpt.trainer.levels import Level, check_time
 from ckpt.trainer.link import Link, Terms
 from ckpt.trainer.receipt import Receipt
@@ -94,7 +96,10 @@ class Saver:
         self._fillings: queue.SimpleQueue[_Filling | None] = queue.SimpleQueue()
         self._idle = Condition()
         self._open: set[Snapshot] = set()  # that the stager has not finished
+        self.asked: Tick | None = None  # the newest tick that a save was asked for
         self._last: Tick | None = None
+        self._patience = Patience()
+        self._kept: _Filling | None = None  # that of `last`, without its values
         self._offered = True  # whether the agent was told of the present walk, or will be when it is joined
         self._is_first_step = True
         self._doubted = False  # whether what the agent was told of replicas may not hold any more
@@ -143,31 +148,66 @@ class Saver:
         self._offered, self._doubted = True, False
         return True
 
-    def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> None:
-        """Asks for a slot together with all ranks, until then on the monotonic clock, and takes the snapshot.
-        `why`: "save" or "exit". Errors: CkptError."""
-        link = self.link
+    def save(self, why: str, tick: Tick, metrics: dict[str, float], until_s: float) -> Tick:
+        """Asks for a slot together with all ranks, until then on the monotonic clock, and takes the snapshot. Which
+        tick holds the state: at the exit an earlier one of the same step does, where no rank's state has changed since.
+        `why`: "save", "due" (the policy names that step) or "exit". Errors: CkptError."""
+        link, self.asked = self.link, tick
         try:
             # What was taken before is reported before: the agent may give its slot to this one.
             self.quiet(max(1.0, until_s - time.monotonic()))
             self.settle(tick)
+            same = self._find_same(tick) if why == "exit" else None
         except BaseException as exc:  # Ctrl-C too: the others would wait for this rank
             link.cannot_save(tick, str(exc) or "interrupted")
             raise
         fields = {"tick": str(tick), "why": why, "metrics": metrics, "values_bytes": 0}
         link.levels.retry(tick)
+        if same is not None:
+            fields["same"] = str(same)
+            link.levels.retry(same)
         try:
-            answer = link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
-            link.levels.expect(tick)
-            # Or an appointment came first: all ranks have staged that very tick.
+            with self.receipt.waiting():
+                answer = self._ask(fields, until_s)
+            # Or all ranks have staged that very tick already, as where it was appointed, or the same state before.
+            held = Tick.parse(str(answer["tick"])) if answer["saved"] else tick
+            link.levels.expect(held)
             missed = "" if answer["saved"] else self.take(int(answer["round"]), int(answer["slot"]), tick, metrics)
         except BaseException as exc:
             # The others may come to it only now, and to another agent; at the end all ask again.
-            if why == "save" and not isinstance(exc, Superseded):
+            if why != "exit" and not isinstance(exc, Superseded):
                 link.cannot_save(tick, str(exc) or "interrupted")
             raise
         if missed:
             raise NotStaged(f"step {tick.step} was not staged: {missed}")
+        return held
+
+    def _ask(self, fields: dict[str, Any], until_s: float) -> dict[str, Any]:
+        """The answer. Errors: CkptError."""
+        if fields["why"] == "due":
+            return self._patience.ask(lambda: self.link.ask("save", fields), until_s)
+        return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
+
+    def _find_same(self, tick: Tick) -> Tick | None:
+        """The newest tick of that step that was taken here, where the state is still, byte for byte, what lies in its
+        arena: the tensors that this rank has staged, and all values. None: there is none, or something has changed."""
+        kept = self._kept
+        if kept is None or kept.tick.step != tick.step or self.link.slots.by_number.get(kept.number) is not kept.slot:
+            return None
+        if not kept.slot.hold(tick):
+            return None
+        try:
+            if not self._snapshotter.bindings.is_bound(kept.number, self.walk, kept.plan.staging):
+                return None
+            encoded = nodes.encode(*self.walker.values(self.walk), self.walk.scan.constants)
+            same = _digests(*encoded) == (kept.shared, kept.own) and self._snapshotter.is_same(kept.number)
+            return kept.tick if same else None
+        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+            if is_from_outside(exc):
+                raise
+            return None
+        finally:
+            kept.slot.let_go(tick)
 
     def wait(self, tick: Tick, level: Level, timeout_s: float | None, why: str = "save") -> None:
         """On any thread. Returns when that tick has reached `level`. `why`: as for `save`. Errors: SaveFailed;
@@ -214,6 +254,8 @@ class Saver:
             self._open.add(filling.snapshot)
             is_under_way = True  # Ctrl-C is heard before this line, and next when the stager has it
             self._fillings.put(filling)
+            shared, own = _digests(filling.shared, filling.own)
+            self._kept = replace(filling, shared=shared, own=own, about=b"", samples=None)
         finally:
             if not is_under_way:  # else the stager lets go of it
                 if filling is not None:
@@ -439,6 +481,10 @@ class Saver:
         why = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         self.events.emit("snapshot.failed", f"ckpt: step {tick.step} was not staged: {why}", loud=True)
         return why
+
+
+def _digests(shared: bytes, own: bytes) -> tuple[bytes, bytes]:
+    return xxhash.xxh3_128_digest(shared), xxhash.xxh3_128_digest(own)
 
 
 def _moved(before: Walk, now: Walk) -> set[str]:

@@ -128,6 +128,13 @@ class Snapshotter:
         if self._is_waiting():
             self._settle(Cause.POLL)
 
+    def is_same(self, slot: int) -> bool:
+        """Whether the tensors that are bound to that slot have, byte for byte, what lies in its arena. Any copy has
+        ended."""
+        binding = self.bindings.get(slot)
+        with self._settling, plain():
+            return binding is not None and not self._copier.same(binding.pieces)()
+
     @property
     def is_looking(self) -> bool:
         """Whether this thread is in the middle of ending a copy: then a signal's handler asks, or a sink."""

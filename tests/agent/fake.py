@@ -6,6 +6,7 @@ its own, which can be killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -24,7 +25,7 @@ from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
-from ckpt.errors import AgentError, from_kind
+from ckpt.errors import AgentError, CkptError, from_kind
 from ckpt.format import values
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout
 from ckpt.format.frames import frame_hash
@@ -36,9 +37,11 @@ from ckpt.plan.reshard import Want, cuts
 from ckpt.plan.staging import stage
 from ckpt.settings import Settings, read, store_environment
 from ckpt.tasks import Tasks
+from ckpt.trainer.due import Patience
 from ckpt.types import Box, Epoch, Identity, Tick
 
 ROWS = 512
+DUE_S = 600.0  # how long a save that the policy names may wait for a slot
 OPTIONS = {
     "policy": {"steps": 5, "seconds": None},
     "keep": {"last": None, "every": None, "best": None},
@@ -91,6 +94,8 @@ class FakeRank:
         self.spoil: Callable[[int, memoryview], bool] = lambda frame, raw: False  # True: report the frame as bad
         self.fetched: dict[str, int] = {}
         self.taken: list[int] = []
+        self.patience = Patience()
+        self.gave_up: dict[str, Any] | None = None  # the newest save that it waits for no longer
         self.options: dict[str, Any] = OPTIONS
         self.notices: dict[str, Any] | None = None  # what its node is to listen to
         self.standing: list[dict[str, Any]] = []  # as its agent said
@@ -190,6 +195,8 @@ class FakeRank:
         page, self.page = self.page, ControlPage(answer.fds.pop())
         if page is not None:
             self.turned_from(page)
+        if self.gave_up is not None:
+            self.notify("unsavable", self.gave_up)
 
     @property
     def verdict(self) -> int:
@@ -325,9 +332,34 @@ class FakeRank:
         fields = {"round": number, "tick": str(tick), "slot": slot, "division": declaration.division}
         self.notify("staged", {**fields, "stall_s": 0.001, "lazy": False, "why": ""})
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the policy names the step that has just ended: all ranks ask for it then, each on a thread."""
+        every = self.options["policy"].get("steps")
+        return bool(every) and self.step % every == 0
+
+    def await_next(self) -> int:
+        """The next step that is saved: the policy names it, or it is appointed, once one is."""
+        every = self.options["policy"].get("steps")
+        return (self.step // every + 1) * every if every else self.await_word()
+
+    def save_due(self) -> None:
+        """Where it fails training goes on, as a trainer's does, and the other ranks do not wait for this one."""
+        try:
+            self.save(Tick(self.step), "due", DUE_S)
+        except CkptError as exc:
+            self.gave_up = {"tick": str(Tick(self.step)), "why": str(exc)}
+            with contextlib.suppress(CkptError):
+                self.notify("unsavable", self.gave_up)
+
     def save(self, tick: Tick, why: str = "save", timeout_s: float = 60) -> dict[str, Any]:
         fields = {"tick": str(tick), "why": why, "metrics": {"loss": 0.5}, "values_bytes": 0}
-        answer = self.request("save", fields, timeout_s=timeout_s).fields
+        if why == "due":
+            assert self.connection is not None
+            asked = self.connection
+            answer = self.patience.ask(lambda: asked.ask("save", fields), time.monotonic() + timeout_s)
+        else:
+            answer = self.request("save", fields, timeout_s=timeout_s).fields
         if not answer["saved"]:
             self.take(answer["round"], answer["slot"], tick)
         return answer
@@ -461,11 +493,13 @@ def run(given: dict[str, Any]) -> None:
     for line in sys.stdin:  # one line a step, so that ranks go in step with one another and with the test
         asked = json.loads(line)
         if asked["do"] == "await":
-            said(step=rank.await_word())
+            said(step=rank.await_next())
         elif asked["do"] == "step":
             rank.enter(rank.step + 1)
             rank.train(rank.step + 1)
             rank.boundary()
+            if rank.is_due:
+                rank.save_due()
             said(step=rank.step, taken=rank.taken[-1:])
         elif asked["do"] == "wait":
             said(ok=rank.wait_level(Tick(asked["step"]), asked["level"]))

@@ -78,8 +78,8 @@ def finish_start(first: FakeRank, identity: Any) -> None:
 
 
 def checkpoint(ranks: Sequence[FakeRank], level: str = "local") -> int:
-    """Trains in lock-step to the next appointed step, until that is complete at `level`. Returns it."""
-    step = ranks[0].await_word()
+    """Trains in lock-step to the next step that is saved, until that is complete at `level`. Returns it."""
+    step = ranks[0].await_next()
     ranks[0].levels.pop((str(Tick(step)), level), None)  # of an appointment of that step that was given up before
     train(ranks, step)
     assert all(rank.taken[-1] == step for rank in ranks)
@@ -104,7 +104,10 @@ def one_step(rank: FakeRank) -> bool:
     """Whether to leave after it."""
     rank.enter(rank.step + 1)
     rank.train(rank.step + 1)
-    return rank.boundary()
+    leave = rank.boundary()
+    if rank.is_due and not leave:
+        rank.save_due()
+    return leave
 
 
 def finish(ranks: Sequence[FakeRank]) -> list[dict[str, Any]]:
@@ -520,14 +523,21 @@ class Process:
 
 
 def train_processes(job: Sequence[Process]) -> int:
-    """To the next appointed step, until that is complete. Returns it."""
+    """To the next step that is saved, until that is complete. Returns it."""
     step = job[0].ask(do="await")["step"]
     at = 0
     while at < step:
-        for process in job:
-            at = process.ask(do="step")["step"]
+        at = step_processes(job)
     assert job[0].ask(do="wait", step=step, level="local") == {"ok": True}
     return int(step)
+
+
+def step_processes(job: Sequence[Process]) -> int:
+    """One step, of all at once. Returns it."""
+    for process in job:
+        process.tell(do="step")
+    (step,) = {int(process.hear()["step"]) for process in job}
+    return step
 
 
 def start_processes(url: str, world: int) -> tuple[list[Process], dict[str, Any]]:
@@ -547,8 +557,7 @@ def test_a_killed_job_is_restored_from_memory_and_its_newest_checkpoint_committe
     last = train_processes(job)
     last = train_processes(job)
     for _ in range(2):
-        for process in job:
-            process.ask(do="step")
+        step_processes(job)
     job[victim].tell(do="die")
     job[victim].process.wait(60)
     job[1 - victim].process.send_signal(signal.SIGKILL)

@@ -53,7 +53,6 @@ from ckpt.errors import AgentError
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Kept, Parity, Placement, Replicas, place
 from ckpt.plan.rebuild import Striped, rebuildable
-from ckpt.policy.every import Every
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.nodes.staged import close_arenas
 from tests.agent.test_group import Driver
@@ -245,7 +244,7 @@ class Sim:
         self.option = rng.choice(OPTIONS)
         self.lends: dict[str, int] = {}  # by node: bytes that it has for parity
         self.store_fails = rng.choice((1.0, 1.0, 0.8, 0.3))
-        self.driver = Driver(len(TRAIN), Every(steps=rng.choice((1, 10))), rng.choice((2, 2, 3, 3, 4)))
+        self.driver = Driver(len(TRAIN), every=rng.choice((1, 10)), slots=rng.choice((2, 2, 3, 3, 4)))
         self.said = 0  # of what the group has said so much is done
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()

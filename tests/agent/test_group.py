@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ckpt.agent import actions as do
-from ckpt.agent.choosing import When
+from ckpt.agent.choosing import Course, When
 from ckpt.agent.control import WAITING, Kind, Word
 from ckpt.agent.elsewhere import FOUND_LESS, LOST, OUTDONE, UNKEPT
-from ckpt.agent.facts import REJOIN_S, State, Store, Why
-from ckpt.agent.group import LEAD_MIN, Group
+from ckpt.agent.facts import LOST_S, REJOIN_S, State, Store, Why
+from ckpt.agent.group import Group
 from ckpt.agent.leaving import NEAR_S, Standing
 from ckpt.agent.memory import SLOTS_CLOSE
 from ckpt.plan.placement import Kept
@@ -31,15 +31,49 @@ def found_safe(
     return group.found_safe(tick, [Kept(node, int(whole or node in left)) for node in nodes], whole)
 
 
-class Driver:
-    """A group whose ranks are ready, and what it has said so far."""
+class RoundSteps(Group):
+    """A group that has a snapshot due as soon as there is a slot, and appoints it for a multiple of `every` steps: a
+    test can say beforehand which that is. Once it follows another policy it is a group like others."""
 
-    def __init__(self, world: int = 2, policy: Every | None = None, slots: int = 3, start_step: int | None = 0) -> None:
-        self.group = Group(world, policy or Every(steps=10))
+    def __init__(self, world: int, every: int = 10) -> None:
+        self._round = Every(seconds=1.0)
+        self._every = every
+        super().__init__(world, self._round)
+
+    @property
+    def _interval_s(self) -> float:
+        return 0.0 if self.policy is self._round else super()._interval_s
+
+    def _pass_over(self, now_s: float) -> None:
+        if self.policy is not self._round:
+            super()._pass_over(now_s)
+
+    def _next_step(self, now_s: float, at: int) -> Tick:
+        near = super()._next_step(now_s, at)
+        is_soon = self.course in (Course.HOLD, Course.COPY) or self._wants_extra()
+        if is_soon or self.policy is not self._round:
+            return near
+        newest = max((slot.round.tick.step for slot in self.slots if slot.round is not None), default=-1)
+        return Tick(-(-max(near.step, newest + 1) // self._every) * self._every)
+
+
+class Driver:
+    """A group whose ranks are ready, and what it has said so far. Without a policy it appoints every `every` steps."""
+
+    def __init__(
+        self,
+        world: int = 2,
+        policy: Every | None = None,
+        slots: int = 3,
+        start_step: int | None = 0,
+        every: int = 10,
+    ) -> None:
+        self.group = RoundSteps(world, every) if policy is None else Group(world, policy)
         self.world = world
         self.now_s = 0.0
         self.steps = [0] * world
         self.said: list[do.Action] = []
+        self.staged: set[int] = set()  # rounds of due saves
         for rank in range(world):
             self.group.joined(rank)
             self.group.layout(rank)
@@ -139,97 +173,176 @@ def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> N
     assert driver.word().step == 20
 
 
-class EachStep(Driver):
-    """Steps of 100 ms, of which each is to be in a snapshot. `copy_s`: from all staged until other nodes have it."""
-
-    def __init__(self, slots: int, copy_s: float = 0.03, policy: Every | None = None) -> None:
-        super().__init__(2, policy or Every(steps=1), slots)
-        self.group.replicates = True
-        self.copy_s, self.done = copy_s, 0
-        self.taken: list[int] = []
-        self.most = 0  # appointments that stood at once
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            ended, began_s = self.steps[0], self.now_s
-            self.steps = [ended + 1] * 2
-            due = [word for word in self.words() if word.step == ended]
-            for word in due:
-                self.taken.append(ended)
-                self.stage(word.round, Tick(ended), word.slot)
-                self.group.assembled(word.slot, word.round, "")
-            self.decide_at(began_s, began_s)
-            if self.group.replicating is not None:
-                self.now_s = began_s + self.copy_s
-                self.group.replicated(self.group.replicating, "", self.now_s)
-            self.decide_at(self.now_s, began_s)
-            self.now_s = began_s + 0.1
-
-    def decide_at(self, now_s: float, since_s: float) -> None:
-        self.now_s = now_s
-        while new := self.group.decide(now_s, self.steps, (), [since_s] * 2):
-            self.said += new
-            self.most = max(self.most, len(self.words()))
-
-
-def test_each_step_is_appointed_though_the_one_before_is_not_complete_and_a_long_commit_is_under_way() -> None:
-    driver = EachStep(slots=SLOTS_CLOSE)
-    driver.train(50)
-    assert driver.group.committing is not None, "the first one is being committed all the time"
-    assert driver.taken[20:] == list(range(driver.taken[20], 50))
-    assert all(driver.levels("peer")[str(Tick(step))] for step in range(25, 48))
-    assert driver.most > 1
-    assert max(word.step for word in driver.words()) <= driver.steps[0] + LEAD_MIN, "no slot is kept for what is far"
-
-
-def test_with_slow_copies_those_steps_are_taken_that_slots_are_free_for() -> None:
-    driver = EachStep(slots=SLOTS_CLOSE, copy_s=0.095)
-    driver.train(60)
-    assert len(driver.taken) > 60 / 3
-    assert sorted(set(driver.taken)) == driver.taken
-
-
-def test_one_that_is_missed_takes_none_of_those_with_it_that_are_appointed_too() -> None:
-    driver = Driver(policy=Every(steps=1), slots=SLOTS_CLOSE)
-    driver.steps = [1, 1]
+def due(driver: Driver, tick: Tick) -> None:
+    """All ranks ask for a step that the policy names, and stage it where they are told to."""
+    driver.steps = [tick.step + 1] * driver.world
+    driver.save(tick, Why.DUE)
+    while not driver.answers("save") or driver.answers("save")[0]["round"] in driver.staged:
+        driver.commit()  # until there is a slot
+    told = driver.answers("save")[0]
+    driver.staged.add(told["round"])
+    driver.stage(told["round"], tick, told["slot"])
+    driver.group.assembled(told["slot"], told["round"], "")
     driver.decide()
-    first, second = driver.words()
-    assert (first.step, second.step) == (2, 3)
-    driver.steps = [3, 3]
-    driver.group.missed(1, first.round, "late")
+
+
+def test_every_step_that_the_policy_names_is_committed_in_order() -> None:
+    driver = Driver(policy=Every(steps=1))
+    for step in range(1, 8):
+        due(driver, Tick(step))
+    while driver.group.committing is not None:
+        driver.commit()
+    assert driver.levels("store") == {str(Tick(step)): True for step in range(1, 8)}
+    assert driver.words() == [], "nothing is announced"
+
+
+def test_a_due_save_waits_for_a_slot_while_the_store_takes_those_before() -> None:
+    driver = Driver(policy=Every(steps=1))
+    for step in (1, 2):
+        due(driver, Tick(step))
+    driver.said.clear()
+    driver.save(Tick(3), Why.DUE)
+    assert driver.answers("save") == {}
+    driver.commit()
+    assert driver.answers("save")[0]["saved"] is False
+
+
+@pytest.mark.parametrize("what", ["store", "notice"])
+def test_no_due_save_waits_for_a_store_that_fails_nor_after_a_notice(what: str) -> None:
+    driver = Driver(policy=Every(steps=1))
+    for step in (1, 2):
+        due(driver, Tick(step))
+    driver.said.clear()
+    driver.save(Tick(3), Why.DUE)
+    assert driver.answers("save") == {}
+    if what == "store":
+        driver.commit("the store is away")
+    else:
+        driver.group.warn(Standing("cloud", "1", 30.0, 0.0))
+        driver.decide()
+    assert driver.answers("save")[0]["saved"] is False
+
+
+def test_no_due_save_waits_for_a_rank_that_is_away_for_long() -> None:
+    driver = Driver(policy=Every(steps=1))
+    driver.steps = [2, 2]
+    driver.group.save(0, Tick(1), Why.DUE, {}, ("save", 0))
+    driver.group.lost(1, driver.now_s)
     driver.decide()
-    assert driver.words()[0] == second
-    assert driver.words()[1].step > second.step
+    told = [action for action in driver.said if isinstance(action, do.Moving)]
+    assert [action.request for action in told] == [("save", 0)], "it may be back in a moment"
+    driver.now_s += LOST_S
+    driver.decide()
+    refused = [action for action in driver.said if isinstance(action, do.Refuse)]
+    assert [action.request for action in refused] == [("save", 0)]
+    assert "rank 1" in refused[0].message
 
 
-def test_a_step_that_is_taken_is_not_appointed_again_though_its_end_is_not_seen_yet() -> None:
-    driver = EachStep(SLOTS_CLOSE, policy=Every(steps=5))
-    driver.train(27)
-    (word,) = driver.words()
-    assert word.step == 30
-    driver.steps = [30, 30]
+def test_a_save_that_a_rank_has_gone_on_from_is_answered_once_it_asks_for_another() -> None:
+    driver = Driver(policy=Every(steps=1))
+    driver.group.save(0, Tick(1), Why.DUE, {}, ("save", 10))
+    driver.group.save(0, Tick(2), Why.DUE, {}, ("save", 11))
+    driver.decide()
+    assert [action.request for action in driver.said if isinstance(action, do.Refuse)] == [("save", 10)]
+
+
+def test_a_due_save_hears_each_second_that_it_waits() -> None:
+    driver = Driver(policy=Every(steps=1))
+    for step in (1, 2):
+        due(driver, Tick(step))
+    driver.save(Tick(3), Why.DUE)
+    driver.said.clear()
+    for _ in range(10):
+        driver.now_s += 0.5
+        driver.decide()
+    heard = [action for action in driver.said if isinstance(action, do.Moving)]
+    assert len(heard) == 5 * driver.world
+
+
+def test_a_due_checkpoint_that_the_failing_store_passes_over_is_counted() -> None:
+    driver = Driver(policy=Every(steps=1))
+    due(driver, Tick(1))
+    driver.commit("the store is away")
+    for step in (2, 3, 4):
+        due(driver, Tick(step))
+    passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
+    assert sum(passed) == 1, "step 3, while step 2 is tried"
+    assert driver.group.newest is not None
+    assert driver.group.newest.round is not None
+    assert driver.group.newest.round.tick == Tick(4)
+
+
+def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
+    driver = Driver(policy=Every(seconds=10), slots=1)
+    driver.now_s, driver.steps = 10.0, [100, 100]
+    driver.decide()
+    driver.complete()
+    driver.now_s = 45.0  # due at 20, 30 and 40, and the only slot is being committed
+    driver.decide()
+    passed = [a.data["count"] for a in driver.said if isinstance(a, do.Emit) and a.name == "snapshot.passed"]
+    assert sum(passed) == 2, "the last one may come yet"
+    driver.commit()
+    assert driver.word() is not None
+
+
+def test_the_exit_takes_what_all_ranks_say_is_still_their_state() -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.save(Tick(5, 1))
+    told = driver.answers("save")[0]
+    driver.stage(told["round"], Tick(5, 1), told["slot"])
+    driver.group.assembled(told["slot"], told["round"], "")
+    driver.decide()
+    driver.said.clear()
     for rank in range(2):
-        driver.group.staged(rank, word.round, Tick(30), word.slot, "d", 0.0)
-    driver.decide_at(driver.now_s, driver.now_s)
-    driver.group.assembled(word.slot, word.round, "")
-    driver.decide_at(driver.now_s, driver.now_s)
-    assert [word.step for word in driver.words()] == [35]
+        driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1))
+    driver.decide()
+    assert driver.answers("save")[0] == driver.answers("save")[1]
+    assert driver.answers("save")[0]["tick"] == str(Tick(5, 1))
+    driver.commit()
+    assert driver.group.newest is not None
+    assert driver.group.newest.round is not None
+    assert driver.group.newest.round.metrics == {"loss": 0.0}
 
 
-def test_no_second_one_is_appointed_where_steps_are_far_apart_or_go_by_the_clock() -> None:
-    for policy in (Every(steps=10), Every(seconds=0.05)):
-        driver = EachStep(SLOTS_CLOSE, policy=policy)
-        driver.train(50)
-        assert (len(driver.taken) > 3, driver.most) == (True, 1)
+@pytest.mark.parametrize("other", [None, Tick(5)])
+def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Tick | None) -> None:
+    driver = Driver(policy=Every(seconds=600))
+    driver.save(Tick(5, 1))
+    told = driver.answers("save")[0]
+    driver.stage(told["round"], Tick(5, 1), told["slot"])
+    driver.group.assembled(told["slot"], told["round"], "")
+    driver.decide()
+    driver.said.clear()
+    for rank in range(2):
+        driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1) if rank else other)
+    driver.decide()
+    driver.commit()
+    assert driver.answers("save")[0]["saved"] is False
+
+
+def test_the_first_one_is_due_at_once_where_the_policy_finds_its_interval() -> None:
+    group = Group(1, Every(seconds=60))
+    group.paced(60.0, 600.0, 0.0)
+    group.started(0, 0.0)
+    assert group._due_s == 0.0
+
+
+def test_no_second_one_is_appointed_while_one_stands() -> None:
+    driver = Driver(policy=Every(seconds=0.05))
+    driver.now_s, driver.steps = 1.0, [10, 10]
+    driver.decide()
+    driver.now_s = 2.0
+    driver.decide()
+    assert len(driver.words()) == 1
 
 
 @pytest.mark.parametrize("what_for", ["save", "leave", "layout"])
 def test_all_that_are_appointed_are_taken_back_for_what_comes_first(what_for: str) -> None:
-    driver = Driver(policy=Every(steps=1), slots=SLOTS_CLOSE)
+    driver = Driver(slots=SLOTS_CLOSE)
     driver.steps = [1, 1]
     driver.decide()
     before = {word.round for word in driver.words()}
-    assert len(before) == 2
+    assert len(before) == 1
     if what_for == "save":
         driver.save(Tick(0, 1))
         free = [slot for slot in driver.group.slots if slot.state is State.FREE]
@@ -1685,7 +1798,7 @@ def test_a_superseded_job_decides_nothing_more() -> None:
 
 
 def test_what_a_superseded_job_has_is_committed_once_when_the_start_that_did_it_came_to_nothing() -> None:
-    driver = Driver(policy=Every(steps=10))
+    driver = Driver()
     driver.complete()
     driver.complete()  # while the first is being committed
     driver.group.supersede("00000002-x")
@@ -1730,7 +1843,7 @@ def test_a_new_division_appoints_anew_what_was_appointed_under_the_old_one() -> 
 
 def test_a_restarted_agent_appoints_only_when_it_knows_where_the_ranks_are() -> None:
     driver = Driver()
-    group = driver.group = Group(2, Every(steps=10))
+    group = driver.group = RoundSteps(2)
     driver.said.clear()
     for rank in range(2):
         group.joined(rank)

@@ -53,6 +53,7 @@ class Rank:
         self.waits_for: Callable[[], None] | None = None  # its request, to be sent again after a lost connection
         self.asks = ""  # which one
         self.blocked = False
+        self.asked_at = 0  # the newest step that the policy names, of which it has asked for a save
         self.filling = 0  # copies under way
         self.heard_s = 0.0  # when its last message arrives
         self.connection = 0
@@ -83,6 +84,8 @@ class Sim:
         self.fault_rate = rng.choice((0.0, 0.02, 0.1))
         self.last_step = rng.randint(8, 20)
         self.save_steps = {s for s in range(1, self.last_step) if rng.random() < 0.08}
+        every = self.policy.steps  # the ranks ask for these by themselves
+        self.due_steps = set(range(every, self.last_step, every)) if every is not None else set()
         self.evaluations = {s: rng.randint(1, 40) for s in range(1, self.last_step) if rng.random() < 0.1}
         self.amid = {s for s in self.evaluations if rng.random() < 0.3}  # behind an update that no boundary has ended
         self.polled = 0  # snapshots appointed at polls
@@ -432,6 +435,9 @@ class Sim:
         rank = action.request[1]
         self.after(self.way_s(rank, 0.0), self.answer, action.request, self.ranks[rank], None)
 
+    def do_Moving(self, action: do.Moving) -> None:
+        pass  # who waits for a slot here waits as long as it takes
+
     def do_Tell(self, action: do.Tell) -> None:
         assert action.body["t"] in ("level", "superseded", "end", "leave-by", "recovered", "awaited")
         if action.body["t"] == "level":
@@ -612,7 +618,10 @@ class Sim:
         return False
 
     def proceed(self, rank: Rank) -> None:
-        if rank.ended in self.save_steps and not rank.saved:
+        if rank.ended in self.due_steps and not rank.sub and rank.asked_at != rank.ended:
+            rank.asked_at = rank.ended
+            self.ask(rank, "save", Why.DUE)
+        elif rank.ended in self.save_steps and not rank.saved:
             rank.saved = True
             rank.sub += 2 if self.fault(0.3) else 1
             self.ask(rank, "save", Why.SAVE)

@@ -26,7 +26,7 @@ class Warned(Driver):
     """Trains at ten steps a second, and commits take a second."""
 
     def __init__(self, world: int = 2, every: int = 1000, slots: int = 3, start_step: int | None = 0) -> None:
-        super().__init__(world, Every(steps=every), slots, start_step)
+        super().__init__(world, None, slots, start_step, every)
 
     def train(self, seconds: float) -> None:
         self.now_s += seconds
@@ -1635,16 +1635,6 @@ def test_what_is_to_be_taken_by_the_clock_comes_at_a_poll_once_a_step_takes_long
     driver.evaluate(1.0)
     assert (driver.word().kind, driver.word().step) == (Kind.TAKE, driver.steps[0] - 1)
     assert driver.polls < driver.word().sub + 2
-
-
-def test_what_is_to_be_taken_at_a_named_step_is_taken_there_however_long_that_step_takes() -> None:
-    driver = Polling(every=10)
-    word = driver.word()
-    driver.train(1.0)
-    assert (word.kind, word.step) == (Kind.TAKE, driver.steps[0])
-    for _ in range(20):
-        driver.evaluate(1.0)
-    assert driver.word() == word
 
 
 @pytest.mark.parametrize("asked_by", ["an alarm", "an uncertain notice", "a notice that was left by"])

@@ -70,6 +70,14 @@ def test_only_steps_that_end_with_an_update_are_saved(tmp_path: Path) -> None:
     assert len(run.said("gradients.waiting")) <= 1
 
 
+def test_a_save_due_between_two_updates_is_taken_after_the_next_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, policy=ckpt.Every(steps=6))
+    with run.ck as ck:
+        for step in ck.steps(24):
+            run.train(step)
+    assert run.committed == [8, 12, 20, 24]
+
+
 def test_a_save_between_two_updates_fails_and_the_next_update_is_saved(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.ck as ck:

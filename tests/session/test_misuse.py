@@ -745,13 +745,15 @@ def test_what_a_signals_handler_raises_in_the_midst_of_a_save_is_what_the_loop_g
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        with ckpt.Checkpointer(tmp_path, {**job.state, "mine": trouble}, policy=EVERY, sinks=(sink,)) as ck:
+        with ckpt.Checkpointer(
+            tmp_path, {**job.state, "mine": trouble}, policy=ckpt.Every(steps=10**6), sinks=(sink,)
+        ) as ck:
             for step in ck.steps(6):
                 job.train(step)
                 trouble.at_save = lambda: signal.raise_signal(signal.SIGALRM)
                 if step == 3:
                     with pytest.raises(Alarm):  # noqa: PT012
-                        ck.step()  # at an appointment, or else the next line
+                        ck.step()
                         ck.save()
                 trouble.at_save = fail
                 if step == 5:

@@ -122,7 +122,7 @@ def test_what_is_saved_is_of_the_boundary_and_not_of_the_next_step(tmp_path: Pat
 def test_a_structure_that_changes_at_each_step_is_said_and_still_saved_when_asked(tmp_path: Path) -> None:
     job, said = Value(), []
     job.begin()
-    options: dict[str, Any] = {"policy": ckpt.Every(steps=1), "sinks": (lambda event: said.append(event),)}
+    options: dict[str, Any] = {"policy": ckpt.Every(seconds=0.01), "sinks": (lambda event: said.append(event),)}
     with ckpt.Checkpointer(tmp_path, job.state, **options) as ck:
         for step in ck.steps(100_000):
             ck.state["y"] = torch.zeros(10 + step)

@@ -299,7 +299,7 @@ def agent_that_dies(job: Job) -> dict[str, Any]:
     optim, own, seen = torch.optim.Adam(model.parameters()), torch.full((5000,), float(r)), Seen()
     start_lock = client.places(canonical(os.fspath(url)), read()).start_lock
     state = {"model": model, "optim": optim, "own": own}
-    with ckpt.Checkpointer(url, state, policy=ckpt.Every(steps=2), sinks=(seen,)) as ck:
+    with ckpt.Checkpointer(url, state, policy=ckpt.Every(seconds=0.01), sinks=(seen,)) as ck:
 
         def train(steps: int) -> tuple[float, set[str]]:
             slowest_s, waits = 0.0, set[str]()

@@ -306,6 +306,8 @@ class SimJob:
             self._meet.wait()
             rank.train(rank.step + 1)
             leave = rank.boundary()
+            if rank.is_due and not leave:
+                rank.save_due()
         self.left[rank.rank] = leave, rank.step
         self.left_s = time.monotonic()
         if not leave:

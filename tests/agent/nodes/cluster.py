@@ -30,7 +30,7 @@ from ckpt.tasks import Tasks
 from ckpt.types import Identity, Tick
 from tests.agent.fake import OPTIONS, FakeRank
 
-COPIED = {**OPTIONS, "peers": {"replicas": 1}}
+COPIED = {**OPTIONS, "policy": {"steps": None, "seconds": 0.001}, "peers": {"replicas": 1}}
 LEVELS = ("local", "peer", "store")
 BOUND_S = 60.0
 HASHES_AT = 2048  # in an arena's header page, where it is said what they are
@@ -117,7 +117,7 @@ class Cluster:
     def appointed(self) -> int:
         """The step that all ranks know to be appointed. What is said on one node is known on another a little later."""
         while True:
-            steps = set(together(self.job, lambda rank: rank.await_word()))
+            steps = set(together(self.job, lambda rank: rank.await_next()))
             if len(steps) == 1:
                 break
         (step,) = steps
@@ -311,6 +311,8 @@ def train(ranks: Sequence[FakeRank], until: int) -> None:
             rank.train(rank.step + 1)
         for rank in ranks:
             rank.boundary()
+        if ranks[0].is_due:
+            together(ranks, lambda rank: rank.save_due())
 
 
 def come_back(rank: FakeRank, tries: int = 1200) -> None:
