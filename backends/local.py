@@ -35,6 +35,7 @@ from ckpt.errors import (
 from ckpt.storage.buffers import read_buffer
 from ckpt.storage.contract import Buffer, ObjectInfo, PutMode
 from ckpt.storage.failure import check_wanted, make_room
+from ckpt.storage.files import opened, read_into
 from ckpt.storage.names import PARTS_MAX, TEMPORARY, check_key, check_prefix, check_range, is_key
 
 T = TypeVar("T")
@@ -108,12 +109,7 @@ class LocalBackend:
             if start + length > size:
                 raise DamagedData(f"{path} ends at byte {size}; bytes {start} to {start + length} were asked for")
             out = read_buffer(length)
-            done = 0
-            while done < length:
-                got = os.preadv(fd, [out[done:]], start + done)
-                if got == 0:
-                    raise DamagedData(f"{path} was cut off at byte {start + done} while it was read")
-                done += got
+            read_into(fd, start, out, path)
         return out
 
     def head(self, key: str) -> ObjectInfo:
@@ -193,7 +189,7 @@ class LocalBackend:
 
     def _opened(self, path: str) -> AbstractContextManager[tuple[int, int]]:
         self._seen(path, os.lstat)
-        return _opened(path)
+        return opened(path)
 
     def _refresh(self, folder: str) -> None:
         """Opens the folders that lead there, from above the store's down. NFS keeps in its cache for up to a minute
@@ -400,19 +396,6 @@ def _set_direct(fd: int, on: bool) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """The descriptor and the size of a regular file. A pipe or a device does not block and is not there."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise NotFound(f"{path} is not a file")
-        yield fd, found.st_size
-    finally:
-        os.close(fd)
 
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:

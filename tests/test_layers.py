@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "storage": BASE,
     "notices": BASE,
     "predict": BASE,
-    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers")},  # and its helpers
+    # And its helpers.
+    "backends": BASE | {f"storage.{name}" for name in ("contract", "names", "failure", "buffers", "files")},
     "store": BELOW_STORE,
     "agent": BELOW_AGENT,
     "trainer": BELOW_TRAINER,
