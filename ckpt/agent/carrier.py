@@ -173,7 +173,7 @@ class Carrier(Committing):
             return False  # or it is planned anew anyway
         is_kept = group.is_kept_whole and not group.copies_fail
         unkept = protection is not None and protection.is_wanted and not is_kept
-        return unkept or group.slots_in_use < memory.slots_for(group.policy)
+        return unkept or group.slots_in_use < self.plan.wanted
 
     def _parts_free(self, plan: memory.MemoryPlan) -> dict[str, int]:
         """By node: what it has for this job, in parts of a slot, when it was asked last."""
@@ -208,7 +208,7 @@ class Carrier(Committing):
             slots = self._place(division, max(plan.slots, used), used, gives_way)
             if slots < used:
                 self._fewer_until_s = now_s + AGAIN_S
-            self.plan = replace(plan, slots=slots)
+            self.plan = replace(plan, slots=slots, wanted=(self.plan or plan).wanted)
             self.group.use_slots(slots)
             self._tell_memory(slots != used)
 
@@ -274,7 +274,12 @@ class Carrier(Committing):
             most = max(copies.values(), default=0)
             more = f"; up to {most >> 20:,} MiB for other nodes" if most else ""
             more += "" if self.plan.slots else "; nothing is saved as long as not one fits: free some, or save less"
-            self.emit("memory.plan", f"memory: {self.plan}{more}", self.plan.slots < memory.SLOTS, table)
+            self.emit(
+                "memory.plan",
+                f"memory: {self.plan}{more}",
+                self.plan.slots < min(memory.SLOTS, self.plan.wanted),
+                table,
+            )
         self._told_copies = copies
 
     def _replicate(self, slot: int, identity: Identity) -> None:

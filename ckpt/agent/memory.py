@@ -1,8 +1,9 @@
 """How much memory the agent will take, computed before the first save, and how many slots that allows.
 
-It degrades in this order: a fourth slot (only where snapshots are to be closer than an appointment is ahead, see
-`slots_for`), a third one (nothing waits), a second one (the next snapshot waits for the upload of the one before it),
-one (each snapshot waits until the one before it is in the store), none: refused.
+There are to be two slots where one takes more than a tenth of the machine's memory, or of what our control group may
+take. Else it degrades in this order: a fourth slot (only where snapshots are to be closer than an appointment is ahead,
+see `slots_for`), a third one (nothing waits), a second one (the next snapshot waits for the upload of the one before
+it), one (each snapshot waits until the one before it is in the store), none: refused.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from ckpt.types import counted
 
 SLOTS = 3  # one being filled, the newest complete one, one being uploaded
 SLOTS_CLOSE = 4  # and the next one, which is appointed before that which is being filled is complete
+SLOTS_LARGE = 2  # where a slot takes more than one of
+LARGE_PARTS = 10  # so many parts of the memory
 WINDOW_BYTES = 256 << 20  # through which frames of the store reach the trainers
 COMMIT_BYTES = 256 << 20  # packs being encoded and put
 SPARE_PARTS = 16  # one part in so many of what the machine has left stays untouched
 
-_NUMBERS = ("slots", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes", "reserve_bytes")
+_NUMBERS = ("slots", "wanted", "slot_bytes", "kept_bytes", "commit_bytes", "allowed_bytes", "reserve_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`slots` arenas for every rank, `slot_bytes` for all ranks together. `kept_bytes`: checkpoints of earlier starts,
-    until a newer one is complete. `allowed_bytes`: what all of it may come to, and `bound` says by what; copies come to
-    `reserve_bytes` less, which this machine leaves to other processes and slots may take."""
+    """`slots` arenas for every rank, of `wanted` that there are to be; `slot_bytes` for all ranks together.
+    `kept_bytes`: checkpoints of earlier starts, until a newer one is complete. `allowed_bytes`: what all of it may come
+    to, and `bound` says by what; copies come to `reserve_bytes` less, which this machine leaves to other processes and
+    slots may take."""
 
     slots: int
     slot_bytes: int
@@ -41,6 +45,7 @@ class MemoryPlan:
     allowed_bytes: int
     bound: str
     reserve_bytes: int = 0
+    wanted: int = SLOTS
 
     @property
     def total_bytes(self) -> int:
@@ -85,9 +90,14 @@ def plan(
     free_bytes: int,
     slots: int = SLOTS,
     reserve_bytes: int = 0,
+    total_bytes: int | None = None,
 ) -> MemoryPlan:
     """`held_bytes`: of arenas that this job has already, copies for its other nodes among them; `limit_bytes`: the
-    user's; `free_bytes`: the machine's; `slots`: at most; `reserve_bytes`: that copies leave of the machine's."""
+    user's; `free_bytes`: the machine's; `slots`: at most; `reserve_bytes`: that copies leave of the machine's;
+    `total_bytes`: all that the machine has, beside which the state may be large; None: that does not count."""
+    if total_bytes is not None and slot_bytes > total_bytes // LARGE_PARTS:
+        slots = min(slots, SLOTS_LARGE)
+    wanted = slots
     spare_bytes = free_bytes // SPARE_PARTS
     machine = free_bytes - spare_bytes + held_bytes + kept_bytes
     allowed, bound = machine, "what the machine has left"
@@ -97,7 +107,7 @@ def plan(
     while slots and slots * slot_bytes + kept_bytes + commit_bytes > allowed:
         slots -= 1
     reserve_bytes = max(0, reserve_bytes - spare_bytes - (machine - allowed))
-    return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound, reserve_bytes)
+    return MemoryPlan(slots, slot_bytes, kept_bytes, commit_bytes, allowed, bound, reserve_bytes, wanted)
 
 
 def needed_bytes(slot_bytes: int, slots: int) -> int:

@@ -121,7 +121,7 @@ class Ranks:
         then: Callable[[memory.MemoryPlan | None, str], None],
     ) -> None:
         """How many slots of arenas of so many bytes by rank there can be, up to so many."""
-        taken = self._taken()
+        taken, total_bytes = self._taken(), memory.total_bytes()
         plan = memory.plan(
             slot_bytes=sum(sizes.values()),
             kept_bytes=taken.kept_bytes,
@@ -129,7 +129,8 @@ class Ranks:
             limit_bytes=limit_bytes,
             free_bytes=self._bulk.free_bytes(),
             slots=slots,
-            reserve_bytes=relief.reserve_bytes(memory.total_bytes()),
+            reserve_bytes=relief.reserve_bytes(total_bytes),
+            total_bytes=total_bytes,
         )
         self.limited = plan if plan.allowed_bytes == limit_bytes else None
         self.is_cramped = bool(plan.kept_bytes) and plan.left_bytes(slots) < GENERATIONS * plan.slot_bytes

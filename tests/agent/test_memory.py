@@ -22,6 +22,14 @@ def test_slots_go_one_by_one_as_the_state_grows(slot_gib: int, slots: int) -> No
     assert plan.total_bytes <= plan.allowed_bytes or not plan.slots
 
 
+@pytest.mark.parametrize(("slot_gib", "slots"), [(1, 3), (6, 3), (7, 2), (20, 1), (31, 0)])
+def test_a_state_above_a_tenth_of_the_memory_has_two_slots(slot_gib: int, slots: int) -> None:
+    plan = memory.plan(slot_gib * GIB, 0, 0, None, 32 * GIB, total_bytes=64 * GIB)
+    assert plan.slots == slots
+    assert plan.wanted == (3 if slot_gib <= 6 else 2)
+    assert memory.plan(7 * GIB, 0, 0, None, 32 * GIB, memory.SLOTS_CLOSE, total_bytes=64 * GIB).slots == 2
+
+
 def test_the_users_limit_counts_and_is_named() -> None:
     plan = memory.plan(GIB, 0, 0, 2 * GIB, 32 * GIB)
     assert plan.slots == 1

@@ -99,7 +99,8 @@ def begin(cluster: Cluster, limited: Limited, slots: float) -> None:
 @pytest.mark.parametrize(
     ("room", "slots", "kept"),
     [
-        (9.0, 3, {0: [1], 1: [0]}),  # three of its own, two generations of the other's, two for what is committed
+        (12.0, 3, {0: [1], 1: [0]}),  # three of its own, two generations of the other's, two for what is committed
+        (9.0, 2, {0: [1], 1: [0]}),  # a slot is more than a tenth
         (6.7, 2, {0: [1], 1: [0]}),
         (5.0, 2, {0: [], 1: [0]}),
         (3.6, 1, {}),
@@ -127,7 +128,7 @@ def test_a_job_that_has_no_room_for_a_single_slot_saves_once_there_is_room(limit
 
     def give_more() -> None:
         assert cluster.await_event("memory.plan")["slots"] == 0
-        limited.set(9.0)
+        limited.set(12.0)
 
     with Tasks("giving", pool_size=1) as tasks:
         given = tasks.submit(give_more)
@@ -154,7 +155,7 @@ def test_a_container_that_another_process_fills_has_back_what_is_only_warm_and_w
     limited: Limited, cluster: Cluster
 ) -> None:
     cluster.forbid_commits()
-    begin(cluster, limited, 9.0)
+    begin(cluster, limited, 12.0)
     cluster.enter()
     cluster.checkpoint("peer")
     safe = cluster.checkpoint("peer")  # of the one before the copy is only warm by now
