@@ -14,6 +14,7 @@ class From(enum.Enum):
     """Whence what a rank was given came, where it was not in this node's memory before."""
 
     STORE = enum.auto()  # which this node has read for itself
+    FILE = enum.auto()  # which the rank reads by itself, in the store's folder
     HOME = enum.auto()  # which one of the nodes has read from there for all
     PEER = enum.auto()  # another node's memory
 

@@ -3,8 +3,9 @@
 A frame that lies in this node's memory is only named: the rank maps the arena. One that another node has, or the
 store, passes through a window of shared memory, whose cells are given again when every rank that wanted the frame has
 acknowledged it; it is brought once for all ranks. What one rank alone wants of another node goes past the window
-(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). The ranks verify what
-they copied: what they find bad comes from the next source, and a fetch whose frame no source has ends with an error.
+(`straight`). A job of several nodes reads a frame of the store once for all of them (`fanout`). Otherwise the ranks
+read the files of a store that is a local folder by themselves (`files`). The ranks verify what they copied: what they
+find bad comes from the next source, and a fetch whose frame no source has ends with an error.
 
 All of it runs on the agent's main thread but the window's `cell`, in which the reading threads wait.
 """
@@ -25,6 +26,7 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, told
 from ckpt.agent.cells import Cells, From
 from ckpt.agent.checkpoint import Memory
+from ckpt.agent.files import FileList
 from ckpt.agent.memory import WINDOW_BYTES
 from ckpt.agent.moving import SAY_S, Progress
 from ckpt.agent.storeframes import StoreFrames
@@ -51,20 +53,23 @@ _HOME = 1 << 18  # memory into which this node reads for all nodes
 @dataclass(slots=True)
 class Asked:
     """One rank's request under way. `left`: frames it has not acknowledged as good. `whole`: those that it takes as one
-    run. `home`: those that it was given from what this node has read for all."""
+    run. `home`: those that it was given from what this node has read for all. `files`: those that it reads in the
+    store's folder by itself."""
 
     receiver: Receiver
     left: set[int]
     whole: set[int]
     regions: set[int] = field(default_factory=set)
     home: set[int] = field(default_factory=set)
+    files: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
 
 
 class Restore:
     """One candidate on its way to the `count` ranks of this node. `memory`: what of it this node holds; None: nothing.
     `peers`: what others hold. `open_record`: reads its record from the store; None where it is not there. `fan`: the
-    nodes share the reading of that. `later(delay_s, what)`: a timer of the main thread."""
+    nodes share the reading of that. `folder`: where the store is, if it is a local one. `later(delay_s, what)`: a timer
+    of the main thread."""
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class Restore:
         window_bytes: int = WINDOW_BYTES,
         peers: PeerFrames | None = None,
         fan: FanOut | None = None,
+        folder: str | None = None,
     ) -> None:
         self.identity = identity
         self.manifest = manifest
@@ -102,13 +108,15 @@ class Restore:
         self._coming: dict[int, set[int]] = {}  # frames that peers are to give -> receivers
         self._shared: dict[int, set[int]] = {}  # frames that one of the nodes reads for all -> receivers
         self._wanted: dict[int, set[int]] = {}  # frames to be read from the store -> receivers
-        self._store = StoreFrames(manifest, open_record, bulk, post) if open_record is not None else None
+        self._bad: set[int] = set()  # frames that this node's memory does not have right
+        # And those that are not to be had there.
+        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set(), From.FILE: set()}
+        self._store = StoreFrames(manifest, open_record, bulk, post, folder) if open_record is not None else None
         if (store := self._store) is not None:
             store.window, store.opened, store.guard = self._cells.window, self._opened, self._guard
             store.wanted, store.landed, store.free = self._wanted.keys, self._was_read, self._cells.free
             store.lacking, store.unreadable = self._lacking, self._unreadable
-        self._bad: set[int] = set()  # frames that this node's memory does not have right
-        self._bad_from: dict[From, set[int]] = {From.PEER: set(), From.HOME: set()}  # and that are not to be had there
+            store.named, store.misread = self._named, self._bad_from[From.FILE]
         self._closed = False
         self._progress = Progress()
         self._said: int | None = None  # the progress that the ranks were last told of; None: nobody waits to be told
@@ -135,8 +143,8 @@ class Restore:
         for frame, good in [*((f, True) for f in ok), *((f, False) for f in bad)]:
             if frame not in asked.left:
                 continue
-            source = self._release(frame, receiver)
-            read_here = source is From.STORE or (source is None and frame in asked.home)
+            source = self._release(frame, asked)
+            read_here = source in (From.STORE, From.FILE) or (source is None and frame in asked.home)
             self._progress.moved()
             if good:
                 asked.left.discard(frame)
@@ -362,6 +370,15 @@ class Restore:
             self._wanted.setdefault(frame, set()).add(id(asked.receiver))
         self._store.pump()
 
+    def _named(self, files: FileList) -> None:
+        """Ranks can read these frames by themselves."""
+
+        def give(asked: Asked, mine: set[int]) -> None:
+            asked.files.update(mine)
+            asked.receiver.send({"t": "files"}, (), files.only(mine).blobs())
+
+        self._hand_on(files.rows["frame"].tolist(), self._wanted, give)
+
     def _was_read(self, frames: list[int], offset: int) -> None:
         self._arrived(frames, offset, From.STORE, self._wanted)
 
@@ -388,11 +405,14 @@ class Restore:
         _show(asked, _WINDOW, self._cells.window().arena)
         asked.receiver.send({"t": "frames", "at": [[frame, _WINDOW, offset, int(self._lengths[frame])]]})
 
-    def _release(self, frame: int, receiver: Receiver) -> From | None:
+    def _release(self, frame: int, asked: Asked) -> From | None:
         """That rank is done with a frame that it was given. Whence that came; None: from this node's memory."""
-        if self._peers is not None and self._peers.straight.has_come(frame, receiver):
+        if self._peers is not None and self._peers.straight.has_come(frame, asked.receiver):
             return From.PEER
-        return self._cells.take_back(frame, receiver)
+        if frame in asked.files:
+            asked.files.remove(frame)
+            return From.FILE
+        return self._cells.take_back(frame, asked.receiver)
 
     def _unwant(self, frame: int, who: int) -> None:
         self._wanted[frame].discard(who)

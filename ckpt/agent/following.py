@@ -454,6 +454,7 @@ class Following:
             self._server.post,
             peers=peers,
             fan=fan,
+            folder=self._store.folder,
         )
 
     def source_gone(self, name: str) -> None:

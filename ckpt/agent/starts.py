@@ -338,6 +338,7 @@ class Starts(Keeper):
             self._server.post,
             peers=self._serve_others(start, places, chosen.manifest) if places is not None else None,
             fan=fan,
+            folder=self._store.folder,
         )
         job.restore.record = chosen.record
         body |= {

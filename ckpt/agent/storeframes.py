@@ -1,6 +1,7 @@
 """Frames of a checkpoint that the store has, on their way through a start's window to the ranks of this node.
 
-They are read in passes: what is wanted while one runs is read by the next. Main thread only, but for the reading, in
+Of a local folder the ranks are told the files first (`files`), and what they cannot read there is read here. Frames are
+read in passes: what is wanted while one runs is read by the next. Main thread only, but for the reading, in
 which threads wait for cells of the window.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpt.agent.bulk import Bulk, Lane
+from ckpt.agent.files import FileList
 from ckpt.agent.window import Window
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class StoreFrames:
-    """`wanted()`: frames that ranks wait for. `landed(frames, cell)`: all of `frames` have the bytes that lie at that
-    offset of the window now; the cell is the listener's. `free(cell)`: nothing came into that one. `lacking(frame,
-    error)`: the store does not give it. `unreadable(error)`: nor anything that is wanted. `opened(record)`: a pass is
-    over. `guard`: runs what must not fail unnoticed, since ranks wait for it. The restore sets these and `window`."""
+    """`wanted()`: frames that ranks wait for. `named(files)`: the ranks can read these by themselves. `misread`: frames
+    that one of them could not. `landed(frames, cell)`: all of `frames` have the bytes that lie at that offset of
+    the window now; the cell is the listener's. `free(cell)`: nothing came into that one. `lacking(frame, error)`: the
+    store does not give it. `unreadable(error)`: nor anything that is wanted. `opened(record)`: a pass is over. `guard`:
+    runs what must not fail unnoticed, since ranks wait for it. The restore sets these and `window`."""
 
     def __init__(
         self,
@@ -35,17 +38,21 @@ class StoreFrames:
         open_record: Callable[[], FrameReader],
         bulk: Bulk,
         post: Callable[[Callable[[], None]], None],
+        folder: str | None = None,
     ) -> None:
         self.window: Callable[[], Window]
         self.wanted: Callable[[], Collection[int]] = lambda: ()
         self.landed: Callable[[list[int], int], None] = lambda frames, cell: None
+        self.named: Callable[[FileList], None] = lambda files: None
+        self.misread: Collection[int] = ()
         self.free: Callable[[int], None] = lambda cell: None
         self.lacking: Callable[[int, Exception], None] = lambda frame, error: None
         self.unreadable: Callable[[BaseException], None] = lambda error: None
         self.opened: Callable[[Record], None] = lambda record: None
         self.guard: Callable[[Callable[[], None]], None] = lambda what: what()
         self._manifest, self._open_record = manifest, open_record
-        self._bulk, self._run_soon = bulk, post
+        self._bulk, self._run_soon, self._folder = bulk, post, folder
+        self._reader: FrameReader | None = None
         self._reading = self._closed = False
 
     def pump(self) -> None:
@@ -53,26 +60,37 @@ class StoreFrames:
         if self._reading or self._closed or not (frames := sorted(self.wanted())):
             return
         self._reading = True
-        window = self.window()
-        self._bulk.run(
-            Lane.FRONT, lambda: self._pass(window, frames), lambda done: self.guard(lambda: self._passed(done))
-        )
+        new = [frame for frame in frames if frame not in self.misread] if self._folder is not None else []
+        work = functools.partial(self._name, new) if new else functools.partial(self._pass, self.window(), frames)
+        self._bulk.run(Lane.FRONT, work, lambda done: self.guard(lambda: self._passed(done)))
 
     def close(self) -> None:
         self._closed = True
 
     # -- inside
 
+    def _opened(self, frames: list[int]) -> tuple[FrameReader, dict[int, int]]:
+        """And what the numbers of these frames are in its record. On the thread of a pass."""
+        self._reader = reader = self._reader or self._open_record()
+        theirs = dict(zip(frames, same_frames(self._manifest, reader.record.manifest, frames), strict=True))
+        lacking = [frame for frame, their in theirs.items() if their is None]
+        self._lacks(lacking, CkptError("the store's record does not have it"))
+        return reader, {frame: their for frame, their in theirs.items() if their is not None}
+
+    def _name(self, frames: list[int]) -> Record:
+        """On a thread of its own."""
+        reader, theirs = self._opened(frames)
+        assert self._folder is not None
+        files = FileList.of_record(self._folder, reader.record, self._manifest, theirs)
+        self._post(lambda: self.named(files))
+        return reader.record
+
     def _pass(self, window: Window, frames: list[int]) -> Record:
         """On a thread of its own, which starts others."""
-        reader = self._open_record()
-        theirs = same_frames(self._manifest, reader.record.manifest, frames)
+        reader, theirs = self._opened(frames)
         ours: dict[int, list[int]] = {}
-        for frame, their in zip(frames, theirs, strict=True):
-            if their is None:
-                self._lacks([frame], CkptError("the store's record does not have it"))
-            else:
-                ours.setdefault(their, []).append(frame)
+        for frame, their in theirs.items():
+            ours.setdefault(their, []).append(frame)
         cells: dict[int, tuple[int, memoryview]] = {}
 
         def out(their: int) -> memoryview:

@@ -152,6 +152,13 @@ class StoreSide:
             return self._runs[impatient]
 
     @property
+    def folder(self) -> str | None:
+        """Where the store is, if it is a local folder."""
+        from ckpt.storage.url import scheme_of
+
+        return self.url if scheme_of(self.url) == "file" else None
+
+    @property
     def backend(self) -> Backend:
         return self.run().backend
 

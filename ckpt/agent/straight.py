@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ SHARE_MIN = 8  # frames: fewer are not divided among connections
 class Receiver(Protocol):
     """A rank's connection. Sending to one that is gone does nothing."""
 
-    def send(self, fields: dict[str, Any], fds: Iterable[int] = ...) -> None: ...
+    def send(self, fields: dict[str, Any], fds: Iterable[int] = ..., blobs: Sequence[bytes] = ...) -> None: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,8 @@ A frame counts as fetched only when its hash was right at, or after, the copy; a
 from the agent's next source. The agent's windows are reused only after they were acknowledged.
 
 Of what this rank takes as one run, and no other rank of this node wants, the agent may hand over a connection to the
-node that has it: the bytes are received where they belong. What does not come, or not right, comes as the rest does.
+node that has it: the bytes are received where they belong. Of what lies in a local folder the agent may name the files,
+which this rank reads by itself (`files`). What does not come, or not right, comes as the rest does.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt.agent.arena import Arena
+from ckpt.agent.files import FileList
 from ckpt.agent.peers.limit import PIECE_BYTES
 from ckpt.agent.peers.sockets import Receiver, cut
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher
-from ckpt.tasks import Outcome, Tasks
+from ckpt.tasks import Flag, Outcome, Tasks
+from ckpt.trainer import files
+from ckpt.trainer.files import BATCH_BYTES
 from ckpt.trainer.link import Link
 from ckpt.types import Identity
 
 log = logging.getLogger("ckpt")
 
 SILENCE_S = 600.0  # without a frame or a word that others get theirs; the store's operations give up long before
-BATCH_BYTES = 16 << 20  # per job of a copying thread: each ends with a message to the agent
-
 STALL_S = 30.0  # in which a connection moves something, or is given up
 
 Deliver = Callable[[int, memoryview], bool]  # (frame number, its raw bytes) -> whether its hash was right
@@ -77,7 +79,7 @@ def fetch(
         job = tasks.submit(work, link, *args, into=jobs)
         job.add_done_callback(lambda done: inbox.put(done) if done.exception() is not None else None)
 
-    received = _Received()
+    received, ended = _Received(), Flag()
     streams: list[socket.socket] = []
     try:
         blobs = [np.array(sorted(each), dtype="<u4").tobytes() for each in (frames, rooms.whole if rooms else ())]
@@ -103,6 +105,8 @@ def fetch(
                 number, coming = int(message.fields["stream"]), list(message.fields["frames"])
                 streams.append(sock)
                 begin(_receive, sock, number, coming, rooms, received)
+            elif message.kind == "files":
+                begin(_read_files, FileList.of(message), deliver, rooms, ended)
             elif message.kind != "moving":
                 for job in jobs:
                     job.result()
@@ -112,6 +116,7 @@ def fetch(
             jobs[:] = [job for job in jobs if not job.done()]
     finally:
         link.fetching = None
+        ended.set()
         for sock in streams:  # where all is well they have come to their end
             cut(sock)
         for job in jobs:
@@ -166,6 +171,13 @@ def _receive(
                 good, pending = [], 0
     link.connection.notify("got", {"ok": good, "bad": []})
     link.connection.notify("streamed", {"stream": number})
+
+
+def _read_files(link: Link, listed: FileList, deliver: Deliver, rooms: Rooms | None, ended: Flag) -> None:
+    def got(good: list[int], bad: list[int]) -> None:
+        link.connection.notify("got", {"ok": good, "bad": bad})
+
+    files.read(listed, deliver, rooms, got, ended)
 
 
 def _close(regions: dict[int, Arena]) -> None:

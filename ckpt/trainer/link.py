@@ -339,7 +339,7 @@ class Link:
 
     def _on_message(self, message: wire.Message) -> None:
         fields = message.fields
-        if message.kind in ("region", "frames", "stream", "moving", "fetched"):
+        if message.kind in ("region", "frames", "stream", "files", "moving", "fetched"):
             if self.fetching is not None:
                 self.fetching.put(message)
                 return

@@ -22,6 +22,7 @@ import numpy as np
 from ckpt.agent import client, wire
 from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
+from ckpt.agent.files import FileList
 from ckpt.agent.hosts import domains_here
 from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
@@ -36,8 +37,9 @@ from ckpt.plan.layout import Declaration, Entry, Layout
 from ckpt.plan.reshard import Want, cuts
 from ckpt.plan.staging import stage
 from ckpt.settings import Settings, read, store_environment
-from ckpt.tasks import Tasks
+from ckpt.tasks import Flag, Tasks
 from ckpt.trainer.due import Patience
+from ckpt.trainer.files import read as read_files
 from ckpt.types import Box, Epoch, Identity, Tick
 
 ROWS = 512
@@ -263,7 +265,10 @@ class FakeRank:
                         raw = regions[region].view[offset : offset + length]
                         right = not self.spoil(frame, raw) and deliver(frame, raw)
                         (good if right else bad).append(frame)
-                    self.notify("got", {"ok": good, "bad": bad})
+                    self.tell_got(good, bad)
+                elif message.kind == "files":
+                    right = lambda frame, raw: not self.spoil(frame, raw) and deliver(frame, raw)  # noqa: E731
+                    read_files(FileList.of(message), right, None, self.tell_got, Flag())
                 else:
                     for level, count in message.fields["sources"].items():
                         self.fetched[level] = self.fetched.get(level, 0) + count
@@ -273,6 +278,9 @@ class FakeRank:
         finally:
             for arena in regions.values():
                 arena.close()
+
+    def tell_got(self, good: list[int], bad: list[int]) -> None:
+        self.notify("got", {"ok": good, "bad": bad})
 
     # -- training
 
@@ -408,7 +416,7 @@ class FakeRank:
 
     def on_message(self, message: wire.Message) -> None:
         fields = message.fields
-        if message.kind in ("region", "frames", "fetched"):
+        if message.kind in ("region", "frames", "files", "fetched"):
             self.inbox.put(message)
             return
         with self.changed:

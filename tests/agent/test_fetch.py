@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ import pytest
 from ckpt.agent import memory
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.fetch import Restore
+from ckpt.agent.files import FileList
 from ckpt.agent.window import Window
+from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, DamagedData, NotFound, StorageError, TransientError
 from ckpt.format.frames import frame_hash
-from ckpt.format.manifest import FRAME, Manifest
+from ckpt.format.manifest import FRAME, PLACE, Manifest
 from ckpt.tasks import Tasks
 from ckpt.types import Epoch, Identity, Tick
 from tests.agent.receiver import Rank
@@ -277,3 +280,115 @@ def test_a_wait_for_a_cell_ends_with_the_window() -> None:
         window.close()
         with pytest.raises(AgentError):
             second.result(60)
+
+
+class Filed(Reader):
+    """Whose record says where frames lie: all in one file, one behind the other."""
+
+    def __init__(self, count: int) -> None:
+        places = np.zeros(count, PLACE)
+        places["offset"], places["length"] = np.arange(count) * FRAME_BYTES, FRAME_BYTES
+        super().__init__(SimpleNamespace(manifest=manifest(count), places=places, packs=(("data/p.pack", 1 << 20),)))
+
+
+class Reading(Rank):
+    """A rank that reads files by itself. `wrong`: frames that it finds wrong there."""
+
+    def __init__(self, *given: Any, wrong: Collection[int] = ()) -> None:
+        super().__init__(*given)
+        self.wrong, self.listed = wrong, list[FileList]()
+
+    def send(self, fields: dict[str, Any], fds: Any = (), blobs: Any = ()) -> None:
+        if fields["t"] != "files":
+            super().send(fields, fds)
+            return
+        self.listed.append(FileList.of(Message(fields, [], list(blobs))))
+        frames = self.listed[-1].rows["frame"].tolist()
+        bad = [frame for frame in frames if frame in self.wrong]
+        if not self.deaf:
+            self._post(lambda: self.owner.restore.got(self, [f for f in frames if f not in bad], bad))
+
+
+def of_folder(loop: Loop, reader: Any, world: int = 1) -> Restore:
+    loop.restore = Restore(
+        *(IDENTITY, manifest(10), world, None, lambda: reader, loop.bulk),
+        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        folder="/store",
+    )
+    return loop.restore
+
+
+def reading(loop: Loop, wrong: Collection[int] = ()) -> Reading:
+    rank = Reading(loop.post, loop, wrong=wrong)
+    loop.ranks.append(rank)
+    return rank
+
+
+def test_ranks_read_a_folder_by_themselves_and_the_agent_reads_nothing(loop: Loop) -> None:
+    reader = Filed(10)
+    restore = of_folder(loop, reader, world=2)
+    ranks = [reading(loop), reading(loop)]
+    for rank in ranks:
+        restore.request(rank, range(2, 10))
+    loop.run(lambda: all(rank.outcome for rank in ranks))
+    assert reader.reads == []
+    assert restore.record is reader.record
+    for rank in ranks:
+        assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 8 * FRAME_BYTES}}
+        (listed,) = rank.listed
+        assert (listed.folder, listed.names) == ("/store", ["data/p.pack"])
+        assert [row[:5] for row in listed.rows.tolist()] == [
+            (frame, 0, frame * FRAME_BYTES, FRAME_BYTES, FRAME_BYTES) for frame in range(2, 10)
+        ]
+
+
+def test_what_a_rank_cannot_read_in_the_folder_the_agent_brings(loop: Loop) -> None:
+    reader = Filed(10)
+    restore = of_folder(loop, reader)
+    rank = reading(loop, wrong={3, 7})
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.outcome == {"t": "fetched", "ok": True, "message": "", "sources": {"store": 10 * FRAME_BYTES}}
+    assert rank.got == {frame: raw(frame) for frame in (3, 7)}
+    assert reader.reads == [3, 7]
+
+
+def test_what_the_agent_finds_damaged_in_the_folder_too_ends_the_fetch(loop: Loop) -> None:
+    reader = Filed(10)
+    reader.broken = {3}
+    restore = of_folder(loop, reader)
+    rank = reading(loop, wrong={3})
+    restore.request(rank, range(10))
+    loop.run(lambda: rank.outcome is not None)
+    assert not rank.outcome["ok"]
+    assert "frame 3" in rank.outcome["message"]
+
+
+@pytest.mark.parametrize(("error", "kind"), [(TransientError("busy"), "storage"), (DamagedData("no"), "damaged")])
+def test_a_folder_whose_record_cannot_be_opened_ends_the_fetch_as_any_store(
+    error: Exception, kind: str, loop: Loop
+) -> None:
+    def fail() -> Any:
+        raise error
+
+    of_folder(loop, None).close()
+    loop.restore = Restore(
+        *(IDENTITY, manifest(10), 1, None, fail, loop.bulk),
+        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        folder="/store",
+    )
+    rank = reading(loop)
+    loop.restore.request(rank, [4])
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.outcome["kind"] == kind
+
+
+def test_a_rank_that_is_gone_is_told_of_no_file(loop: Loop) -> None:
+    restore = of_folder(loop, Filed(10))
+    rank, other = reading(loop), reading(loop)
+    restore.request(rank, range(10))
+    restore.drop(rank)
+    restore.request(other, range(10))
+    loop.run(lambda: other.outcome is not None)
+    assert rank.listed == []
+    assert other.outcome["ok"]

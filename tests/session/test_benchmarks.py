@@ -23,6 +23,7 @@ from tests.session.scripts import ROOT
         "many",
         "agent",
         "restore",
+        "folder",
         "peak",
         "restart",
         "peer",

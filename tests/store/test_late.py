@@ -13,6 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from ckpt.agent.fetch import Restore
 from ckpt.agent.storeside import Options
 from ckpt.checkpoint import Checkpoint
 from ckpt.clock import Clock
@@ -28,9 +29,12 @@ from ckpt.store.reader import FrameReader, any_readable, open_record
 from ckpt.store.run import Run
 from ckpt.store.verify import verify
 from ckpt.types import Epoch, Identity, Tick
+from tests.agent.test_fetch import Loop, loop, reading
 from tests.agent.test_storeside import Side, complete
 from tests.store.sim import Sim
 from tests.store.test_run import Beating
+
+__all__ = ["loop"]
 
 FIRST, SECOND = Epoch(1, "a" * 16), Epoch(2, "b" * 16)
 
@@ -180,6 +184,27 @@ def test_what_a_listing_has_shown_and_a_read_denies_is_asked_for_again(
     reader = FrameReader(late, open_record(late, ref))
     assert reader.read_bytes([0])
     assert cache.denied[prefix] == 0
+
+
+@pytest.mark.parametrize(("denied", "kind"), [(3, None), (1000, "missing")])
+def test_a_pack_that_a_rank_does_not_see_in_a_folder_is_waited_for(
+    denied: int, kind: str | None, loop: Loop, late: Backend, cache: Cache, save: Callable[[int], Identity]
+) -> None:
+    """The rank asks its agent, which asks the store again."""
+    identity = save(40)
+    (ref,) = Run(late).view().line
+    record = open_record(late, ref)
+    cache.denied[keys.DATA] = denied
+    loop.restore = Restore(
+        *(identity, record.manifest, 1, None, lambda: FrameReader(late, record), loop.bulk),
+        *(lambda delay_s, what: loop.timers.append(what), loop.post, 1 << 20),
+        folder="/elsewhere",
+    )
+    rank = reading(loop, wrong=[0])
+    loop.restore.request(rank, [0])
+    loop.run(lambda: rank.outcome is not None)
+    assert rank.listed
+    assert rank.outcome.get("kind") == kind
 
 
 def test_what_stays_away_is_missing_and_what_is_spoilt_is_damaged(
