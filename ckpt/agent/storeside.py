@@ -310,9 +310,12 @@ class StoreSide:
         return committer.write(identity, frames, numbers, frame, self._owner, new_writer(), cancel)
 
     def _committer(self, codec: CodecOption, bandwidth: float | None) -> Committer:
+        """Of "auto" in a local folder: raw, since decoding takes longer than the disk for what coding saves."""
         from ckpt.store.commit import Committer
         from ckpt.store.keys import new_writer
 
+        if codec == "auto" and self.folder is not None:
+            codec = "raw"
         if (codec, bandwidth) not in self._committers:
             made = Committer(self.backend, new_writer(), codec, bandwidth, events=self.events)
             self._committers[codec, bandwidth] = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from ckpt.agent.storeside import Options, Pass, StoreSide
 from ckpt.clock import Clock
 from ckpt.errors import RunInUse, SaveFailed, Superseded, TransientError
 from ckpt.events import Event, Events
+from ckpt.format.manifest import Codec
 from ckpt.policy.every import Keep
 from ckpt.settings import read
 from ckpt.store import keys
 from ckpt.store.lineage import Claim
 from ckpt.store.run import Run
 from ckpt.types import Epoch, Identity, Tick
-from tests.store.build import Snapshot, epoch, floats, snapshot
+from tests.store.build import Snapshot, Tensor, epoch, floats, snapshot
 from tests.store.sim import Fault, Sim
 from tests.store.test_run import Beating
 
@@ -260,3 +262,18 @@ def test_an_agent_without_a_job_prunes_a_run_that_nobody_is_at_work_on(whose: st
     late.side.prune(None, Keep(last=1), what=Pass.ALL)
     assert late.clock.slept_s == (20.0 if whose == "another's that is silent" else 0.0)
     assert steps(late.store) == [20]
+
+
+@pytest.mark.parametrize(
+    ("asked", "folder", "memory"), [("auto", Codec.RAW, Codec.PLANES), ("zstd", Codec.ZSTD, Codec.ZSTD)]
+)
+def test_by_itself_a_local_folder_gets_frames_as_they_are(
+    tmp_path: Path, asked: Any, folder: Codec, memory: Codec
+) -> None:
+    """They come back fastest."""
+    bits = np.zeros((64, 64), np.float32)
+    snap = snapshot({"w": Tensor("float32", bits)}, frame_bytes=16384)
+    for url, codec in ((str(tmp_path), folder), ("memory://by-itself", memory)):
+        side = StoreSide(url, read(), Events(), "node")
+        done = side.write(Identity(epoch(1), Tick(1)), snap.manifest.frames, snap.frame, asked, None)
+        assert set(done.places["codec"].tolist()) == {codec}
