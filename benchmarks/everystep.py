@@ -99,7 +99,9 @@ def worker(folder: str, mib: int, steps: int, rounds: int, busy_s: float) -> Non
     policy = ckpt.Every(steps=1)
     with ckpt.Checkpointer(f"{folder}/run", state, policy=policy, limits=limits, sinks=(hear,)) as ck:
         if rank == 0:
-            Path(folder, "run", "data").touch()  # a file where a folder is to be: each commit fails at once
+            run = Path(folder, "run")
+            run.mkdir(exist_ok=True)  # the agent may have put nothing yet
+            (run / "data").touch()  # a file where a folder is to be: each commit fails at once
         dist.barrier()
         loop(ck.step)  # the arenas are made and warmed
         for _ in range(rounds):
