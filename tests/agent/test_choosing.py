@@ -72,7 +72,6 @@ class Linked(Warned):
         self.commit_s = BYTES / store_bandwidth
         self.copy_s = BYTES / peer_bandwidth if peer_bandwidth is not None else None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self.staged: list[int] = []
         super().__init__()
         if self.copy_s is not None:
             self.group.replicates, self.group.kept = True, RING
@@ -106,7 +105,7 @@ class Linked(Warned):
                 self.steps = [step] * self.world
                 word = self.word()
                 if word is not None and step > word.step and word.round not in self.staged:
-                    self.staged.append(word.round)
+                    self.staged.add(word.round)
                     self.stage(word.round, Tick(word.step), word.slot)
                     if word.kind is Kind.HOLD:
                         self.hold(word)
