@@ -130,6 +130,7 @@ def test_an_alarm_of_a_proven_source_brings_one_checkpoint_more_into_the_store(
     teach(url, {"model": good()})
     request.getfixturevalue("foreseen")
     second = begin()
+    checkpoint([second])  # the first one is due at once
     step = checkpoint([second], "store")  # nothing is due for a minute
     (told,) = predictions(second)
     assert told["source"] == "model"
@@ -151,17 +152,18 @@ def test_an_alarm_of_an_unproven_source_changes_nothing(
     url: str, begin: Callable[[], FakeRank], foreseen: None
 ) -> None:
     rank = begin()
+    first = checkpoint([rank])  # which is due at once
     wait_for(lambda: bool(predictions(rank)))
     (told,) = predictions(rank)
     assert (told["proven"], told["recall"]) == (False, 0.0)
     assert not any(event["loud"] for event in rank.events if event["name"] == "prediction")
-    train([rank], 5)
+    train([rank], first + 5)
     assert rank.page is not None
     assert not rank.page.appointed()
     said = status(url)
     assert "model" in [each["source"] for each in said["predictions"]["standing"]]
     assert not events(rank, "prediction.acted")
-    assert said["job"]["slots"][0]["state"] == "free"
+    assert rank.taken == [first]
     finish([rank])
 
 
