@@ -477,8 +477,10 @@ class Checkpointer:
         """Until then, on the monotonic clock. Errors: Leave."""
         parts = self._parts
         link, steps, parting, tries = parts.saver.link, parts.steps, parts.parting, 0
-        # The end of the last step may have been appointed; after a poll or a save the state may have moved on.
-        tick = steps.next_tick() if steps.sub or parts.saver.asked == steps.tick else steps.tick
+        # The last boundary may have been saved, and the state have moved on since: an epoch is counted behind it.
+        saver = parts.saver
+        is_behind = steps.sub or saver.asked == steps.tick or saver.has_moved(steps.tick, deadline)
+        tick = steps.next_tick() if is_behind else steps.tick
         failure: CkptError = CommitFailed("no attempt was made")
         if lost := parts.updates.gradients.lost(tick.step):
             text = f"ckpt: the last step is saved without its gradients: {lost}"
@@ -493,9 +495,9 @@ class Checkpointer:
                 failure = exc
             if link.superseded_by is not None:  # which cuts off what waits
                 self._leave_superseded(link.superseded_by)
-            if isinstance(failure, NotStaged) and not link.levels.is_staged(tick) and tries < EXIT_TRIES:
+            if isinstance(failure, NotStaged) and tries < EXIT_TRIES:
                 tries += 1
-                tick = steps.next_tick()  # all ranks see that it was given up, and all ask for this one
+                tick = steps.next_tick()  # all ranks see that it was given up, or that others ask for a later one
             elif not isinstance(failure, AgentError):
                 return parting.leave("normal", deadline) or parting.unsaved(tick, failure)
             elif link.is_given_up:

@@ -188,6 +188,19 @@ class Saver:
             return self._patience.ask(lambda: self.link.ask("save", fields), until_s)
         return self.link.request("save", fields, max(1.0, until_s - time.monotonic())).fields
 
+    def has_moved(self, tick: Tick, until_s: float) -> bool:
+        """Whether a snapshot was taken here at that very tick, and the state has changed since, as far as can be told
+        until then on the monotonic clock."""
+        if self._kept is None or self._kept.tick != tick:
+            return False
+        try:
+            self.quiet(max(1.0, until_s - time.monotonic()))
+            return self.walker.changed(self.walk) or self._find_same(tick) is None
+        except Exception as exc:  # an object of the user's, in its state_dict(): the snapshot will say so
+            if is_from_outside(exc):
+                raise
+            return True
+
     def _find_same(self, tick: Tick) -> Tick | None:
         """The newest tick of that step that was taken here, where the state is still, byte for byte, what lies in its
         arena: the tensors that this rank has staged, and all values. None: there is none, or something has changed."""

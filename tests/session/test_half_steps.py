@@ -487,3 +487,22 @@ def test_a_loop_whose_iterator_is_kept_gives_way_to_the_next(tmp_path: Path) -> 
         for _ in ck.steps(5):
             run.optim.step()
     assert came_back(tmp_path) == (5, (5, 5))
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_is_counted_behind_a_boundary_that_was_saved_is_in_the_last_checkpoint(
+    tmp_path: Path, counts: bool
+) -> None:
+    """An epoch, for instance. Where nothing has changed there is no second checkpoint of that step."""
+    run = Run(tmp_path, policy=ckpt.Every(seconds=0.001))
+    run.ck.state["epoch"] = 0
+    with run.ck as ck:
+        while ck._parts.saver.last is None or ck._parts.saver.last != ck._parts.steps.tick:
+            run.optim.step()
+            ck.step()
+        run.ck.state["epoch"] += counts
+    with ckpt.open(tmp_path) as reader:
+        labels = [each.label for each in reader.checkpoints]
+        assert reader.newest.values()["epoch"] == counts
+    assert len([label for label in labels if label.split(".")[0] == labels[-1].split(".")[0]]) == 1 + counts, labels
+    wait_agent_gone(tmp_path)
