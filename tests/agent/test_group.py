@@ -173,17 +173,22 @@ def test_steps_are_appointed_at_their_multiples_as_soon_as_a_slot_is_free() -> N
     assert driver.word().step == 20
 
 
+def take(driver: Driver, tick: Tick) -> None:
+    """All ranks stage what they were told to stage at that tick."""
+    told = driver.answers("save")[0]
+    driver.stage(told["round"], tick, told["slot"])
+    driver.group.assembled(told["slot"], told["round"], "")
+    driver.decide()
+
+
 def due(driver: Driver, tick: Tick) -> None:
     """All ranks ask for a step that the policy names, and stage it where they are told to."""
     driver.steps = [tick.step + 1] * driver.world
     driver.save(tick, Why.DUE)
     while not driver.answers("save") or driver.answers("save")[0]["round"] in driver.staged:
         driver.commit()  # until there is a slot
-    told = driver.answers("save")[0]
-    driver.staged.add(told["round"])
-    driver.stage(told["round"], tick, told["slot"])
-    driver.group.assembled(told["slot"], told["round"], "")
-    driver.decide()
+    driver.staged.add(driver.answers("save")[0]["round"])
+    take(driver, tick)
 
 
 def test_every_step_that_the_policy_names_is_committed_in_order() -> None:
@@ -288,10 +293,7 @@ def test_what_the_clock_passes_over_for_want_of_a_slot_is_counted() -> None:
 def test_the_exit_takes_what_all_ranks_say_is_still_their_state() -> None:
     driver = Driver(policy=Every(seconds=600))
     driver.save(Tick(5, 1))
-    told = driver.answers("save")[0]
-    driver.stage(told["round"], Tick(5, 1), told["slot"])
-    driver.group.assembled(told["slot"], told["round"], "")
-    driver.decide()
+    take(driver, Tick(5, 1))
     driver.said.clear()
     for rank in range(2):
         driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1))
@@ -308,10 +310,7 @@ def test_the_exit_takes_what_all_ranks_say_is_still_their_state() -> None:
 def test_the_exit_takes_a_new_one_where_one_rank_has_changed(other: Tick | None) -> None:
     driver = Driver(policy=Every(seconds=600))
     driver.save(Tick(5, 1))
-    told = driver.answers("save")[0]
-    driver.stage(told["round"], Tick(5, 1), told["slot"])
-    driver.group.assembled(told["slot"], told["round"], "")
-    driver.decide()
+    take(driver, Tick(5, 1))
     driver.said.clear()
     for rank in range(2):
         driver.group.save(rank, Tick(5, 2), Why.EXIT, {}, ("save", rank), Tick(5, 1) if rank else other)
