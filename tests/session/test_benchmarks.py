@@ -23,7 +23,7 @@ from tests.session.scripts import ROOT
         "many",
         "agent",
         "restore",
-        "folder",
+        "entering",
         "peak",
         "restart",
         "peer",
