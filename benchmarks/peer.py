@@ -29,7 +29,8 @@ import numpy as np
 from benchmarks.report import Row as Figure
 from benchmarks.report import parser, report
 from ckpt.agent.arena import Arena
-from ckpt.agent.folding import ChunkName, Folding, Origin
+from ckpt.agent.described import ChunkName
+from ckpt.agent.folding import Folding, Origin
 from ckpt.agent.peers.pull import be_nice
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames

@@ -35,8 +35,9 @@ from ckpt.policy.every import Every
 from ckpt.types import Epoch
 
 if TYPE_CHECKING:
-    from ckpt.agent.lenders import Lent
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
+    from ckpt.agent.protection import Lent
     from ckpt.store.lineage import Claim
 
 P = ParamSpec("P")

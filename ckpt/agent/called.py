@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.agent.nodelist import NODES_MAX
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
 
 RUNS_SHOWN = 4  # of ranks that follow each other
 WORDS = ("message", "error", "why")  # the fields of messages to trainers that are texts

@@ -10,7 +10,7 @@ from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.bulk import Bulk
-    from ckpt.agent.folding import Chunk, ChunkName
+    from ckpt.agent.described import Chunk, ChunkName
 
 
 class Chunks:

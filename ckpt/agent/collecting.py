@@ -18,7 +18,8 @@ from ckpt.format.manifest import Manifest
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 log = logging.getLogger("ckpt")
 

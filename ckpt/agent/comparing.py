@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import AgentError
+from ckpt.format.declaration import SAMPLE
 from ckpt.plan.layout import Layout
-
-# As the trainer sends them; `box`: its place in the order of (entry, box).
-SAMPLE = np.dtype([("box", "<u4"), ("hash", "<u8")])
 
 
 @dataclass(frozen=True, slots=True)

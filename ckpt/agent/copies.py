@@ -11,71 +11,31 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgpack
-import numpy as np
 
-from ckpt.agent.arena import DATA_AT, PAGE, Arena
+from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane, failure
 from ckpt.agent.chunks import Chunks
+from ckpt.agent.described import Described, described
 from ckpt.agent.holdings import Inventory, Key, sealed
 from ckpt.agent.moving import Progress
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
-from ckpt.errors import AgentError, CkptError, DamagedData
-from ckpt.format.declaration import decode
-from ckpt.format.frames import frame_hash
+from ckpt.errors import AgentError, CkptError
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.folding import ChunkName
+    from ckpt.agent.described import ChunkName
 
 log = logging.getLogger("ckpt")
 
-PIECE_BYTES = 4 << 20  # of what lies behind the data
 COPIES_MAX = 4096  # ranks of one checkpoint that one node keeps
 ARENA_BYTES_MAX = 1 << 42
 SHOWN, RANKS_SHOWN = 4, 64
 FAILED_MAX = 2  # generations that are kept though they are not safe, where it is not known which one is
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """One rank's snapshot as another node is told of it. `page`: the arena's first one. `frames`: all that is to be
-    copied, where it lies in the arena."""
-
-    rank: int
-    size: int
-    page: bytes
-    frames: Frames
-
-    @property
-    def staged_bytes(self) -> int:
-        """Of all frames."""
-        return int(self.frames.lengths.sum())
-
-
-def described(identity: Identity, arenas: Mapping[int, Arena]) -> list[Described]:
-    """On a thread: what the arenas of these ranks hold. Errors: DamagedData."""
-    return [_described(identity, rank, arena) for rank, arena in sorted(arenas.items())]
-
-
-def _described(identity: Identity, rank: int, arena: Arena) -> Described:
-    header, hashes = arena.header(), arena.hashes()
-    if (header.identity, header.rank) != (identity, rank) or hashes is None:
-        raise DamagedData(f"the arena of rank {rank} does not hold {identity} any more")
-    staged = decode(bytes(arena.part(header.declaration)), f"the declaration of rank {rank}").staging.frames
-    at, length = arena.tail()
-    starts = np.arange(at, at + length, PIECE_BYTES, dtype=np.uint64)
-    sizes = np.minimum(PIECE_BYTES, at + length - starts.astype(np.int64)).astype(np.uint64)
-    pieces = [frame_hash(arena.part((a, n))) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    offsets = np.concatenate([staged["offset"].astype(np.uint64) + DATA_AT, starts])
-    lengths = np.concatenate([staged["length"].astype(np.uint64), sizes])
-    every = np.concatenate([hashes, np.array(pieces, np.uint64).reshape(-1, 2)])
-    return Described(rank, arena.bytes, arena.page(), Frames.placed(offsets, lengths, every, arena.bytes))
 
 
 def encode_described(found: Sequence[Described]) -> bytes:

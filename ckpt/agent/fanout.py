@@ -24,8 +24,9 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import Bulk, Lane, failure, told
 from ckpt.agent.checkpoint import Near
 from ckpt.agent.fanning import Asked, Given
+from ckpt.agent.gathering import placed
 from ckpt.agent.peers.transport import Fetch
-from ckpt.agent.pulling import placed, pull
+from ckpt.agent.pulling import pull
 from ckpt.agent.storeframes import same_frames
 from ckpt.agent.window import Window
 from ckpt.errors import AgentError, CkptError
@@ -35,7 +36,8 @@ from ckpt.plan.homes import Numbers, homes
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.wire import Message
     from ckpt.format.manifest import Record

@@ -8,17 +8,15 @@ is of exactly the frames that the descriptions name; and a snapshot that was mad
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgpack
 import numpy as np
 
 from ckpt.agent.arena import WARM_BYTES, Arena
 from ckpt.agent.bulk import PARITY_THREADS
-from ckpt.agent.copies import PIECE_BYTES, Described
+from ckpt.agent.described import Chunk, ChunkName, Described, chunk_frames
 from ckpt.agent.holdings import sealed
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Fetch, Frames, Transport
@@ -44,51 +42,6 @@ class Origin:
     node: str = ""
     addresses: tuple[Address, ...] = ()
     here: memoryview | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkName:
-    """One parity of one stripe of a checkpoint."""
-
-    identity: Identity
-    row: Row
-    striped: Striped
-
-    @property
-    def transfer(self) -> str:
-        about = msgpack.packb([int(self.row), self.striped.length, self.striped.rows()])
-        return f"parity/{self.identity}/{hashlib.blake2b(about, digest_size=16).hexdigest()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The bytes of a parity, whose `frames` they are, and what it was made of: the `snapshots` of the ranks in it. It
-    is never changed. `world`: of the checkpoint."""
-
-    name: ChunkName
-    world: int
-    arena: Arena
-    frames: Frames
-    snapshots: Mapping[int, Described]
-
-    @property
-    def data(self) -> memoryview:
-        return self.arena.part((0, self.name.striped.length))
-
-
-def row_from(number: int) -> Row:
-    """Errors: AgentError."""
-    if number not in (Row.P, Row.Q):
-        raise AgentError(f"parity {number!r:.20}: 0 or 1")
-    return Row(number)
-
-
-def chunk_frames(data: memoryview, length: int) -> Frames:
-    """The bytes of a parity as frames."""
-    starts = np.arange(0, length, PIECE_BYTES, dtype=np.uint64)
-    sizes = np.minimum(PIECE_BYTES, length - starts.astype(np.int64)).astype(np.uint64)
-    hashes = [frame_hash(data[a : a + n]) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    return Frames.placed(starts, sizes, np.array(hashes, np.uint64).reshape(-1, 2), length)
 
 
 class Folding:

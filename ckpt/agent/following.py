@@ -26,17 +26,17 @@ from ckpt.agent.control import SLOTS_MAX, Kind, Word
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Restore, frames_asked, kind_of
 from ckpt.agent.gathering import Places
+from ckpt.agent.holdings import claim_told
 from ckpt.agent.memory import SLOTS, MemoryPlan, Taken, slots_for
 from ckpt.agent.moving import Moving
-from ckpt.agent.network import Network, NodeAt
-from ckpt.agent.nodelist import NODES_MAX
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NODES_MAX, NodeAt
 from ckpt.agent.pace import TOLD_S
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.ranks import Ranks
-from ckpt.agent.recovery import claim_told
 from ckpt.agent.relaying import Standing
 from ckpt.agent.remote import AnyPeer, encode_parts
 from ckpt.agent.server import Peer, Server

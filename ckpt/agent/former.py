@@ -16,7 +16,8 @@ from ckpt.agent.wire import Message
 from ckpt.errors import CkptError
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.start import Start
     from ckpt.store.run import RunView
 
@@ -28,7 +29,7 @@ PATIENCE_S = 5.0  # nodes that were lost do not answer, and their start waits fo
 
 def former_nodes(view: RunView, run: str, known: Collection[str]) -> list[NodeAt]:
     """Those that the newest claims name, of starts with the secret that is called `run`, but for `known` agents."""
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
 
     found: dict[str, NodeAt] = {}
     for claim in sorted(view.claims, key=lambda claim: claim.epoch)[: -CLAIMS - 1 : -1]:

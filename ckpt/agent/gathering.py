@@ -20,7 +20,6 @@ from ckpt.agent.checkpoint import Checkpoint, Part, Reader, put_together
 from ckpt.agent.holdings import spread
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.transport import Frames
-from ckpt.agent.pulling import placed
 from ckpt.agent.remote import decode_parts, encode_parts
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError
@@ -278,3 +277,10 @@ def encoded_parts(identity: Identity, world: int, arenas: Mapping[int, Arena], s
     reader = Reader()
     told = reader.sealed(identity, world, arenas) if sealed else reader.read(identity, world, arenas, keep_hashes=False)
     return encode_parts(told, {}, reader.declared())
+
+
+def placed(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
+    """These frames of it, at these offsets of a memory of so many bytes. Errors: AgentError."""
+    columns = manifest.frames[np.asarray(frames)]
+    hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
+    return Frames.placed(np.asarray(offsets), columns["length"], hashes, room_bytes)

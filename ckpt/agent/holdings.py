@@ -8,6 +8,8 @@ frames are hashed says that its coordinator saw all ranks stage that tick. The r
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from ckpt.plan.rebuild import Striped, protected, rebuildable
 from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.folding import Chunk
+    from ckpt.agent.described import Chunk
     from ckpt.store.lineage import Claim
 
 ARENAS_MAX = 1 << 16  # that one node may say it holds
@@ -218,7 +220,7 @@ class Inventory:
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Inventory:
         """Errors: AgentError, UsageError, ValueError, TypeError, LookupError."""
-        from ckpt.agent.recovery import claim_told
+        from ckpt.agent.holdings import claim_told
 
         found = Inventory()
         told_parities = fields.get("parities", [])
@@ -258,3 +260,15 @@ def _told(claim: Claim | None) -> dict[str, Any] | None:
 def texts(claim: Claim) -> list[list[str | None]]:
     """The ancestors of an epoch, for a message."""
     return [[str(each.epoch), str(each.parent) if each.parent else None] for each in claim.ancestors]
+
+
+def claim_told(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
+    """What a rank that joins says of its epoch. Errors: UsageError, ValueError, TypeError."""
+    from ckpt.store.lineage import Ancestor, Claim
+
+    def identity(text: Any) -> Identity | None:
+        return None if text is None else Identity.parse(str(text))
+
+    ancestors = tuple(Ancestor(Epoch.parse(str(each)), identity(parent)) for each, parent in fields["ancestors"])
+    launch, host = str(fields["launch"])[:200], socket.gethostname()[:200]
+    return Claim(epoch, identity(fields["parent"]), ancestors, launch, host, time.time())

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from ckpt.agent.checkpoint import Checkpoint
     from ckpt.agent.following import Following
     from ckpt.agent.jobs import Job
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.terms import Terms
     from ckpt.agent.wire import Message
     from ckpt.store.commit import Committed

@@ -17,10 +17,10 @@ from ckpt.agent.divide import Held, hashes_from, layout_from
 from ckpt.agent.facts import State, Store, Why
 from ckpt.agent.fetch import Restore
 from ckpt.agent.learning import Learning
-from ckpt.agent.leaving import NOTICES_MAX, SIGNAL, Standing
-from ckpt.agent.listening import Sources
+from ckpt.agent.leaving import NOTICES_MAX, Standing
 from ckpt.agent.members import Presence
 from ckpt.agent.nodes import Nodes
+from ckpt.agent.notice_sources import SIGNAL, Sources
 from ckpt.agent.protection import Protection
 from ckpt.agent.refinding import Refinding
 from ckpt.agent.relaying import bare
@@ -41,7 +41,7 @@ from ckpt.policy.known import NOTHING
 from ckpt.types import Epoch, Identity, Tick, counted
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.store.lineage import Claim
 
 log = logging.getLogger("ckpt")

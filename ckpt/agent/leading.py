@@ -36,7 +36,8 @@ from ckpt.settings import Settings
 from ckpt.types import HERE, Epoch, Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.peers.channel import Channel
     from ckpt.agent.peers.sockets import Address
     from ckpt.format.manifest import Manifest

@@ -25,6 +25,7 @@ from ckpt.agent.choosing import OUTLIVES_S, PAST_S, SLACK, Course, Measured, Whe
 from ckpt.agent.elsewhere import Elsewhere
 from ckpt.agent.facts import REJOIN_S, Round, Slot, State, Store, Why
 from ckpt.agent.members import Member
+from ckpt.agent.notice_sources import FORMER, SIGNAL
 from ckpt.agent.outcome import text_of
 from ckpt.agent.pace import PACE_S
 from ckpt.agent.relaying import bare
@@ -45,8 +46,6 @@ EXTRA_TRIES = 3
 # notice.
 NEAR_S = 120.0
 NOTICES_MAX = 100
-SIGNAL = "signal"  # the source of a notice that a rank's signal made
-FORMER = "a notice to an agent that has died"
 
 
 @dataclass(frozen=True, slots=True)

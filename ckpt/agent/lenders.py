@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.peers.sockets import Address
+from ckpt.agent.protection import Lent
 from ckpt.agent.terms import Terms
 from ckpt.agent.wire import Message
 from ckpt.errors import UsageError
@@ -20,7 +20,8 @@ from ckpt.events import Event
 from ckpt.storage.names import shown
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 log = logging.getLogger("ckpt")
 
@@ -31,14 +32,6 @@ LENDERS_MAX = 64
 
 Later = Callable[[float, Callable[[], None]], None]
 Answered = Callable[[Message | None, str, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """A memory-only node that is there. `node`: it has no ranks."""
-
-    node: NodeAt
-    lend_bytes: int
 
 
 def addresses_from(given: Any) -> tuple[Address, ...]:
@@ -241,7 +234,8 @@ class Lenders:
 
     def _take(self, address: Address, answer: Message) -> str:
         """It lends; or why it does not."""
-        from ckpt.agent.network import NodeAt, domains_told
+        from ckpt.agent.network import domains_told
+        from ckpt.agent.nodelist import NodeAt
 
         try:
             lends = answer.fields.get("lends")

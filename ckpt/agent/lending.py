@@ -146,7 +146,7 @@ class LendingNode(Node):
         return name == self._loan.leader and epoch in (self._loan.epoch, None)
 
     def _borrow(self, channel: Channel, message: Message) -> None:
-        from ckpt.agent.network import NodeAt
+        from ckpt.agent.nodelist import NodeAt
 
         terms = Terms.decode(message.blobs[0])
         agents = terms.claim.agents

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.agent.choosing import OUTLIVES_S, PAST_S, When
+from ckpt.agent.notice_sources import Sources
 from ckpt.errors import CkptError, UsageError
 from ckpt.events import Events
-from ckpt.settings import NOTICES, Settings, variables
 from ckpt.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -26,66 +26,9 @@ if TYPE_CHECKING:
 
 Post = Callable[[Callable[[], None]], None]
 
-TEXT_MAX = 4096  # of a path or an address
 ACKNOWLEDGE_TRIES = 3
 ACKNOWLEDGE_AGAIN_S = 1.0
 PASSED_MAX = 100  # of notices, for which is remembered when their time came
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """What a job wants to be listened to. `mode`: of settings.NOTICES. `named`: (variable, value) pairs that say where
-    metadata services are. `file`: "" for none. `outcome`: where to write what a notice came to; "" beside the socket.
-    `acknowledge`: whether a cloud may be told that what it plans may begin, once everything is safe."""
-
-    mode: str = "off"
-    named: tuple[tuple[str, str], ...] = ()
-    slurm_job: str = ""
-    slurm_end_s: float | None = None
-    file: str = ""
-    outcome: str = ""
-    acknowledge: bool = False
-
-    @classmethod
-    def of(cls, settings: Settings) -> Sources:
-        """As this process' environment says."""
-        outcome = str(settings.outcome_file or "")
-        if settings.notices == "off":
-            return cls(outcome=outcome)
-        from ckpt.notices.cloud import VARIABLES
-
-        return cls(
-            settings.notices,
-            tuple(variables(VARIABLES).items()),
-            settings.slurm_job,
-            settings.slurm_end_s,
-            str(settings.notice_file or ""),
-            outcome,
-            settings.acknowledge == "on",
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """As they travel."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"named": dict(self.named)}
-
-    @classmethod
-    def parse(cls, fields: Any) -> Sources:
-        """What `fields` made; None: nothing. Errors: UsageError."""
-        if fields is None:
-            return cls()
-        if not isinstance(fields, dict) or not isinstance(fields.get("named"), dict):
-            raise UsageError("notices: the sources are no map")
-        end_s = fields.get("slurm_end_s")
-        texts = {name: str(fields.get(name) or "") for name in ("mode", "slurm_job", "file", "outcome")}
-        named = {str(name): str(value) for name, value in fields["named"].items()}
-        if texts["mode"] not in NOTICES or len(named) > 100:
-            raise UsageError(f"notices: {texts['mode'][:50]!r} is none of {', '.join(NOTICES)}")
-        if any(len(text) > TEXT_MAX or "\0" in text for text in (*texts.values(), *named.values())):
-            raise UsageError("notices: a path or an address that cannot be one")
-        if end_s is not None and not (isinstance(end_s, int | float) and math.isfinite(end_s)):
-            raise UsageError("notices: slurm_end_s is no time")
-        allowed = fields.get("acknowledge") is True
-        return cls(named=tuple(sorted(named.items())), slurm_end_s=end_s, acknowledge=allowed, **texts)
 
 
 class Listening:

@@ -11,14 +11,13 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
 
 from ckpt.agent.bulk import Bulk, Lane
 from ckpt.agent.moving import ANSWER_S, LOOK_S, Asked, Progress, Then
-from ckpt.agent.nodelist import decode_nodes
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.auth import Answerer, Dialler, Role, Session
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.channel import Channel
@@ -38,40 +37,6 @@ ADDRESSES_MAX = 32
 DOMAINS_MAX = 8
 ANYWHERE = Address("0.0.0.0", 0)
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that mean all interfaces
-
-
-@dataclass(frozen=True, slots=True)
-class NodeAt:
-    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
-    `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
-    that is not known. `host`: its name, if it has said that: for people."""
-
-    name: str
-    addresses: tuple[Address, ...]
-    ranks: tuple[int, ...]
-    domains: tuple[str, ...] = ()
-    link_bytes_s: int = 0
-    host: str = ""
-
-
-def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
-    """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
-    nodes = [
-        NodeAt(
-            name[:100],
-            tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
-            tuple(ranks),
-            domains_told(domains),
-            link_bytes_s,
-            host[:100],
-        )
-        for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
-    ]
-    if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
-        raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
-    if len({node.name for node in nodes}) < len(nodes):
-        raise UsageError("nodes names a node twice")
-    return tuple(nodes)
 
 
 def domains_told(domains: Sequence[str]) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
+from ckpt.agent.network import ADDRESSES_MAX, domains_told
 from ckpt.agent.packed import unpacked
+from ckpt.agent.peers.sockets import Address
 from ckpt.errors import AgentError, UsageError
 
 BLOB_BYTES_MAX = 16 << 20
@@ -57,3 +60,37 @@ def decode_nodes(blob: bytes) -> list[Told]:
         ]
     except (AgentError, ValueError, TypeError, OverflowError) as exc:
         raise UsageError(f"nodes is no list of nodes: {exc!r:.200}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """One node of a job. `name`: of its agent. `addresses`: where that listens, best first. `ranks`: those on it.
+    `domains`: the failure domains that it lies in, widest first. `link_bytes_s`: what its link carries each way; 0:
+    that is not known. `host`: its name, if it has said that: for people."""
+
+    name: str
+    addresses: tuple[Address, ...]
+    ranks: tuple[int, ...]
+    domains: tuple[str, ...] = ()
+    link_bytes_s: int = 0
+    host: str = ""
+
+
+def nodes_from(blob: bytes, world: int) -> tuple[NodeAt, ...]:
+    """What a trainer says of its job's nodes, that of rank 0 first. Errors: UsageError unless each rank is on one."""
+    nodes = [
+        NodeAt(
+            name[:100],
+            tuple(map(Address.parse, addresses[:ADDRESSES_MAX])),
+            tuple(ranks),
+            domains_told(domains),
+            link_bytes_s,
+            host[:100],
+        )
+        for name, addresses, domains, ranks, link_bytes_s, host in decode_nodes(blob)
+    ]
+    if sorted(rank for node in nodes for rank in node.ranks) != list(range(world)) or 0 not in nodes[0].ranks:
+        raise UsageError(f"nodes does not name each of the {world} ranks once, rank 0 on the first node")
+    if len({node.name for node in nodes}) < len(nodes):
+        raise UsageError("nodes names a node twice")
+    return tuple(nodes)

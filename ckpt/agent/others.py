@@ -25,8 +25,8 @@ from ckpt.agent.following import Following, answer
 from ckpt.agent.gathering import encoded_parts
 from ckpt.agent.jobs import Job
 from ckpt.agent.leading import CALL_AGAIN_S, Leading
-from ckpt.agent.listening import Sources
 from ckpt.agent.moving import Moving, Progress
+from ckpt.agent.notice_sources import Sources
 from ckpt.agent.parities import ranks_told
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.relaying import OPERATOR, Standing, given_back, is_operators, words
@@ -380,7 +380,7 @@ class Others(Leading):
 
     def _keep(self, channel: Channel, message: Message) -> None:
         """This node keeps copies of another's snapshots."""
-        from ckpt.agent.network import NodeAt
+        from ckpt.agent.nodelist import NodeAt
         from ckpt.agent.peers.sockets import Address
 
         fields, network = message.fields, self.network

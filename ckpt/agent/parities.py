@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ckpt.agent.bulk import Bulk, Lane, failure
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described, transfer_of
-from ckpt.agent.folding import Chunk, ChunkName, Folding, Origin, row_from
+from ckpt.agent.copies import Copies, decode_described, encode_described, transfer_of
+from ckpt.agent.described import Chunk, ChunkName, Described, row_from
+from ckpt.agent.folding import Folding, Origin
 from ckpt.agent.making import Making, Work
 from ckpt.agent.packed import unpacked
 from ckpt.agent.peers.sockets import Address
@@ -314,7 +315,7 @@ class Parities:
 
     def _addresses(self, node: str, where: Where) -> tuple[Address, ...]:
         """Errors: AgentError."""
-        from ckpt.agent.network import NodeAt
+        from ckpt.agent.nodelist import NodeAt
 
         network = self._network()
         if network is None or node not in where.nodes:

@@ -18,7 +18,8 @@ import numpy as np
 
 from ckpt.agent.bulk import told
 from ckpt.agent.gathering import Places
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.pulling import pull
 from ckpt.agent.straight import Receiver, Straight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agent.copies import Copies
@@ -22,8 +23,8 @@ from ckpt.types import Epoch, Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
-    from ckpt.agent.lenders import Lent
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 USED_MAX = 8  # more than there are slots
 NODES_SHOWN = 64
@@ -423,3 +424,11 @@ def _order(risks: Mapping[str, float]) -> dict[str, int]:
     """By node: how many kinds of nodes are less likely to fail."""
     levels = sorted(set(risks.values()))
     return {node: levels.index(risk) for node, risk in risks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A memory-only node that is there. `node`: it has no ranks."""
+
+    node: NodeAt
+    lend_bytes: int

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.agent.peers.transport import Fetch, Frames
+from ckpt.agent.gathering import placed
+from ckpt.agent.peers.transport import Fetch
 from ckpt.agent.window import Window
 from ckpt.errors import CkptError
 from ckpt.format.manifest import Manifest
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 
 def pull(
@@ -63,10 +65,3 @@ def pull(
         raise
     fetch.done.add_done_callback(lambda done: post(lambda: has_ended(done)))
     return fetch
-
-
-def placed(manifest: Manifest, frames: npt.ArrayLike, offsets: npt.ArrayLike, room_bytes: int) -> Frames:
-    """These frames of it, at these offsets of a memory of so many bytes. Errors: AgentError."""
-    columns = manifest.frames[np.asarray(frames)]
-    hashes = np.stack([columns["hash_hi"], columns["hash_lo"]], axis=1)
-    return Frames.placed(np.asarray(offsets), columns["length"], hashes, room_bytes)

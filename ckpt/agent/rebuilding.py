@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.copies import Described, decode_described, encode_described, transfer_of
-from ckpt.agent.folding import ChunkName
+from ckpt.agent.copies import decode_described, encode_described, transfer_of
+from ckpt.agent.described import ChunkName, Described
 from ckpt.agent.parities import Parities, Where
 from ckpt.agent.peers.transport import Frames
 from ckpt.errors import AgentError, CkptError
@@ -24,7 +24,7 @@ from ckpt.plan.rebuild import Striped, rebuildable
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
 
 log = logging.getLogger("ckpt")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import socket
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.candidates import Remembered, candidates
@@ -70,18 +68,6 @@ class Recovery:
                 arena.close()
         self._arenas.clear()
         return whole, lost
-
-
-def claim_told(epoch: Epoch, fields: Mapping[str, Any]) -> Claim:
-    """What a rank that joins says of its epoch. Errors: UsageError, ValueError, TypeError."""
-    from ckpt.store.lineage import Ancestor, Claim
-
-    def identity(text: Any) -> Identity | None:
-        return None if text is None else Identity.parse(str(text))
-
-    ancestors = tuple(Ancestor(Epoch.parse(str(each)), identity(parent)) for each, parent in fields["ancestors"])
-    launch, host = str(fields["launch"])[:200], socket.gethostname()[:200]
-    return Claim(epoch, identity(fields["parent"]), ancestors, launch, host, time.time())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ckpt.types import Epoch
 if TYPE_CHECKING:
     from ckpt.agent.foreseeing import Foreseeing
     from ckpt.agent.jobs import Job
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.format.manifest import Record
     from ckpt.store.run import RunView
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import Described
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, CkptError
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 
 class Replication:

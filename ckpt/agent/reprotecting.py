@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import Described
 from ckpt.agent.wire import Message
 from ckpt.errors import CkptError
 from ckpt.plan.groups import Node
@@ -24,7 +25,8 @@ from ckpt.types import Identity, counted
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 log = logging.getLogger("ckpt")
 

@@ -16,7 +16,7 @@ from ckpt.format.manifest import Manifest, Record
 from ckpt.types import Identity
 
 if TYPE_CHECKING:
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.peers.sockets import Address
     from ckpt.store.run import RunView
 

@@ -22,11 +22,10 @@ from ckpt.agent.checkpoint import Checkpoint, Memory, Near
 from ckpt.agent.control import WORLD_MAX
 from ckpt.agent.facts import State
 from ckpt.agent.fetch import Restore, frames_asked
-from ckpt.agent.holdings import texts
+from ckpt.agent.holdings import claim_told, texts
 from ckpt.agent.jobs import Job
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.moving import SAY_S
-from ckpt.agent.recovery import claim_told
 from ckpt.agent.remote import AnyPeer, RemoteRanks
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.start import Resolved, Start
@@ -51,7 +50,7 @@ from ckpt.types import HERE, Epoch, Identity
 if TYPE_CHECKING:
     from ckpt.agent.fanout import FanOut
     from ckpt.agent.gathering import Places
-    from ckpt.agent.network import NodeAt
+    from ckpt.agent.nodelist import NodeAt
     from ckpt.agent.peerframes import PeerFrames
     from ckpt.agent.peers.sockets import Address
     from ckpt.format.manifest import Manifest
@@ -128,7 +127,7 @@ class Starts(Keeper):
         """Where the ranks of the job are, if on several nodes. Errors: UsageError."""
         if not message.fields.get("leader"):
             return ()
-        from ckpt.agent.network import nodes_from
+        from ckpt.agent.nodelist import nodes_from
 
         nodes = nodes_from(message.blobs[-1], int(message.fields["world"]))
         self._server.called.learn(nodes)

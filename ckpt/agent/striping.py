@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
-from ckpt.agent.folding import ChunkName
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import ChunkName, Described
 from ckpt.agent.parities import Parities, Where
 from ckpt.agent.replicating import Replication
 from ckpt.errors import CkptError
@@ -21,7 +21,8 @@ from ckpt.types import Identity
 
 if TYPE_CHECKING:
     from ckpt.agent.arena import Arena
-    from ckpt.agent.network import Network, NodeAt
+    from ckpt.agent.network import Network
+    from ckpt.agent.nodelist import NodeAt
 
 
 class Striping(Replication):

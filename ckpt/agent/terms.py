@@ -59,7 +59,7 @@ class Terms:
     @staticmethod
     def parse(fields: Mapping[str, Any]) -> Terms:
         """Errors: UsageError, ValueError, TypeError, LookupError."""
-        from ckpt.agent.recovery import claim_told
+        from ckpt.agent.holdings import claim_told
         from ckpt.store.lineage import Claim
 
         told = claim_told(Epoch.parse(str(fields["epoch"])), fields)

@@ -20,8 +20,9 @@ from ckpt.agent.actions import Answer, LeftBy, Request, SetVerdict, Tell
 from ckpt.agent.choosing import Course, When
 from ckpt.agent.control import Kind, Word
 from ckpt.agent.facts import REJOIN_S, Round, Why
-from ckpt.agent.leaving import END_S, SIGNAL, Leaving, Report, Standing
+from ckpt.agent.leaving import END_S, Leaving, Report, Standing
 from ckpt.agent.members import Presence
+from ckpt.agent.notice_sources import SIGNAL
 from ckpt.types import Tick
 
 # A rank whose connection is gone, though nobody saw it die, is away for so long at most: its node's agent is started

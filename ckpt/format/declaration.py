@@ -156,3 +156,7 @@ def _check_segments(source: Reader, segments: Array, frames: Array, tensors: Ten
 def _ints(array: Array, field: str) -> Ints:
     values: Ints = array[field].astype(np.int64)
     return values
+
+
+# As the trainer sends them; `box`: its place in the order of (entry, box).
+SAMPLE = np.dtype([("box", "<u4"), ("hash", "<u8")])

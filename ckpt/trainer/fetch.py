@@ -22,8 +22,7 @@ import numpy as np
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.files import FileList
-from ckpt.agent.peers.limit import PIECE_BYTES
-from ckpt.agent.peers.sockets import Receiver, cut
+from ckpt.agent.peers.sockets import PIECE_BYTES, Receiver, cut
 from ckpt.agent.wire import Message
 from ckpt.errors import AgentError, from_kind
 from ckpt.format.frames import FrameHasher

@@ -20,8 +20,8 @@ from typing import Any
 from ckpt.agent import client, replacing, wire
 from ckpt.agent.control import SLOTS_MAX, ControlPage, Place, Word
 from ckpt.agent.hosts import domains_here
-from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
+from ckpt.agent.notice_sources import Sources
 from ckpt.agent.peers.sockets import Address
 from ckpt.errors import AgentError, CkptError, NotLed, Superseded
 from ckpt.events import Event, Events

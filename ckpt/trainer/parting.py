@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.agent import outcome
 from ckpt.agent.client import places
-from ckpt.agent.leaving import FORMER, SIGNAL
+from ckpt.agent.notice_sources import FORMER, SIGNAL
 from ckpt.errors import AgentError, CkptError, CommitFailed, SaveFailed, UsageError
 from ckpt.events import Events
 from ckpt.notices.notice import Notice, Word

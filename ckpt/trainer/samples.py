@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckpt.agent.comparing import SAMPLE
+from ckpt.format.declaration import SAMPLE
 from ckpt.plan.layout import Entry, Layout
 from ckpt.trainer.shard import dense_bytes
 from ckpt.trainer.walk import Walk

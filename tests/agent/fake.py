@@ -24,8 +24,8 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.control import ControlPage, Kind, Word
 from ckpt.agent.files import FileList
 from ckpt.agent.hosts import domains_here
-from ckpt.agent.listening import Sources
 from ckpt.agent.nodelist import encode_nodes, leader_of
+from ckpt.agent.notice_sources import Sources
 from ckpt.errors import AgentError, CkptError, from_kind
 from ckpt.format import values
 from ckpt.format.declaration import decode_layout, decode_share, encode, encode_layout

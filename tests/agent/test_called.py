@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.called import Called, said
-from ckpt.agent.network import NodeAt
-from ckpt.agent.nodelist import NODES_MAX
+from ckpt.agent.nodelist import NODES_MAX, NodeAt
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.server import Peer, Server
 from ckpt.agent.wire import receive

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt.agent.comparing import SAMPLE, Comparing, places_of
+from ckpt.agent.comparing import Comparing, places_of
 from ckpt.errors import AgentError
+from ckpt.format.declaration import SAMPLE
 from ckpt.plan.layout import Entry, Layout
 from ckpt.types import Box
 

@@ -34,15 +34,16 @@ import pytest
 
 from ckpt.agent import actions as do
 from ckpt.agent.arena import PAGE, created_bytes
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import Chunk, ChunkName, Described
 from ckpt.agent.elsewhere import UNKEPT
 from ckpt.agent.facts import State
 from ckpt.agent.finding import Keeps, Safe
-from ckpt.agent.folding import Chunk, ChunkName
 from ckpt.agent.group import Group
 from ckpt.agent.holdings import Inventory, Key
 from ckpt.agent.lenders import Lenders
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.outdoing import outlived
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address

@@ -16,7 +16,7 @@ import pytest
 from ckpt.agent import client, foreseeing
 from ckpt.agent.foreseeing import Foreseeing
 from ckpt.agent.learning import ABOUT
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.agent.reading import Reading
 from ckpt.format import record
 from ckpt.predict.model import save

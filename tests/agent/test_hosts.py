@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.hosts import HOST, domains_here, lost_with_hosts, told_apart
-from ckpt.agent.network import DOMAINS_MAX, nodes_from
-from ckpt.agent.nodelist import encode_nodes
+from ckpt.agent.network import DOMAINS_MAX
+from ckpt.agent.nodelist import encode_nodes, nodes_from
 from ckpt.plan.groups import Node
 from ckpt.plan.placement import Parity, Replicas, place
 

@@ -12,7 +12,8 @@ from ckpt.agent.choosing import OUTLIVES_S, SLACK, Course, When
 from ckpt.agent.control import AMID, SUB_MAX, WAITING, ControlPage, Kind, Place, Word
 from ckpt.agent.facts import REJOIN_S, Store, Why
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import END_S, FORMER, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, SIGNAL, Standing
+from ckpt.agent.leaving import END_S, NEAR_S, NOTICES_MAX, OUTCOME_S, RESERVE_S, Standing
+from ckpt.agent.notice_sources import FORMER, SIGNAL
 from ckpt.agent.verdicts import ASK_LATE_S, AWAY_S
 from ckpt.plan.placement import Kept
 from ckpt.policy.every import Every

@@ -32,8 +32,9 @@ from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.control import Kind, Place, Word
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import END_S, SIGNAL, Standing
+from ckpt.agent.leaving import END_S, Standing
 from ckpt.agent.members import Presence
+from ckpt.agent.notice_sources import SIGNAL
 from ckpt.policy.every import Every
 from ckpt.types import Tick
 

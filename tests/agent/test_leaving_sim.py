@@ -21,7 +21,8 @@ from ckpt.agent import actions as do
 from ckpt.agent.choosing import When
 from ckpt.agent.facts import Store
 from ckpt.agent.group import Group
-from ckpt.agent.leaving import SIGNAL, Standing
+from ckpt.agent.leaving import Standing
+from ckpt.agent.notice_sources import SIGNAL
 from ckpt.plan.placement import Kept
 from ckpt.types import Tick
 from tests.agent import test_group_sim as base

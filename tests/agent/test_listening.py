@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ckpt.agent.choosing import OUTLIVES_S, PAST_S, When
-from ckpt.agent.listening import Listening, Sources
+from ckpt.agent.listening import Listening
+from ckpt.agent.notice_sources import Sources
 from ckpt.errors import UsageError
 from ckpt.events import Event, Events
 from ckpt.notices.cloud import VARIABLES

@@ -15,8 +15,8 @@ from ckpt.agent import memory, wire
 from ckpt.agent.control import WORLD_MAX, ControlPage
 from ckpt.agent.following import _givers
 from ckpt.agent.leading import Leading
-from ckpt.agent.network import ADDRESSES_MAX, DOMAINS_MAX, Network, NodeAt, nodes_from
-from ckpt.agent.nodelist import BLOB_BYTES_MAX, NODES_MAX, encode_nodes, leader_of
+from ckpt.agent.network import ADDRESSES_MAX, DOMAINS_MAX, Network
+from ckpt.agent.nodelist import BLOB_BYTES_MAX, NODES_MAX, NodeAt, encode_nodes, leader_of, nodes_from
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.peers.messages import payloads
 from ckpt.agent.peers.sockets import Address

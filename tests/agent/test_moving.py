@@ -12,7 +12,8 @@ import pytest
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.copies import encode_described
 from ckpt.agent.moving import ANSWER_S, LOOK_S, SAY_S, Moving, Progress
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.others import Others
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from ckpt.agent.bulk import Bulk
-from ckpt.agent.network import Network, NodeAt, link_bytes_s
+from ckpt.agent.network import Network, link_bytes_s
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message

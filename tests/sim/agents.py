@@ -24,8 +24,9 @@ import numpy as np
 from ckpt.agent import client, wire
 from ckpt.agent.called import Called
 from ckpt.agent.lending import Lend, LendingNode
-from ckpt.agent.network import Network, NodeAt, run_of
+from ckpt.agent.network import Network, run_of
 from ckpt.agent.node import Node
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers import messages
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames

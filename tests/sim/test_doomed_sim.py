@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.notices.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Identity

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import ckpt.notices.cloud
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.agent.peers import secret
 from ckpt.backends import memory
 from ckpt.backends.memory import MemoryBackend

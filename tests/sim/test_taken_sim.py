@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import ckpt.notices.cloud
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.notices.notice import Notice
 from ckpt.settings import Settings
 from ckpt.types import Tick

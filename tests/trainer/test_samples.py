@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt.agent.comparing import SAMPLE
+from ckpt.format.declaration import SAMPLE
 from ckpt.plan.division import agree
 from ckpt.plan.layout import Entry, Layout
 from ckpt.trainer import samples

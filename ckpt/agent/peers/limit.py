@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ckpt.agent.peers.sockets import PIECE_BYTES
 from ckpt.clock import Clock, SystemClock
 
-PIECE_BYTES = 2 << 20  # moved with one call where nothing limits: measured best on loopback
 PIECE_BYTES_MIN = 16 << 10
 PIECE_S = 0.02  # a piece takes no longer than that, so that a limited flow is even
 BURST_S = 0.05  # what was not used before may be made up for: a sleep ends late now and then

@@ -11,7 +11,8 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.copies import Copies
 from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.gathering import encoded_parts
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import WRONG_MAX, Frames

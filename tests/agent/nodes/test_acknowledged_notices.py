@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.types import Tick
 from tests.agent.nodes.cluster import BOUND_S, Cluster, await_end, line, together
 from tests.agent.nodes.test_relayed_notices import leave

@@ -16,7 +16,8 @@ from ckpt.agent.bulk import Bulk
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.copies import Copies
 from ckpt.agent.gathering import Gathered, Gathering, Places
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peerframes import PeerFrames
 from ckpt.agent.remote import RemoteRanks, Wanted, encode_parts
 from ckpt.agent.replicating import Replication

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt.agent.fence import UNHEARD_MAX
 from ckpt.agent.holdings import Inventory
-from ckpt.agent.network import NodeAt
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.wire import Message
 from ckpt.errors import CkptError

@@ -12,7 +12,8 @@ from ckpt.agent.bulk import Bulk
 from ckpt.agent.called import Called
 from ckpt.agent.following import Following
 from ckpt.agent.memory import Taken
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.remote import RemotePeer
 from ckpt.agent.server import Peer, Server

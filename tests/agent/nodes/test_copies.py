@@ -18,8 +18,8 @@ from ckpt.agent.arena import DATA_AT, PAGE, Arena
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.chunks import Chunks
-from ckpt.agent.copies import COPIES_MAX, Copies, Described, decode_described, described, encode_described
-from ckpt.agent.folding import Chunk, ChunkName
+from ckpt.agent.copies import COPIES_MAX, Copies, decode_described, encode_described
+from ckpt.agent.described import Chunk, ChunkName, Described, described
 from ckpt.agent.holdings import sealed
 from ckpt.agent.keeper import Keeper
 from ckpt.agent.memory import Taken

@@ -17,7 +17,7 @@ from ckpt.agent.elsewhere import OUTDONE, UNKEPT, Elsewhere
 from ckpt.agent.finding import Keeps, Safe, find_safe, newest_safe
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.jobs import Job
-from ckpt.agent.network import NodeAt
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.nodes import Nodes
 from ckpt.agent.protection import Protection
 from ckpt.agent.remote import RemotePeer, RemoteRanks

@@ -13,7 +13,7 @@ import pytest
 
 from ckpt.agent.former import ask_former, former_nodes
 from ckpt.agent.holdings import Inventory
-from ckpt.agent.network import NodeAt
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers import secret
 from ckpt.agent.start import Start
 from ckpt.store.lineage import Claim

@@ -14,7 +14,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.channel import Channel
 from ckpt.agent.peers.sockets import Address

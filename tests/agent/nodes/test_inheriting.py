@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.inheriting import Inheriting, shares
-from ckpt.agent.network import NodeAt
+from ckpt.agent.nodelist import NodeAt
 from tests.agent.nodes.cluster import Cluster, await_end, line
 from tests.agent.nodes.test_authority import ask
 from tests.agent.nodes.test_hostile_peers import Liar, liar, node_of

@@ -21,20 +21,21 @@ from ckpt.agent.arena import PAGE
 from ckpt.agent.candidates import candidates
 from ckpt.agent.carrier import Carrier
 from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies, Described, encode_described
+from ckpt.agent.copies import Copies, encode_described
+from ckpt.agent.described import Described
 from ckpt.agent.finding import Keeps
 from ckpt.agent.folding import WORK_BYTES
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import Inventory, sealed, spread
 from ckpt.agent.hosts import HOST
-from ckpt.agent.lenders import Lent
 from ckpt.agent.memory import MemoryPlan
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.nodes import _Answers
 from ckpt.agent.outdoing import outlived
 from ckpt.agent.parities import Parities
 from ckpt.agent.peers.transport import Frames
-from ckpt.agent.protection import SLOTS_MIN, Protection
+from ckpt.agent.protection import SLOTS_MIN, Lent, Protection
 from ckpt.agent.rebuilding import UNWANTED
 from ckpt.agent.remote import Wanted, decode_parts, digest_of, encode_parts
 from ckpt.agent.wire import Message

@@ -13,7 +13,8 @@ from ckpt.agent.arena import Arena
 from ckpt.agent.checkpoint import Reader, put_together
 from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Places
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peerframes import IN_FLIGHT, PeerFrames
 from ckpt.errors import AgentError, DamagedData, NotFound
 from ckpt.store.reader import FrameReader

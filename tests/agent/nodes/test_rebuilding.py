@@ -17,7 +17,8 @@ import pytest
 from ckpt.agent.arena import Arena
 from ckpt.agent.bulk import NICE
 from ckpt.agent.copies import decode_described
-from ckpt.agent.folding import SCRATCH_BYTES, Chunk, ChunkName, chunk_frames
+from ckpt.agent.described import Chunk, ChunkName, chunk_frames
+from ckpt.agent.folding import SCRATCH_BYTES
 from ckpt.agent.holdings import Inventory
 from ckpt.agent.parities import Where
 from ckpt.agent.rebuilding import UNWANTED

@@ -15,7 +15,7 @@ import pytest
 from ckpt.agent import client
 from ckpt.agent.bulk import NICE
 from ckpt.agent.control import Kind
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.errors import AgentError
 from ckpt.tasks import Tasks
 from ckpt.types import Tick

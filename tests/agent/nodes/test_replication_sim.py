@@ -25,11 +25,13 @@ import pytest
 
 from ckpt.agent.arena import PAGE, Arena
 from ckpt.agent.bulk import Bulk, Lane
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import Described
 from ckpt.agent.fence import Fence
 from ckpt.agent.finding import Keeps, Safe, find_safe
 from ckpt.agent.holdings import Inventory, Key
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers.sockets import Address
 from ckpt.agent.peers.transport import Frames
 from ckpt.agent.replicating import Replication

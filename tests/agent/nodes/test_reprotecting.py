@@ -10,8 +10,10 @@ from typing import Any, cast
 import pytest
 
 from ckpt.agent import reprotecting
-from ckpt.agent.copies import Copies, described, encode_described
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.copies import Copies, encode_described
+from ckpt.agent.described import described
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.reprotecting import Reprotecting, again_after_s
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from tests.agent.fake import full

@@ -16,7 +16,8 @@ from ckpt.agent import fanout
 from ckpt.agent.bulk import Bulk
 from ckpt.agent.fanout import FanOut
 from ckpt.agent.fetch import Restore
-from ckpt.agent.network import Network, NodeAt
+from ckpt.agent.network import Network
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peers import secret
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.channel import Channel

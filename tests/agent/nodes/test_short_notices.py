@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.agent.listening import Sources
+from ckpt.agent.notice_sources import Sources
 from ckpt.errors import AgentError
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 from ckpt.tasks import Tasks

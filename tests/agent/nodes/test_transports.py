@@ -12,11 +12,12 @@ import pytest
 
 from ckpt.agent.arena import Arena
 from ckpt.agent.checkpoint import Reader, put_together
-from ckpt.agent.copies import Copies, Described, decode_described, encode_described
+from ckpt.agent.copies import Copies, decode_described, encode_described
+from ckpt.agent.described import Described
 from ckpt.agent.fetch import Restore
 from ckpt.agent.gathering import Places
 from ckpt.agent.holdings import sealed
-from ckpt.agent.network import NodeAt
+from ckpt.agent.nodelist import NodeAt
 from ckpt.agent.peerframes import PeerFrames, name_of
 from ckpt.agent.peers.bulk import TcpTransport
 from ckpt.agent.peers.transport import Frames, Transport

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from ckpt.agent.peers.bulk import SERVED_MAX, STALL_S
-from ckpt.agent.peers.limit import BURST_S, PIECE_BYTES, PIECE_BYTES_MIN, SLICE_S, Bucket
+from ckpt.agent.peers.limit import BURST_S, PIECE_BYTES_MIN, SLICE_S, Bucket
+from ckpt.agent.peers.sockets import PIECE_BYTES
 from ckpt.clock import ManualClock
 from ckpt.policy.every import PEER_BANDWIDTH_MIN
 
